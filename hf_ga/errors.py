@@ -1,0 +1,25 @@
+"""Every error that hf_ga raises on purpose. Scripts print them as one line and exit with code 2."""
+
+
+class HfGaError(Exception):
+    """Base of the errors below. The message gives the rule, the values and the remedy."""
+
+
+class ConfigError(HfGaError, ValueError):
+    """A flag, a configuration file or an argument that cannot be used."""
+
+
+class DataError(HfGaError, ValueError):
+    """A dataset that cannot be used."""
+
+
+class LossNotAdditive(HfGaError, RuntimeError):
+    """No counting rule (or more than one) makes the loss of a batch the weighted sum of its parts."""
+
+
+class UnkeyedRandomness(HfGaError, RuntimeError):
+    """A training forward draws random numbers that are not a function of the sample."""
+
+
+class CheckpointError(HfGaError, RuntimeError):
+    """A checkpoint that is missing, damaged or of another run."""
