@@ -1,0 +1,25 @@
+"""Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full batch."""
+
+from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.step import StepResult, backward_window, train_step
+from hf_ga.targets import TargetRule, prove_targets
+from hf_ga.windows import MicroBatch, Window, WindowLoader
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "HfGaError",
+    "LossNotAdditive",
+    "MicroBatch",
+    "StepResult",
+    "TargetRule",
+    "UnkeyedRandomness",
+    "Window",
+    "WindowLoader",
+    "backward_window",
+    "prove_targets",
+    "train_step",
+]

@@ -1,0 +1,71 @@
+"""One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from hf_ga.batches import Batch
+from hf_ga.errors import LossNotAdditive
+
+# (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of targets)
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP and the like; mixed-precision wrappers stay."""
+    return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+
+
+def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The entries of `batch` that the model's forward names. A forward that names none but takes `**kwargs` gets all."""
+    model = unwrapped(model)
+    parameters = inspect.signature(getattr(model, "_original_forward", model.forward)).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = {name: value for name, value in batch.items() if name in named}
+    if not accepted and any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return dict(batch)
+    return accepted
+
+
+def head_loss(outputs: Any) -> Tensor:
+    """The loss that the model's own head computed: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
+
+    Raises:
+        LossNotAdditive: there is none.
+    """
+    if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        return outputs
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise LossNotAdditive(
+            f"the model returned no loss ({type(outputs).__name__}). Give it labels, or pass "
+            "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+        )
+    return loss
+
+
+def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
+    """Forward and loss of a batch that lies on the model's device.
+
+    Returns:
+        (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor; without, the loss is the
+        head's own mean and the number is None.
+
+    Raises:
+        ValueError: `loss_fn` returned something else than a scalar and a number.
+    """
+    outputs = model(**accepted_arguments(model, batch))
+    if loss_fn is None:
+        return head_loss(outputs), None
+    total, count = loss_fn(outputs, batch)
+    if not isinstance(total, Tensor) or total.dim():
+        raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
+    return total, torch.as_tensor(count, device=total.device, dtype=torch.float64 if _has_float64(total) else None)
+
+
+def _has_float64(tensor: Tensor) -> bool:
+    return tensor.device.type != "mps"

@@ -1,0 +1,46 @@
+"""The global random generators of torch, numpy and Python: seed them for a while, and tell whether anybody moved them."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, bytes]:
+    """The states of all global generators, comparable with `==`. On a GPU this reads counters on the host, no synchronisation."""
+    kind, words, *rest = np.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": words.tobytes() + repr((kind, rest)).encode(),
+        "random": repr(hash(random.getstate())).encode(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["torch.cuda"] = b"".join(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+    return states
+
+
+def moved_generators(before: dict[str, bytes]) -> list[str]:
+    """Names of the generators that somebody drew from since `before = random_states()`."""
+    return [name for name, state in random_states().items() if state != before.get(name, state)]
+
+
+@contextmanager
+def preserved_random_states() -> Iterator[None]:
+    """Put all global generators back at the end, whatever happens inside."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def seed_generators(key: int) -> None:
+    """Seed the CPU generators of torch, numpy and Python from a 64-bit key (numpy's legacy generator takes 32 of its bits)."""
+    torch.default_generator.manual_seed(key & ((1 << 63) - 1))
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)

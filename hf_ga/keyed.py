@@ -1,0 +1,115 @@
+"""Counter-based random bits: a dropout mask as a pure function of (sample key, place, coordinate).
+
+No generator, so no state: the bits of a sample do not depend on which samples stand beside it, on how wide the batch is padded
+or on what ran before. Each axis is hashed by itself (not the flat index), so padding moves no coordinate.
+Only integer arithmetic modulo 2**32 and 2**64 is used: CPU and GPU draw the same bits.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_ga.hashing import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Stream, extend_key, make_key
+
+# Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the `lowbias32` pair).
+MULTIPLIER_32_1 = 0x7FEB352D
+MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
+
+
+def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
+    """The dropout keys of samples by their positions in the order. Returns int64, shape (number of samples,), on the CPU."""
+    return torch.from_numpy(extend_key(make_key(Stream.DROPOUT, seed, epoch), positions).view(np.int64))
+
+
+def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
+    """The key of draws that belong to a whole window. Returns int64, shape (1,), on the CPU."""
+    return torch.from_numpy(extend_key(make_key(Stream.WINDOW, seed, epoch), np.array([window_index])).view(np.int64))
+
+
+def keep_mask(keys: Tensor, place: int, shape: Sequence[int], axis: int | None, drop_probability: float) -> Tensor:
+    """Which elements dropout keeps.
+
+    Args:
+        keys: int64, shape (n,): one key per sample, or (1,) for a draw that belongs to the window.
+        place: 64-bit key of the place.
+        shape: shape of the mask.
+        axis: the sample axis; `shape[axis]` is n times a whole number m (n samples with m rows each, the sample index
+            outermost, as in attention over n x heads). None: no sample axis.
+        drop_probability: p, at least 0 and less than 1, kept to a resolution of 2**-32.
+
+    Returns:
+        bool tensor of `shape` on the device of `keys`; an element is True with probability 1 - p.
+    """
+    rows = _mix(keys ^ _signed(place))
+    if axis is None:
+        inner = [1, *shape]
+    else:
+        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+    # Axes of size 1 are hashed too: a micro-batch padded to width 1 and one padded to width 2 must agree on column 0.
+    for size in inner[:-1]:
+        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
+    kept = _uniform_int32(rows, inner[-1]) >= _threshold(drop_probability)
+    if axis is None:
+        return kept.view(shape)
+    return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
+
+
+def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
+    """x / (1 - p) where `kept` (bool, broadcastable to x), 0 elsewhere. Only the mask, a byte an element, is saved for backward."""
+    scale = 1.0 / (1.0 - drop_probability)
+    if kept.shape != x.shape:
+        kept = kept.expand_as(x)
+    # The fused x * mask * scale of torch's own dropout; it is differentiable in x.
+    return torch.ops.aten.native_dropout_backward(x, kept, scale)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """softmax(query key^T * scale + mask) as `torch.nn.functional.scaled_dot_product_attention` defines it.
+
+    Shapes: query (..., heads, L, E), key (..., key heads, S, E); returns (..., heads, L, S). A row in which everything is masked
+    is zero, as there.
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
+    all_masked = (attn_mask == -torch.inf).all(-1, keepdim=True)
+    return (scores + attn_mask).masked_fill(all_masked, 0.0).softmax(-1).masked_fill(all_masked, 0.0)
+
+
+def _uniform_int32(rows: Tensor, size: int) -> Tensor:
+    """Uniform int32 of shape (*rows.shape, size) from 64-bit row keys: both halves of the row key enter the hash."""
+    columns = torch.arange(1, size + 1, dtype=torch.int32, device=rows.device) * MULTIPLIER_32_2
+    bits = rows.to(torch.int32).unsqueeze(-1) ^ columns
+    bits.mul_(MULTIPLIER_32_1)
+    bits.bitwise_xor_(bits.bitwise_right_shift(15).bitwise_and_(0x1FFFF))  # a logical shift
+    bits.add_((rows >> 32).to(torch.int32).unsqueeze(-1))
+    # The comparison with the threshold reads the upper bits, into which the last product carries the lower ones.
+    return bits.mul_(MULTIPLIER_32_2)
+
+
+def _threshold(drop_probability: float) -> int:
+    return max(-(1 << 31), min((1 << 31) - 1, round(drop_probability * 2**32) - (1 << 31)))
+
+
+def _mix(values: Tensor) -> Tensor:
+    """`hashing.mix(value + GOLDEN)` for int64 tensors."""
+    values = values + _signed(GOLDEN)
+    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(MULTIPLIER_1)
+    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(MULTIPLIER_2)
+    return values ^ ((values >> 31) & ((1 << 33) - 1))
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that holds it."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,288 @@
+"""Where a model draws random numbers, and keyed dropout put in at these places.
+
+Inside a training forward the functions through which torch draws dropout are replaced by keyed ones. A place is a path of
+module calls plus the number of the draw within the last module's forward; forward hooks keep the path. The same hooks give the
+same path when activation checkpointing runs a module again inside `backward()`, where the outer modules are not active.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.generators import moved_generators, preserved_random_states, random_states
+from hf_ga.hashing import make_key, name_key
+from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout
+
+SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
+
+
+class Frame:
+    """One call of a module: its path key, how often it called each submodule, how many draws it made."""
+
+    __slots__ = ("calls", "draws", "key", "module")
+
+    def __init__(self, module: nn.Module, key: int) -> None:
+        self.module, self.key, self.calls, self.draws = module, key, Counter(), 0
+
+
+@dataclass
+class Place:
+    """Where a mask is drawn: the module's name, the mask's shapes seen while probing, the sample axis found from them."""
+
+    name: str
+    shapes: list[torch.Size] = field(default_factory=list)
+    axis: int | None = None
+
+
+class KeyedPlaces:
+    """The places of one model. `find` probes once; `active` puts keyed dropout in; `set_keys` says whose masks to draw.
+
+    Example:
+        places = KeyedPlaces(model)
+        places.find(lambda num_samples: model(**collate([sample] * num_samples)))
+        with places.active():
+            places.set_keys(sample_keys(seed, epoch, positions), window_key(seed, epoch, index))
+            model(**batch).loss.backward()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: dict[int, Place] = {}
+        self._names = {module: name or "(the model itself)" for name, module in model.named_modules()}
+        self._name_keys = {module: name_key(name) for module, name in self._names.items()}
+        self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
+        self._stack: list[Frame] = []
+        self._recorded: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # calls of the last forward
+        self._recorder: _Recorder | None = None
+        self._sample_keys: Tensor | None = None
+        self._window_key: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model draws nothing, so that `active` has nothing to do."""
+        return not self.places
+
+    def find(self, forward: Callable[[int], Any], allow_unkeyed: bool = False) -> None:
+        """Run two training forwards with 2 and 3 equal samples, without dropout, and learn every place and its sample axis.
+
+        Args:
+            forward: runs the model in training mode on a batch of the given number of samples.
+            allow_unkeyed: do not refuse draws that cannot be keyed.
+
+        Raises:
+            UnkeyedRandomness: a module draws random numbers in another way, or a mask has no single sample axis.
+        """
+        self._recorder = _Recorder()
+        try:
+            with preserved_random_states(), torch.no_grad(), restored_buffers(self.model), self.active():
+                for num_samples in (SMALL, LARGE):
+                    self._recorder.start()
+                    forward(num_samples)
+        finally:
+            recorder, self._recorder = self._recorder, None
+        problems = [f"{self._names[m]} ({type(m).__name__}) draws from {g}" for m, g in recorder.unkeyed.items()]
+        for place in recorder.places.values():
+            try:
+                place.axis = _sample_axis(place.shapes)
+            except ValueError as error:
+                problems.append(f"{place.name} draws a mask whose sample axis cannot be told: {error}")
+        if problems and not allow_unkeyed:
+            raise UnkeyedRandomness(
+                "any split of a window draws the same randomness only if each draw can be tied to its sample, but "
+                + "; ".join(problems)
+                + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or "
+                "accept that the split changes the randomness with allow_unkeyed (--allow_unkeyed)."
+            )
+        self.places = recorder.places
+        self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
+
+    def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
+        """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
+        self._sample_keys, self._window_key = sample_keys, window_key
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Keyed dropout inside every forward of the model, and in what `backward()` runs again. Nothing is left behind."""
+        with ExitStack() as stack:
+            for module in self._hooked:
+                handle = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            for owner, name, keyed in _DRAWING_FUNCTIONS:
+                original = getattr(owner, name)
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, partial(keyed, self, original))
+            stack.callback(self._stack.clear)
+            stack.callback(self._recorded.clear)
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        if self._stack:
+            parent = self._stack[-1]
+            key = make_key(parent.key, self._name_keys[module], parent.calls[module])
+            parent.calls[module] += 1
+            self._recorded.setdefault(module, []).append((key, inputs))
+        elif module is not self.model and torch._C._current_graph_task_id() != -1:
+            key = self._key_of_recomputed(module, inputs)
+        else:
+            if module is self.model:
+                self._recorded.clear()
+            calls = self._recorded.setdefault(module, [])
+            key = make_key(self._name_keys[module], len(calls))
+            calls.append((key, inputs))
+        self._stack.append(Frame(module, key))
+        if self._recorder:
+            self._recorder.boundary(self._stack[-2].module if len(self._stack) > 1 else module)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        frame = self._stack.pop()
+        if self._recorder:
+            self._recorder.boundary(frame.module)
+
+    def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
+        """The path key of the call that checkpointing runs again: checkpointing keeps its inputs, so they tell which one."""
+        calls = self._recorded.get(module, [])
+        matching = {key for key, seen in calls if seen == inputs} if len(calls) > 1 else {key for key, _ in calls}
+        if len(matching) != 1:
+            raise UnkeyedRandomness(
+                f"activation checkpointing runs {self._names[module]} again, which the forward called {len(calls)} times, and "
+                f"{len(matching)} of these calls had the same inputs: which masks it drew cannot be told. Turn gradient "
+                "checkpointing off, or set its dropout to 0."
+            )
+        return matching.pop()
+
+    def _mask(self, shape: torch.Size, drop_probability: float) -> Tensor | None:
+        """The mask of the next draw of the module that is running; None while probing."""
+        frame = self._stack[-1]
+        key = make_key(frame.key, frame.draws)
+        frame.draws += 1
+        if self._recorder:
+            self._recorder.record(key, self._names[frame.module], shape, self._stack)
+            return None
+        place = self.places.get(key)
+        if place is None:
+            raise UnkeyedRandomness(
+                f"{self._names[frame.module]} draws dropout at a place that the probing forward did not reach: the model's "
+                "path depends on its data or changed since. Prove the model again, or set this dropout to 0."
+            )
+        keys = self._window_key if place.axis is None else self._sample_keys
+        return keep_mask(keys, key, shape, place.axis, drop_probability)
+
+    def _dropout(
+        self, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0 or p == 1 or not self._stack:
+            return original(input, p, training, inplace)
+        return self._apply(input, p, inplace, input.shape)
+
+    def _feature_dropout(
+        self, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0 or p == 1 or not self._stack:
+            return original(input, p, training, inplace)
+        return self._apply(input, p, inplace, torch.Size((*input.shape[:2], *[1] * (input.dim() - 2))))
+
+    def _torch_dropout(self, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0 or p == 1 or not self._stack:
+            return original(input, p, train)
+        return self._apply(input, p, False, input.shape)
+
+    def _apply(self, x: Tensor, p: float, inplace: bool, mask_shape: torch.Size) -> Tensor:
+        kept = self._mask(mask_shape, p)
+        if kept is None:
+            return x
+        return x.mul_(kept / (1 - p)) if inplace else keyed_dropout(x, p, kept)
+
+    def _attention(
+        self,
+        original: Callable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0 or not self._stack:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        kept = self._mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
+        if kept is None:
+            return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+        if enable_gqa:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        return keyed_dropout(weights, dropout_p, kept) @ value
+
+
+# The functions through which torch draws dropout. What draws in another way is found by the generators that it moves.
+_DRAWING_FUNCTIONS = [
+    (F, "dropout", KeyedPlaces._dropout),
+    (F, "dropout1d", KeyedPlaces._feature_dropout),
+    (F, "dropout2d", KeyedPlaces._feature_dropout),
+    (F, "dropout3d", KeyedPlaces._feature_dropout),
+    (F, "scaled_dot_product_attention", KeyedPlaces._attention),
+    (torch, "dropout", KeyedPlaces._torch_dropout),
+]
+
+
+class _Recorder:
+    """What the probing forwards see: places with their shapes, modules on the way to them, and who moved a generator."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Place] = {}
+        self.on_the_way: set[nn.Module] = set()
+        self.unkeyed: dict[nn.Module, str] = {}
+        self._states: dict[str, bytes] = {}
+
+    def start(self) -> None:
+        self._states = random_states()
+
+    def boundary(self, module: nn.Module) -> None:
+        """A submodule of `module` begins or `module` ends: what moved since the last boundary was moved by `module` itself."""
+        if moved := moved_generators(self._states):
+            self.unkeyed[module] = " and ".join(moved)
+            self._states = random_states()
+
+    def record(self, key: int, name: str, shape: torch.Size, stack: list[Frame]) -> None:
+        self.places.setdefault(key, Place(name)).shapes.append(shape)
+        self.on_the_way.update(frame.module for frame in stack)
+
+
+def _sample_axis(shapes: list[torch.Size]) -> int | None:
+    """The axis that grew from SMALL to LARGE samples; None if none did (a table shared by the window).
+
+    Raises:
+        ValueError: no single axis grew in that ratio.
+    """
+    if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
+        raise ValueError(f"{SMALL} and {LARGE} samples drew the shapes {[list(s) for s in shapes]}")
+    small, large = shapes
+    changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
+    if not changed:
+        return None
+    if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
+        raise ValueError(f"from {SMALL} to {LARGE} samples the shape went from {list(small)} to {list(large)}")
+    return changed[0]
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what a training forward does to buffers (running statistics)."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)

@@ -1,0 +1,71 @@
+"""One window -> who computes what. The plan knows integers only: offsets in the window, lengths, limits; no tensors."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+# micro-batches[process][i] holds the offsets in the window (0-based) of one micro-batch.
+Plan = list[list[np.ndarray]]
+# A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown) and the number of processes.
+Planner = Callable[[np.ndarray, int], Plan]
+
+
+def split_evenly(size: int, parts: int) -> list[slice]:
+    """Cut `size` things into `parts` consecutive slices whose sizes differ by at most one, larger ones first.
+
+    >>> [s.stop - s.start for s in split_evenly(13, 4)]
+    [4, 3, 3, 3]
+    """
+    small, larger = divmod(size, parts)
+    ends = np.cumsum([small + (i < larger) for i in range(parts)]).tolist()
+    return [slice(end - small - (i < larger), end) for i, end in enumerate(ends)]
+
+
+def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> Plan:
+    """Split a window evenly over processes, then every share into as few micro-batches as the limit allows.
+
+    Sizes that do not divide give uneven micro-batches, never dropped or repeated samples: 64 samples in micro-batches of at
+    most 10 are 10 + 9 + 9 + 9 + 9 + 9 + 9.
+
+    Args:
+        window_size: samples in the window.
+        num_processes: at least 1; a process may get nothing.
+        micro_batch_size: most samples in one micro-batch, at least 1.
+
+    Returns:
+        for each process its micro-batches; together every offset 0 ... window_size - 1 once.
+
+    Raises:
+        ValueError: a size is below its least value.
+    """
+    if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
+        raise ValueError(
+            "plan_window needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, got "
+            f"{window_size}, {num_processes}, {micro_batch_size}"
+        )
+    offsets = np.arange(window_size)
+    shares = [offsets[part] for part in split_evenly(window_size, num_processes)]
+    return [_cut(share, -(-len(share) // micro_batch_size)) for share in shares]
+
+
+def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int]) -> Plan:
+    """Sort a window by length (shortest first) and cut it into micro-batches of the given sizes, dealt out in turn.
+
+    The sizes repeat until the window is used up, so `sizes=[5, 11]` gives uneven micro-batches of similar lengths. Since any
+    split of a window is the same update, this trains the same model as `plan_window`.
+
+    >>> [m.tolist() for m in plan_by_sizes(np.array([9, 1, 5]), 1, [2])[0]]
+    [[1, 2], [0]]
+    """
+    if min(sizes, default=0) < 1:
+        raise ValueError(f"sizes must hold integers of at least 1, got {list(sizes)}")
+    by_length, start, micro_batches = np.argsort(lengths, kind="stable"), 0, []
+    while start < len(by_length):
+        size = sizes[len(micro_batches) % len(sizes)]
+        micro_batches.append(by_length[start : start + size])
+        start += size
+    return [micro_batches[process::num_processes] for process in range(num_processes)]
+
+
+def _cut(offsets: np.ndarray, parts: int) -> list[np.ndarray]:
+    return [offsets[part] for part in split_evenly(len(offsets), parts)] if parts else []

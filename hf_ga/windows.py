@@ -1,0 +1,306 @@
+"""WindowLoader: dataset + order + plan -> Window objects, with workers that prefetch the next windows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_ga.batches import take_rows
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
+from hf_ga.hashing import Stream, make_key
+from hf_ga.layout import Layout
+from hf_ga.order import epoch_order
+from hf_ga.plan import Planner, plan_window
+
+if TYPE_CHECKING:
+    from hf_ga.targets import TargetRule
+
+    Proof = tuple[torch.nn.Module, Callable | None, TargetRule]  # model, loss_fn, what was proven of them
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one forward/backward on this process.
+
+    Attributes:
+        batch: what the collate function returned (CPU tensors, sample axis first).
+        positions: int64, shape (n,): places of the samples in the order of the epoch; they key all randomness.
+        sample_ids: int64, shape (n,): indices in the dataset.
+    """
+
+    batch: dict[str, Any]
+    positions: np.ndarray
+    sample_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True)
+class WindowRequest:
+    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window."""
+
+    seed: int
+    epoch: int
+    index: int
+    positions: np.ndarray
+    sample_ids: np.ndarray
+    micro_batches: list[np.ndarray]
+    whole_window: bool
+
+
+class Fetcher:
+    """Fetches and collates samples. Runs in the workers; everything random is seeded from the request."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
+        with preserved_random_states():
+            if not request.whole_window:
+                batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
+                if all(batch is not None for batch in batches):
+                    return batches
+            return self._cut_from_whole_window(request)
+
+    def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
+        """Samples by their offsets. A random transform draws from generators seeded by (seed, epoch, position)."""
+        samples = []
+        for position, sample_id in zip(request.positions[offsets], request.sample_ids[offsets], strict=True):
+            seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
+            samples.append(self.dataset[int(sample_id)])
+        return samples
+
+    def _micro_batch(self, request: WindowRequest, offsets: np.ndarray) -> dict[str, Any] | None:
+        """None where the collate function drew random numbers: then its result depends on the split."""
+        samples = self.samples(request, offsets)
+        before = random_states()
+        batch = self.collate_fn(samples)
+        return None if moved_generators(before) else dict(batch)
+
+    def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""
+        samples = self.samples(request, np.arange(len(request.positions)))
+        seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
+        batch = self.collate_fn(samples)
+        return [take_rows(batch, offsets, len(samples)) for offsets in request.micro_batches]
+
+
+@dataclass
+class Window:
+    """The samples of one optimizer step: what a step may need, and nothing else.
+
+    Attributes:
+        micro_batches: this process's micro-batches.
+        epoch, index: which window of which epoch (0-based). seed: the loader's.
+        num_samples: samples in the window over all processes.
+        proofs: target rules found so far, kept for all windows of one loader.
+    """
+
+    request: WindowRequest
+    fetcher: Fetcher
+    batches: list[dict[str, Any]]
+    num_processes: int = 1
+    proofs: list["Proof"] = field(default_factory=list)
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        request = self.request
+        return [
+            MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])
+            for batch, offsets in zip(self.batches, request.micro_batches, strict=True)
+        ]
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+    @property
+    def index(self) -> int:
+        return self.request.index
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.request.positions
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        return self.request.sample_ids
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.request.positions)
+
+    def samples(self) -> list[Any]:
+        """All samples of the window, not collated, for a proof."""
+        with preserved_random_states():
+            return self.fetcher.samples(self.request, np.arange(self.num_samples))
+
+    def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
+        """The same window in other micro-batches (offsets in the window), collated again."""
+        whole = self.request.whole_window if whole_window is None else whole_window
+        fields = {**self.request.__dict__, "micro_batches": micro_batches, "whole_window": whole}
+        request = WindowRequest(**fields)
+        return Window(request, self.fetcher, self.fetcher[request], self.num_processes, self.proofs)
+
+    def padded_to_window(self) -> "Window":
+        """The same micro-batches, each padded to the window's longest sample."""
+        return self if self.request.whole_window else self.split(self.request.micro_batches, whole_window=True)
+
+
+class WindowLoader:
+    """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on the layout.
+
+    Args:
+        dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword arguments of the model.
+        accelerator: gives the number of processes and `gradient_accumulation_steps`.
+        per_device_batch_size: most samples in one micro-batch.
+        global_batch_size: samples in a window over all processes; left out, it is processes x per_device_batch_size x
+            gradient accumulation steps.
+        seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
+        lengths: tokens of each sample, shape (len(dataset),): handed to `planner`.
+        planner: another way to split a window; `(lengths of the window, processes) -> Plan`.
+        drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
+
+    Raises:
+        ConfigError: sizes that fit no layout. DataError: a streaming or empty dataset.
+
+    Example:
+        windows = WindowLoader(dataset, collate_fn, accelerator=accelerator, per_device_batch_size=8, seed=0)
+        for window in windows:
+            train_step(accelerator, model, optimizer, window)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate,
+        *,
+        accelerator: Accelerator,
+        per_device_batch_size: int = 8,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        planner: Planner | None = None,
+        drop_last_window: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self.num_samples = _checked_length(dataset, lengths)
+        accumulation = accelerator.gradient_accumulation_steps if global_batch_size is None else None
+        self.layout = Layout.from_sizes(
+            accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
+        )
+        self.planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
+        self.lengths = np.ones(self.num_samples, np.int64) if lengths is None else np.asarray(lengths)
+        self.process_index, self.device = accelerator.process_index, accelerator.device
+        self.seed, self.shuffle, self.drop_last_window, self.num_workers = seed, shuffle, drop_last_window, num_workers
+        self.fetcher = Fetcher(dataset, collate_fn)
+        self.epoch, self.num_consumed = 0, 0
+        self.proofs: list[Proof] = []
+        if not len(self):
+            raise DataError(
+                f"drop_last_window leaves nothing: {self.num_samples} samples are less than one window of "
+                f"{self.layout.window_size}. Use a smaller global batch or keep the last window."
+            )
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        full, rest = divmod(self.num_samples, self.layout.window_size)
+        return full + (rest > 0 and not self.drop_last_window)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the given epoch (0-based) at its first window."""
+        self.epoch, self.num_consumed = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands: epoch, windows consumed, and what makes the order."""
+        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a `state_dict()`, also one of another layout.
+
+        Raises:
+            ConfigError: the state belongs to another order (seed, number of samples, window size).
+        """
+        if changed := {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}:
+            listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            raise ConfigError(f"this position belongs to another order of windows: {listed}")
+        self.epoch, self.num_consumed = state["epoch"], state["num_consumed"]
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
+        requests = self._requests()
+        in_flight: list[WindowRequest] = []
+        loader = DataLoader(
+            self.fetcher,
+            sampler=_remembered(requests, in_flight),
+            batch_size=None,  # an item is a window, collated by the fetcher
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # or else the global one would move
+        )
+        for batches in loader:
+            self.num_consumed += 1
+            yield Window(in_flight.pop(0), self.fetcher, batches, self.layout.num_processes, self.proofs)
+        self.set_epoch(self.epoch + 1)
+
+    def _requests(self) -> Iterator[WindowRequest]:
+        order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
+        size = self.layout.window_size
+        for index in range(self.num_consumed, len(self)):
+            positions = np.arange(index * size, min((index + 1) * size, self.num_samples))
+            plan = self.planner(self.lengths[order[positions]], self.layout.num_processes)
+            whole = any(rule.pad_to_window for _, _, rule in self.proofs)
+            yield WindowRequest(
+                self.seed, self.epoch, index, positions, order[positions], plan[self.process_index], whole
+            )
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "window_size": self.layout.window_size,
+            "shuffle": int(self.shuffle),
+        }
+
+
+def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> list[list[np.ndarray]]:
+    return plan_window(len(lengths), num_processes, micro_batch_size)
+
+
+def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) -> Iterator[WindowRequest]:
+    """Hand requests out and keep them in order: the loader returns their results in the same order."""
+    for request in requests:
+        seen.append(request)
+        yield request
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _checked_length(dataset: Any, lengths: Sequence[int] | np.ndarray | None) -> int:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
+            "without streaming."
+        )
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty: there is nothing to train on.")
+    if lengths is not None and len(lengths) != len(dataset):
+        raise ConfigError(f"lengths must have one entry a sample: {len(lengths)} lengths, {len(dataset)} samples.")
+    return len(dataset)
