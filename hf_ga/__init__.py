@@ -1,6 +1,8 @@
 """Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full batch."""
 
+from hf_ga.config import FinetuneConfig
 from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.finetuning import finetune
 from hf_ga.step import StepResult, backward_window, train_step
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import MicroBatch, Window, WindowLoader
@@ -11,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "FinetuneConfig",
     "HfGaError",
     "LossNotAdditive",
     "MicroBatch",
@@ -20,6 +23,7 @@ __all__ = [
     "Window",
     "WindowLoader",
     "backward_window",
+    "finetune",
     "prove_targets",
     "train_step",
 ]

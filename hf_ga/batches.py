@@ -14,18 +14,18 @@ IGNORED_LABEL = -100  # the label that torch's cross entropy leaves out
 def sample_length(sample: Any) -> int:
     """The longest list, array or vector in a sample (tokens, usually); 1 if it holds numbers only."""
     values = sample.values() if isinstance(sample, Mapping) else [sample]
-    return max(
-        (len(v) for v in values if isinstance(v, Sized) and not isinstance(v, str) and _has_length(v)), default=1
-    )
+    return max((len(v) for v in values if isinstance(v, Sized) and not isinstance(v, str) and _has_length(v)), default=1)
 
 
 def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, num_samples: int) -> dict[str, Any]:
-    """The given samples of a collated batch of `num_samples`: every tensor and list with one entry a sample is indexed."""
+    """The given samples of a collated batch of `num_samples`: every tensor, array and list with one entry a sample is indexed."""
     index = torch.as_tensor(np.asarray(rows))
     taken = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_samples:
             taken[name] = value[index]
+        elif isinstance(value, np.ndarray) and value.ndim and len(value) == num_samples:
+            taken[name] = value[index.numpy()]
         elif isinstance(value, list | tuple) and len(value) == num_samples:
             taken[name] = [value[int(row)] for row in rows]
         else:
@@ -36,6 +36,13 @@ def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, num_samples: int) 
 def same_shapes(batch: Batch, other: Batch) -> bool:
     """Whether all tensors of two batches agree in shape."""
     return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())
+
+
+def equal_batches(batch: Batch, other: Batch) -> bool:
+    """Whether two batches hold the same values."""
+    return batch.keys() == other.keys() and all(
+        torch.equal(v, other[name]) if isinstance(v, Tensor) else np.array_equal(v, other[name]) for name, v in batch.items()
+    )
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_ga.batches import Batch
 from hf_ga.errors import LossNotAdditive
@@ -21,14 +22,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The entries of `batch` that the model's forward names. A forward that names none but takes `**kwargs` gets all."""
+    """The entries of `batch` that the model's forward takes: those it names, or all where it takes `**kwargs`.
+
+    A transformers model names all its inputs; its `**kwargs` are for settings, so other columns stay out of them.
+    """
     model = unwrapped(model)
     parameters = inspect.signature(getattr(model, "_original_forward", model.forward)).parameters.values()
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    accepted = {name: value for name, value in batch.items() if name in named}
-    if not accepted and any(p.kind == p.VAR_KEYWORD for p in parameters):
+    if any(p.kind == p.VAR_KEYWORD for p in parameters) and not isinstance(model, PreTrainedModel):
         return dict(batch)
-    return accepted
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in batch.items() if name in named}
 
 
 def head_loss(outputs: Any) -> Tensor:

@@ -43,10 +43,7 @@ def keep_mask(keys: Tensor, place: int, shape: Sequence[int], axis: int | None, 
         bool tensor of `shape` on the device of `keys`; an element is True with probability 1 - p.
     """
     rows = _mix(keys ^ _signed(place))
-    if axis is None:
-        inner = [1, *shape]
-    else:
-        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+    inner = [1, *shape] if axis is None else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
     # Axes of size 1 are hashed too: a micro-batch padded to width 1 and one padded to width 2 must agree on column 0.
     for size in inner[:-1]:
         rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))

@@ -5,6 +5,7 @@ module calls plus the number of the draw within the last module's forward; forwa
 same path when activation checkpointing runs a module again inside `backward()`, where the outer modules are not active.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_ga.draws import DRAWING_FUNCTIONS
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.hashing import make_key, name_key
-from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout
+from hf_ga.keyed import keep_mask
 
 SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
 
@@ -40,6 +41,7 @@ class Place:
     name: str
     shapes: list[torch.Size] = field(default_factory=list)
     axis: int | None = None
+    can_be_keyed: bool = True
 
 
 class KeyedPlaces:
@@ -82,7 +84,8 @@ class KeyedPlaces:
         """
         self._recorder = _Recorder()
         try:
-            with preserved_random_states(), torch.no_grad(), restored_buffers(self.model), self.active():
+            with preserved_random_states(), torch.no_grad(), restored_buffers(self.model), self.active(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
                 for num_samples in (SMALL, LARGE):
                     self._recorder.start()
                     forward(num_samples)
@@ -93,6 +96,7 @@ class KeyedPlaces:
             try:
                 place.axis = _sample_axis(place.shapes)
             except ValueError as error:
+                place.can_be_keyed = False
                 problems.append(f"{place.name} draws a mask whose sample axis cannot be told: {error}")
         if problems and not allow_unkeyed:
             raise UnkeyedRandomness(
@@ -116,7 +120,7 @@ class KeyedPlaces:
                 handle = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            for owner, name, keyed in _DRAWING_FUNCTIONS:
+            for owner, name, keyed in DRAWING_FUNCTIONS:
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
                 setattr(owner, name, partial(keyed, self, original))
@@ -144,9 +148,11 @@ class KeyedPlaces:
             self._recorder.boundary(self._stack[-2].module if len(self._stack) > 1 else module)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        frame = self._stack.pop()
+        if not self._stack or self._stack[-1].module is not module:
+            return  # `_enter` refused this call
+        self._stack.pop()
         if self._recorder:
-            self._recorder.boundary(frame.module)
+            self._recorder.boundary(module)
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
         """The path key of the call that checkpointing runs again: checkpointing keeps its inputs, so they tell which one."""
@@ -160,80 +166,50 @@ class KeyedPlaces:
             )
         return matching.pop()
 
-    def _mask(self, shape: torch.Size, drop_probability: float) -> Tensor | None:
+    def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call draws a mask that is ours to key.
+
+        Raises:
+            UnkeyedRandomness: checkpointing runs a function again that draws outside of any module's forward.
+        """
+        if not training or drop_probability in (0, 1):
+            return False
+        if not self._stack:
+            if torch._C._current_graph_task_id() != -1:
+                raise UnkeyedRandomness(
+                    "activation checkpointing runs a function again that draws dropout by itself, not in the forward of a module: "
+                    "which masks it drew cannot be told. Put the function into a module, or turn checkpointing off."
+                )
+            return False
+        frame = self._stack[-1]
+        place = self.places.get(make_key(frame.key, frame.draws))
+        if place is None or place.can_be_keyed:
+            return True
+        frame.draws += 1  # allowed to depend on the split
+        return False
+
+    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor | None:
         """The mask of the next draw of the module that is running; None while probing."""
         frame = self._stack[-1]
         key = make_key(frame.key, frame.draws)
         frame.draws += 1
+        name = self._names[frame.module]
         if self._recorder:
-            self._recorder.record(key, self._names[frame.module], shape, self._stack)
+            self._recorder.record(key, name, shape, self._stack)
             return None
         place = self.places.get(key)
         if place is None:
             raise UnkeyedRandomness(
-                f"{self._names[frame.module]} draws dropout at a place that the probing forward did not reach: the model's "
-                "path depends on its data or changed since. Prove the model again, or set this dropout to 0."
+                f"{name} draws dropout at a place that the probing forward did not reach: the model's path depends on its data "
+                "or changed since. Prove the model again, or set this dropout to 0."
             )
         keys = self._window_key if place.axis is None else self._sample_keys
+        if place.axis is not None and shape[place.axis] % len(keys):
+            raise UnkeyedRandomness(
+                f"{name} draws a mask of shape {list(shape)} for {len(keys)} samples: axis {place.axis} does not hold whole "
+                "samples (packed tokens?). Set this dropout to 0, or feed padded batches."
+            )
         return keep_mask(keys, key, shape, place.axis, drop_probability)
-
-    def _dropout(
-        self, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if not training or p == 0 or p == 1 or not self._stack:
-            return original(input, p, training, inplace)
-        return self._apply(input, p, inplace, input.shape)
-
-    def _feature_dropout(
-        self, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if not training or p == 0 or p == 1 or not self._stack:
-            return original(input, p, training, inplace)
-        return self._apply(input, p, inplace, torch.Size((*input.shape[:2], *[1] * (input.dim() - 2))))
-
-    def _torch_dropout(self, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
-        if not train or p == 0 or p == 1 or not self._stack:
-            return original(input, p, train)
-        return self._apply(input, p, False, input.shape)
-
-    def _apply(self, x: Tensor, p: float, inplace: bool, mask_shape: torch.Size) -> Tensor:
-        kept = self._mask(mask_shape, p)
-        if kept is None:
-            return x
-        return x.mul_(kept / (1 - p)) if inplace else keyed_dropout(x, p, kept)
-
-    def _attention(
-        self,
-        original: Callable,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if dropout_p == 0 or not self._stack:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        kept = self._mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
-        if kept is None:
-            return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
-        if enable_gqa:
-            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-        return keyed_dropout(weights, dropout_p, kept) @ value
-
-
-# The functions through which torch draws dropout. What draws in another way is found by the generators that it moves.
-_DRAWING_FUNCTIONS = [
-    (F, "dropout", KeyedPlaces._dropout),
-    (F, "dropout1d", KeyedPlaces._feature_dropout),
-    (F, "dropout2d", KeyedPlaces._feature_dropout),
-    (F, "dropout3d", KeyedPlaces._feature_dropout),
-    (F, "scaled_dot_product_attention", KeyedPlaces._attention),
-    (torch, "dropout", KeyedPlaces._torch_dropout),
-]
 
 
 class _Recorder:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hf_ga.errors import ConfigError
+
 # micro-batches[process][i] holds the offsets in the window (0-based) of one micro-batch.
 Plan = list[list[np.ndarray]]
 # A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown) and the number of processes.
@@ -59,12 +61,29 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
     """
     if min(sizes, default=0) < 1:
         raise ValueError(f"sizes must hold integers of at least 1, got {list(sizes)}")
+    if num_processes < 1:
+        raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     by_length, start, micro_batches = np.argsort(lengths, kind="stable"), 0, []
     while start < len(by_length):
         size = sizes[len(micro_batches) % len(sizes)]
         micro_batches.append(by_length[start : start + size])
         start += size
     return [micro_batches[process::num_processes] for process in range(num_processes)]
+
+
+def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
+    """Check a plan of the user's own making.
+
+    Raises:
+        ConfigError: another number of processes, an empty micro-batch, or offsets that do not occur exactly once.
+    """
+    offsets = [np.asarray(micro_batch) for share in plan for micro_batch in share]
+    if len(plan) != num_processes or not all(len(o) for o in offsets):
+        raise ConfigError(f"a plan needs {num_processes} lists (one a process) of micro-batches that are not empty, got {plan}.")
+    if not np.array_equal(np.sort(np.concatenate([np.empty(0, np.int64), *offsets])), np.arange(window_size)):
+        raise ConfigError(
+            f"a plan must hold each of the offsets 0 ... {window_size - 1} once: the planner drops or repeats samples."
+        )
 
 
 def _cut(offsets: np.ndarray, parts: int) -> list[np.ndarray]:

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import UnkeyedRandomness
+from hf_ga.batches import IGNORED_LABEL
+from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.forward import LossFunction, run_forward, unwrapped
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.keyed import sample_keys, window_key
@@ -33,7 +34,7 @@ class StepResult:
     """
 
     loss_tensor: Tensor
-    num_targets: int
+    num_targets: int | float
     grad_norm_tensor: Tensor | None = None
     skipped: bool = False
 
@@ -67,13 +68,16 @@ def backward_window(
         allow_unkeyed: go on although some draws depend on the split.
 
     Raises:
-        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: more than one process.
+        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: more than one process, or the loader's
+            `target_counts` contradict the proven rule.
 
     Example:
         result = backward_window(accelerator, model, window)
         result.loss, result.num_targets
     """
     check_supported(accelerator)
+    if loss_fn is None and _has_no_labels_that_count(window):
+        return StepResult(torch.zeros((), device=accelerator.device), 0, skipped=True)
     rule = targets or _proven(model, window, loss_fn, allow_unkeyed)
     if rule.pad_to_window:
         window = window.padded_to_window()
@@ -117,6 +121,7 @@ def train_step(
         for window in windows:
             result = train_step(accelerator, model, optimizer, window, scheduler=scheduler, max_grad_norm=1.0)
     """
+    accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
     result = backward_window(accelerator, model, window, targets=targets, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
     if result.skipped:
@@ -135,10 +140,16 @@ def _backward_head(accelerator: Accelerator, model: nn.Module, window: Window, r
     """The head's own mean loss: targets are counted first, on the host, so the divisor is known before any forward."""
     counts = [rule.count(m.batch, len(m)) for m in window.micro_batches]
     total = sum_over_processes(accelerator, sum(counts))
+    if window.expected_targets not in (None, total):
+        raise ConfigError(
+            f"window {window.index} of epoch {window.epoch} has {total} targets counted as {rule.name}, but target_counts say "
+            f"{window.expected_targets}: correct target_counts, or leave them out."
+        )
     loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
     # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out.
-    with_targets = [(m, count) for m, count in zip(window.micro_batches, counts, strict=True) if count]
-    for (_, count), batch in zip(with_targets, _keyed_batches(accelerator, window, rule, [m for m, _ in with_targets])):
+    counted = [(m, count) for m, count in zip(window.micro_batches, counts, strict=True) if count]
+    batches = _keyed_batches(accelerator, window, rule, [m for m, _ in counted])
+    for batch, (_, count) in zip(batches, counted, strict=True):
         loss, _ = run_forward(model, batch, None)
         accelerator.backward(loss * (count / total))
         loss_sum += loss.detach().to(loss_sum.dtype) * count
@@ -150,26 +161,33 @@ def _backward_sums(
 ) -> StepResult:
     """An own loss counts during its forward, so the divisor is known at the end: gradients are divided by the samples first (which
     keeps their size) and corrected once. Gradients that were there before are put aside meanwhile.
+
+    A count that is a number, not a tensor on the device, saves waiting for the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    earlier = [(p, p.grad) for p in parameters if p.grad is not None]
-    for parameter, _ in earlier:
+    earlier = [p.grad for p in parameters]
+    for parameter in parameters:
         parameter.grad = None
     loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
-    count_sum = torch.zeros_like(loss_sum)
-    for batch in _keyed_batches(accelerator, window, rule, window.micro_batches):
-        with accelerator.autocast():
-            loss, count = run_forward(model, batch, loss_fn)
-        # Multiplying by 0 would keep a NaN: a micro-batch without targets contributes nothing whatever its sum is.
-        accelerator.backward(torch.where(count > 0, loss, torch.zeros_like(loss)) / window.num_samples)
-        loss_sum += torch.where(count > 0, loss.detach(), torch.zeros_like(loss)).to(loss_sum.dtype)
-        count_sum += count.to(count_sum.dtype)
-    total = float(count_sum)
-    if gradients := [p.grad for p in parameters if p.grad is not None]:
-        torch._foreach_mul_(gradients, window.num_samples / total if total else 0.0)
-    for parameter, gradient in earlier:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    return StepResult(loss_sum / max(total, 1e-30), int(total), skipped=total == 0)
+    total = 0.0
+    try:
+        for batch in _keyed_batches(accelerator, window, rule, window.micro_batches):
+            with accelerator.autocast():
+                loss, count = run_forward(model, batch, loss_fn)
+            if count := float(count):  # without targets the sum may be 0 / 0: it contributes nothing and is left out
+                accelerator.backward(loss / window.num_samples)
+                loss_sum += loss.detach().to(loss_sum.dtype)
+                total += count
+        if gradients := [p.grad for p in parameters if p.grad is not None]:
+            torch._foreach_mul_(gradients, window.num_samples / total)
+    except BaseException:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    return StepResult(loss_sum / (total or 1.0), int(total) if total.is_integer() else total, skipped=total == 0)
 
 
 def _keyed_batches(
@@ -185,13 +203,21 @@ def _keyed_batches(
 
 def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool) -> TargetRule:
     """The rule kept on the window's loader, proven now if this model and loss are new to it."""
+    # A lambda written in the loop is a new object in every window, with the same code.
+    new = (unwrapped(model), getattr(loss_fn, "__code__", loss_fn))
     for known_model, known_loss, rule in window.proofs:
-        if known_model is unwrapped(model) and known_loss is loss_fn:
+        if known_model is new[0] and known_loss is new[1]:
             return rule
     samples = window.samples()[:MAX_PROOF_SAMPLES]
     rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
-    window.proofs.append((unwrapped(model), loss_fn, rule))
+    window.proofs.append((*new, rule))
     return rule
+
+
+def _has_no_labels_that_count(window: Window) -> bool:
+    """Whether all labels of the window are to be ignored, so that nothing could be proven on it and there is nothing to learn."""
+    labels = [m.batch.get("labels") for m in window.micro_batches]
+    return bool(labels) and all(isinstance(v, Tensor) and bool((v == IGNORED_LABEL).all()) for v in labels)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """WindowLoader: dataset + order + plan -> Window objects, with workers that prefetch the next windows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,20 +10,17 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_ga.batches import take_rows
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
-from hf_ga.hashing import Stream, make_key
+from hf_ga.fetch import Collate, Fetcher, WindowRequest
+from hf_ga.generators import preserved_random_states
 from hf_ga.layout import Layout
 from hf_ga.order import epoch_order
-from hf_ga.plan import Planner, plan_window
+from hf_ga.plan import Planner, check_plan, plan_window
 
 if TYPE_CHECKING:
     from hf_ga.targets import TargetRule
 
-    Proof = tuple[torch.nn.Module, Callable | None, TargetRule]  # model, loss_fn, what was proven of them
-
-Collate = Callable[[list[Any]], Any]
+    Proof = tuple[torch.nn.Module, Any, TargetRule]  # model, code of the loss_fn, what was proven of them
 
 
 @dataclass(frozen=True)
@@ -44,56 +41,6 @@ class MicroBatch:
         return len(self.positions)
 
 
-@dataclass(frozen=True)
-class WindowRequest:
-    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window."""
-
-    seed: int
-    epoch: int
-    index: int
-    positions: np.ndarray
-    sample_ids: np.ndarray
-    micro_batches: list[np.ndarray]
-    whole_window: bool
-
-
-class Fetcher:
-    """Fetches and collates samples. Runs in the workers; everything random is seeded from the request."""
-
-    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        with preserved_random_states():
-            if not request.whole_window:
-                batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
-                if all(batch is not None for batch in batches):
-                    return batches
-            return self._cut_from_whole_window(request)
-
-    def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
-        """Samples by their offsets. A random transform draws from generators seeded by (seed, epoch, position)."""
-        samples = []
-        for position, sample_id in zip(request.positions[offsets], request.sample_ids[offsets], strict=True):
-            seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
-            samples.append(self.dataset[int(sample_id)])
-        return samples
-
-    def _micro_batch(self, request: WindowRequest, offsets: np.ndarray) -> dict[str, Any] | None:
-        """None where the collate function drew random numbers: then its result depends on the split."""
-        samples = self.samples(request, offsets)
-        before = random_states()
-        batch = self.collate_fn(samples)
-        return None if moved_generators(before) else dict(batch)
-
-    def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""
-        samples = self.samples(request, np.arange(len(request.positions)))
-        seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
-        batch = self.collate_fn(samples)
-        return [take_rows(batch, offsets, len(samples)) for offsets in request.micro_batches]
-
-
 @dataclass
 class Window:
     """The samples of one optimizer step: what a step may need, and nothing else.
@@ -102,13 +49,14 @@ class Window:
         micro_batches: this process's micro-batches.
         epoch, index: which window of which epoch (0-based). seed: the loader's.
         num_samples: samples in the window over all processes.
+        expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
         proofs: target rules found so far, kept for all windows of one loader.
     """
 
     request: WindowRequest
     fetcher: Fetcher
     batches: list[dict[str, Any]]
-    num_processes: int = 1
+    expected_targets: int | None = None
     proofs: list["Proof"] = field(default_factory=list)
 
     @property
@@ -153,7 +101,7 @@ class Window:
         whole = self.request.whole_window if whole_window is None else whole_window
         fields = {**self.request.__dict__, "micro_batches": micro_batches, "whole_window": whole}
         request = WindowRequest(**fields)
-        return Window(request, self.fetcher, self.fetcher[request], self.num_processes, self.proofs)
+        return Window(request, self.fetcher, self.fetcher[request], self.expected_targets, self.proofs)
 
     def padded_to_window(self) -> "Window":
         """The same micro-batches, each padded to the window's longest sample."""
@@ -171,7 +119,9 @@ class WindowLoader:
             gradient accumulation steps.
         seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
         lengths: tokens of each sample, shape (len(dataset),): handed to `planner`.
+        target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`.
+        pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
 
     Raises:
@@ -194,21 +144,25 @@ class WindowLoader:
         seed: int = 0,
         shuffle: bool = True,
         lengths: Sequence[int] | np.ndarray | None = None,
+        target_counts: Sequence[int] | np.ndarray | None = None,
         planner: Planner | None = None,
+        pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
-        self.num_samples = _checked_length(dataset, lengths)
+        self.num_samples = _checked_length(dataset, lengths, target_counts)
         accumulation = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
             accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
         )
         self.planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
         self.lengths = np.ones(self.num_samples, np.int64) if lengths is None else np.asarray(lengths)
+        self.target_counts = None if target_counts is None else np.asarray(target_counts)
         self.process_index, self.device = accelerator.process_index, accelerator.device
         self.seed, self.shuffle, self.drop_last_window, self.num_workers = seed, shuffle, drop_last_window, num_workers
         self.fetcher = Fetcher(dataset, collate_fn)
         self.epoch, self.num_consumed = 0, 0
+        self.pad_to_window = pad_to_window
         self.proofs: list[Proof] = []
         if not len(self):
             raise DataError(
@@ -255,7 +209,9 @@ class WindowLoader:
         )
         for batches in loader:
             self.num_consumed += 1
-            yield Window(in_flight.pop(0), self.fetcher, batches, self.layout.num_processes, self.proofs)
+            request = in_flight.pop(0)
+            targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
+            yield Window(request, self.fetcher, batches, targets, self.proofs)
         self.set_epoch(self.epoch + 1)
 
     def _requests(self) -> Iterator[WindowRequest]:
@@ -264,10 +220,9 @@ class WindowLoader:
         for index in range(self.num_consumed, len(self)):
             positions = np.arange(index * size, min((index + 1) * size, self.num_samples))
             plan = self.planner(self.lengths[order[positions]], self.layout.num_processes)
-            whole = any(rule.pad_to_window for _, _, rule in self.proofs)
-            yield WindowRequest(
-                self.seed, self.epoch, index, positions, order[positions], plan[self.process_index], whole
-            )
+            check_plan(plan, len(positions), self.layout.num_processes)
+            whole = self.pad_to_window or any(rule.pad_to_window for _, _, rule in self.proofs)
+            yield WindowRequest(self.seed, self.epoch, index, positions, order[positions], plan[self.process_index], whole)
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -293,7 +248,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _checked_length(dataset: Any, lengths: Sequence[int] | np.ndarray | None) -> int:
+def _checked_length(dataset: Any, lengths: Any, target_counts: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
@@ -301,6 +256,9 @@ def _checked_length(dataset: Any, lengths: Sequence[int] | np.ndarray | None) ->
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: there is nothing to train on.")
-    if lengths is not None and len(lengths) != len(dataset):
-        raise ConfigError(f"lengths must have one entry a sample: {len(lengths)} lengths, {len(dataset)} samples.")
+    for name, values in (("lengths", lengths), ("target_counts", target_counts)):
+        if values is not None and len(values) != len(dataset):
+            raise ConfigError(f"{name} must have one entry a sample: {len(values)} {name}, {len(dataset)} samples.")
+    if target_counts is not None and not np.any(target_counts):
+        raise DataError(f"none of the {len(dataset)} samples has a target: there is nothing to learn from.")
     return len(dataset)

@@ -1,0 +1,96 @@
+"""Atomic save and load at window boundaries. All randomness is keyed, so there is no random state to save."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from hf_ga.errors import CheckpointError
+
+PREFIX = "checkpoint-"
+
+
+def save_checkpoint(
+    output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `output_dir/checkpoint-<step>` beside and rename it, then delete all but the newest `keep`.
+
+    Args:
+        model: unwrapped. state: what else is needed, as plain values (position, schedule, best loss).
+    """
+    final = output_dir / f"{PREFIX}{step}"
+    partial = output_dir / f"partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_model(model, str(partial / "model.safetensors"))
+    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+    (partial / "state.json").write_text(json.dumps({"step": step, **state}))
+    for file in (*partial.iterdir(), partial):
+        _flush(file)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _flush(output_dir)
+    for old in list_checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load weights and optimizer in place; returns the saved state.
+
+    Raises:
+        CheckpointError: a file is missing or does not fit this model.
+    """
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        load_model(model, str(folder / "model.safetensors"), strict=True)
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{folder} is not a whole checkpoint of this model: {reason}") from error
+    return state
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    folders = [folder for folder in output_dir.glob(f"{PREFIX}*") if folder.name.removeprefix(PREFIX).isdigit()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix(PREFIX)))
+
+
+def find_checkpoint(output_dir: Path, wanted: str) -> Path:
+    """`auto`: the newest checkpoint of `output_dir`; else the folder itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if wanted == "auto":
+        found = list_checkpoints(output_dir)
+        if not found:
+            raise CheckpointError(f"resume_from_checkpoint auto: {output_dir} has no checkpoint. Leave the flag out to start anew.")
+        return found[-1]
+    if not (Path(wanted) / "state.json").is_file():
+        raise CheckpointError(f"resume_from_checkpoint {wanted} is not a checkpoint: it has no state.json.")
+    return Path(wanted)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, types and bytes of all parameters and buffers, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

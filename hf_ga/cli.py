@@ -1,0 +1,97 @@
+"""The command line: flags to a configuration, errors to one line and exit code 2."""
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_ga.config import FinetuneConfig
+from hf_ga.errors import ConfigError, HfGaError
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class _Parser(HfArgumentParser):
+    """argparse that raises instead of printing its usage, which is pages long here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_config(arguments: Sequence[str]) -> FinetuneConfig:
+    """Flags (dashes or underscores) and, as first argument, a YAML or JSON file of the same names. Flags win over the file.
+
+    Raises:
+        ConfigError: an unknown flag (with the nearest known one), a value of the wrong type, a malformed file.
+
+    >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
+    0.0001
+    """
+    parser = _Parser(FinetuneConfig, prog="finetune.py", description="Fine-tune: any split of a global batch is the full batch.")
+    parser.allow_abbrev = False
+    arguments = list(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = [*_flags_of_file(Path(arguments[0])), *arguments[1:]]
+    config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        _refuse_unknown(unknown[0], list(parser._option_string_actions))
+    return config
+
+
+def finetune_main(arguments: Sequence[str] | None = None) -> int:
+    """`finetune.py` and `hf-ga finetune`. Returns the exit code."""
+    return _guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
+
+
+def main() -> int:
+    """`hf-ga COMMAND ...`: the scripts under one name."""
+    commands = {"finetune": finetune_main}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        print(f"usage: hf-ga {{{','.join(commands)}}} [flags]; hf-ga finetune --help lists the flags", file=sys.stderr)
+        return 0 if sys.argv[1:] in (["--help"], ["-h"]) else 2
+    return commands[sys.argv[1]](sys.argv[2:])
+
+
+def _finetune(arguments: Sequence[str]) -> None:
+    from hf_ga.finetuning import finetune  # late: a wrong flag is answered before the libraries are loaded
+
+    config = parse_config(arguments)
+    finetune(config)
+
+
+def _guarded(run: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+    try:
+        run(arguments)
+    except HfGaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _flags_of_file(path: Path) -> list[str]:
+    """The file's entries as flags, so that both go through the same checks."""
+    if path.suffix not in CONFIG_SUFFIXES:
+        raise ConfigError(f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends in .yaml or .json.")
+    try:
+        text = path.read_text()
+        values: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
+    return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:
+    name = argument.partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown flag {name}.{hint} --help lists all flags.")

@@ -1,0 +1,145 @@
+"""The dataclass behind the flags of `scripts/finetune.py`. Derived once, checked once, before any data is read."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_ga.errors import ConfigError
+from hf_ga.layout import Layout
+from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
+from hf_ga.tasks import TASKS
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with a help text for the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class FinetuneConfig:
+    """All flags of a run. Mixed precision, device and number of processes come from `accelerate launch` and its config.
+
+    Example:
+        hf_ga.finetune(FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl", output_dir="outputs/gpt2"))
+    """
+
+    # model
+    model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
+    # data
+    dataset_name: str = option(
+        "stdlib", "stdlib (embedded: documentation strings of Python), hub id, file (json, jsonl, csv, txt, parquet), or folder."
+    )
+    dataset_config_name: str | None = option(None, "Configuration of a hub dataset.")
+    validation_file: str | None = option(None, "File with validation rows. Default: the dataset's own split, or a part of train.")
+    test_file: str | None = option(None, "File with test rows. Default: the dataset's own test split, if it has one.")
+    validation_split_percentage: float = option(5.0, "Percent of the training rows to validate on where there is no split.")
+    task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
+    text_column: str | None = option(None, "Column with the text. Default: `text`, or the only column of strings.")
+    label_column: str | None = option(None, "Column with the label. Default: `label` or `labels`.")
+    max_length: int = option(128, "Tokens a sample is cut at; how many were cut is reported.")
+    # batch
+    per_device_train_batch_size: int = option(8, "Most samples in one micro-batch.")
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches per process and optimizer step. Default: derived.")
+    global_batch_size: int | None = option(
+        None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
+    )
+    drop_last_window: bool = option(False, "Leave the short last window of each epoch out.")
+    dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
+    # optimization
+    learning_rate: float | None = option(None, "Peak rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch.")
+    weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
+    optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
+    lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
+    warmup_steps: int = option(20, "Optimizer steps of linear warm-up.")
+    num_train_epochs: float = option(3.0, "Passes over the training data.")
+    max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
+    max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
+    seed: int = option(0, "Of order, dropout and initial weights.")
+    allow_unkeyed: bool = option(False, "Train although some random draws depend on how the window is split.")
+    deterministic: bool = option(False, "Only deterministic kernels (on a GPU slower, and bit for bit repeatable).")
+    # evaluation and output
+    per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
+    eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
+    save_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: once per epoch.")
+    save_total_limit: int = option(2, "Checkpoints to keep.")
+    output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
+    overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
+    resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir) or the folder of a checkpoint.")
+
+    def layout(self, num_processes: int) -> Layout:
+        """The layout of a window; see `Layout.from_sizes`.
+
+        Raises:
+            ConfigError: sizes that fit no layout, or accumulation given here and to `accelerate launch` with different values.
+        """
+        steps = self.gradient_accumulation_steps
+        launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+        if launched.isdigit() and int(launched) > 1:
+            if steps not in (None, int(launched)):
+                raise ConfigError(
+                    f"gradient accumulation is given twice: gradient_accumulation_steps {steps} here, {launched} by the launcher "
+                    "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which Accelerate prefers). Give it once."
+                )
+            steps = int(launched)
+        return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
+
+    def check(self) -> None:
+        """Check everything that can be checked without data.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        _one_of("task", self.task, TASKS)
+        _one_of("optim", self.optim, OPTIMIZERS)
+        _one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        self.layout(num_processes=1)
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+        for name in ("learning_rate", "num_train_epochs", "validation_split_percentage"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
+        if self.validation_split_percentage >= 100:
+            raise ConfigError(f"validation_split_percentage must be below 100, got {self.validation_split_percentage}.")
+        self._check_output_dir()
+
+    def _check_output_dir(self) -> None:
+        folder = Path(self.output_dir)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"output_dir {folder} is a file: name a folder.")
+        used = folder.is_dir() and any(folder.iterdir())
+        if used and not self.overwrite_output_dir and self.resume_from_checkpoint is None:
+            raise ConfigError(
+                f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
+                "--overwrite_output_dir, or name another folder."
+            )
+        if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
+            raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The flags as plain values, for JSON."""
+        return asdict(self)
+
+
+_AT_LEAST = {
+    "max_length": 2,
+    "per_device_eval_batch_size": 1,
+    "dataloader_num_workers": 0,
+    "weight_decay": 0,
+    "warmup_steps": 0,
+    "max_steps": 1,
+    "max_grad_norm": 0,
+    "eval_steps": 1,
+    "save_steps": 1,
+    "save_total_limit": 1,
+}
+
+
+def _one_of(name: str, value: str, known: Any) -> None:
+    if value not in known:
+        raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")

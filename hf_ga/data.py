@@ -1,0 +1,248 @@
+"""Datasets -> tokenised samples. Everything that is wrong with the data is found here, before a model is built."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset, load_from_disk
+from datasets.fingerprint import Hasher
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from hf_ga import corpus
+from hf_ga.config import FinetuneConfig
+from hf_ga.errors import DataError
+from hf_ga.order import epoch_order
+from hf_ga.tasks import TASKS, Task
+
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass
+class PreparedData:
+    """Tokenised splits, and what was counted on the way.
+
+    Attributes:
+        splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenisation returns.
+        labels: names of the labels, in the order of their ids; empty for language models.
+        description: one line on where the rows come from. facts: lines on rows that were cut, left out or have no target.
+        unigram_entropy: of the training tokens, nats per token.
+    """
+
+    task: Task
+    splits: dict[str, Dataset]
+    tokenizer: PreTrainedTokenizerBase
+    labels: list[str]
+    description: str
+    facts: list[str] = field(default_factory=list)
+    unigram_entropy: float = 0.0
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Samples -> arguments of the model."""
+        return self.task.collate(samples, self.tokenizer.pad_token_id)
+
+
+def load_rows(config: FinetuneConfig) -> DatasetDict:
+    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenised.
+
+    Raises:
+        DataError: a missing or unreadable file, an unknown dataset, no training rows.
+    """
+    files = {"validation": config.validation_file, "test": config.test_file}
+    extra = {split: _load_file(file) for split, file in files.items() if file}
+    name, path = config.dataset_name, Path(config.dataset_name)
+    if name == "stdlib":
+        rows = corpus.load_stdlib()
+    elif _file_kind(path):
+        rows = DatasetDict(train=_load_file(name))
+    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        loaded = load_from_disk(name)
+        rows = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    elif name.startswith((".", "/", "~")) and not path.exists():
+        raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
+    else:
+        rows = _load(name, name, config.dataset_config_name)
+    rows = DatasetDict({**rows, **extra})
+    if "train" not in rows or not len(rows["train"]):
+        raise DataError(f"dataset_name {name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to train on.")
+    return _with_validation(rows, config)
+
+
+def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Load, check and tokenise. Rows that are cut, empty or without target are counted and said, never silently dropped.
+
+    Raises:
+        DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
+    """
+    task, rows = TASKS[config.task], load_rows(config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if (
+        task.needs_labels
+        and tokenizer.num_special_tokens_to_add() == 0
+        and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    ):
+        _add_cls_and_sep(tokenizer)
+    prepared = PreparedData(task, {}, tokenizer, [], f"{config.dataset_name}: {dict(rows.num_rows)} rows")
+    if config.dataset_name == "stdlib":
+        prepared.description = corpus.describe(rows)
+    rows = _select_columns(rows, config, prepared)
+    for split in SPLITS:
+        if split in rows:
+            prepared.splits[split] = _tokenised(rows[split], split, config, prepared)
+    if not sum(prepared.splits["train"]["num_targets"]):
+        raise DataError(
+            f"none of the {len(prepared.splits['train'])} training rows has a target: a row needs at least 2 tokens for causal-lm."
+        )
+    counts = np.bincount(np.concatenate(prepared.splits["train"].with_format("numpy")["input_ids"][:]), minlength=len(tokenizer))
+    prepared.unigram_entropy = corpus.unigram_entropy(counts)
+    return prepared
+
+
+def _select_columns(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
+    """Keep the text as `text` and, where the task needs it, the label as an integer in `label`."""
+    columns = rows["train"].column_names
+    text = config.text_column or _default_text_column(rows["train"])
+    wanted = {"text": text}
+    if prepared.task.needs_labels:
+        default = "package" if config.dataset_name == "stdlib" else next((c for c in ("label", "labels") if c in columns), "label")
+        wanted["label"] = config.label_column or default
+    for split, dataset in rows.items():
+        for role, column in wanted.items():
+            if column not in dataset.column_names:
+                raise DataError(
+                    f"{role}_column {column!r} is not in the {split} rows, which have: {', '.join(dataset.column_names)}. Name it "
+                    f"with --{role}_column."
+                )
+    # Kept under their new names; a column that is called `text` or `label` but is not the chosen one must go first.
+    rows = rows.select_columns(list(wanted.values()))
+    rows = rows.rename_columns({column: role for role, column in wanted.items() if column != role})
+    _check_texts(rows)
+    return _with_label_ids(rows, config, prepared) if prepared.task.needs_labels else rows
+
+
+def _with_label_ids(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
+    feature = rows["train"].features["label"]
+    if isinstance(feature, ClassLabel):
+        prepared.labels = feature.names
+        return rows
+    if config.dataset_name == "stdlib" and config.label_column in (None, "package"):
+        kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
+        before = sum(rows.num_rows.values())
+        rows = rows.filter(_is_in, fn_kwargs={"kept": set(kept)}, input_columns="label")
+        left_out = before - sum(rows.num_rows.values())
+        prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
+    names = sorted(set(rows["train"]["label"]), key=lambda value: (str(type(value)), value))
+    for split, dataset in rows.items():
+        if unknown := set(dataset["label"]) - set(names):
+            shown = ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
+            raise DataError(f"labels of the {split} rows that no training row has: {shown}. Every label must occur in training.")
+    if None in names or any(isinstance(name, float) for name in names):
+        raise DataError(f"the labels must be names or whole numbers, but the column holds {names[:5]}.")
+    prepared.labels = [str(name) for name in names]
+    ids = {name: index for index, name in enumerate(names)}
+    return DatasetDict(
+        {
+            split: dataset.remove_columns("label").add_column("label", [ids[v] for v in dataset["label"]])
+            for split, dataset in rows.items()
+        }
+    )
+
+
+def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
+    tokenizer = prepared.tokenizer
+    # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
+    key = [rows._fingerprint, config.task, config.max_length, _contents(tokenizer)]
+    dataset = rows.map(
+        partial(prepared.task.tokenize, tokenizer=tokenizer, max_length=config.max_length),
+        batched=True,
+        remove_columns=rows.column_names,
+        new_fingerprint=Hasher.hash(key),
+        desc=f"tokenising {split}",
+    )
+    lengths = np.asarray(dataset["length"])
+    targets, cut = np.asarray(dataset["num_targets"]), np.asarray(dataset["was_cut"])
+    if empty := int((lengths == 0).sum()):
+        dataset = dataset.select(np.flatnonzero(lengths))
+    facts = {
+        f"cut at {config.max_length} tokens": int(cut.sum()),
+        "left out because they are empty": empty,
+        "kept although they have no target (they add nothing)": int(((targets == 0) & (lengths > 0)).sum()),
+    }
+    prepared.facts += [f"{split}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
+    if not len(dataset):
+        raise DataError(f"all {len(lengths)} {split} rows are empty: there is nothing to use.")
+    return dataset
+
+
+def _with_validation(rows: DatasetDict, config: FinetuneConfig) -> DatasetDict:
+    if "validation" in rows:
+        return rows
+    train, seed = rows["train"], 0  # not the run's seed: runs with other seeds must stay comparable
+    size = max(1, round(len(train) * config.validation_split_percentage / 100))
+    if size >= len(train):
+        raise DataError(f"{len(train)} training rows are too few to take validation rows from: give --validation_file.")
+    order = epoch_order(len(train), seed, 0)
+    parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
+    return DatasetDict({**rows, **parts})
+
+
+def _load_file(file: str) -> Dataset:
+    path = Path(file).expanduser()
+    kind = _file_kind(path)
+    if not path.is_file():
+        raise DataError(f"the file {file} does not exist.")
+    if kind is None:
+        raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
+    if path.stat().st_size == 0:
+        raise DataError(f"the file {file} is empty.")
+    return _load(file, kind, data_files=str(path), split="train")
+
+
+def _load(name: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return load_dataset(*args, **kwargs)
+    except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
+        cause = error.__cause__ or error
+        reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(f"cannot load {name}: {type(cause).__name__}: {reason}") from error
+
+
+def _file_kind(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    return FILE_KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def _default_text_column(dataset: Dataset) -> str:
+    strings = [name for name, feature in dataset.features.items() if isinstance(feature, Value) and "string" in feature.dtype]
+    if "text" in dataset.column_names or not strings:
+        return "text"
+    if len(strings) > 1 and not {"label", "labels"} & set(strings):
+        return "text"
+    return next(name for name in strings if name not in ("label", "labels"))
+
+
+def _check_texts(rows: DatasetDict) -> None:
+    for split, dataset in rows.items():
+        feature = dataset.features["text"]
+        if not (isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")):
+            raise DataError(f"the text column of the {split} rows holds {feature}, not strings: choose with --text_column.")
+
+
+def _add_cls_and_sep(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A classifier reads <cls>: let the embedded corpus's tokenizer put it in (pretrained tokenizers do so themselves)."""
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token)]
+    (cls, _), (sep, _) = special
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", special_tokens=special)
+
+
+def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return (backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))) + str(tokenizer.special_tokens_map)
+
+
+def _is_in(label: str, kept: set[str]) -> bool:
+    return label in kept

@@ -1,0 +1,92 @@
+"""The functions through which torch draws dropout, each with its keyed stand-in.
+
+A stand-in gets the `KeyedPlaces` of the model that is running and the original function, then the original's own arguments. It
+falls back to the original where nothing is drawn, or nothing of ours.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_ga.keyed import attention_weights, keyed_dropout
+
+if TYPE_CHECKING:
+    from hf_ga.places import KeyedPlaces
+
+
+def dropout(
+    places: "KeyedPlaces", original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """For `F.dropout`, which `nn.Dropout` calls."""
+    if not places.is_keyed(p, training):
+        return original(input, p, training, inplace)
+    return _dropped(places, input, p, inplace, input.shape)
+
+
+def torch_dropout(places: "KeyedPlaces", original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
+    """For `torch.dropout`."""
+    return _dropped(places, input, p, False, input.shape) if places.is_keyed(p, train) else original(input, p, train)
+
+
+def feature_dropout(
+    unbatched_dim: int | None,
+    places: "KeyedPlaces",
+    original: Callable,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """For `F.dropout1d` and its kin: one draw for each (sample, channel), or for each channel where torch reads the input as a
+    single sample, because it has `unbatched_dim` axes.
+    """
+    if not places.is_keyed(p, training):
+        return original(input, p, training, inplace)
+    drawn = 1 if input.dim() == unbatched_dim else 2
+    return _dropped(places, input, p, inplace, torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))))
+
+
+def attention(
+    places: "KeyedPlaces",
+    original: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """For `F.scaled_dot_product_attention`: with dropout, the attention weights are computed and dropped here."""
+    if not places.is_keyed(dropout_p):
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kept = places.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
+    if kept is None:
+        return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+    if enable_gqa:
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+    return keyed_dropout(weights, dropout_p, kept) @ value
+
+
+# (where the function lives, its name, its stand-in). What draws in another way is found by the generators that it moves.
+DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
+    (F, "dropout", dropout),
+    (F, "dropout1d", partial(feature_dropout, 2)),
+    (F, "dropout2d", partial(feature_dropout, None)),
+    (F, "dropout3d", partial(feature_dropout, 4)),
+    (F, "scaled_dot_product_attention", attention),
+    (torch, "dropout", torch_dropout),
+]
+
+
+def _dropped(places: "KeyedPlaces", x: Tensor, p: float, inplace: bool, mask_shape: torch.Size) -> Tensor:
+    kept = places.mask(mask_shape, p)
+    if kept is None:  # a probing forward, which drops nothing
+        return x
+    return x.mul_(kept).mul_(1 / (1 - p)) if inplace else keyed_dropout(x, p, kept)

@@ -1,0 +1,181 @@
+"""fit(): windows, evaluation, checkpoints and logging, in this order, by plain calls. The loop computes nothing itself."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_ga.batches import count_tokens
+from hf_ga.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.errors import CheckpointError, DataError
+from hf_ga.forward import unwrapped
+from hf_ga.report import MetricsFile
+from hf_ga.step import train_step
+from hf_ga.targets import TargetRule
+from hf_ga.windows import Window, WindowLoader
+
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+@dataclass
+class Progress:
+    """How far a run is; a checkpoint keeps it.
+
+    Attributes:
+        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
+        best_loss: lowest validation loss so far. metrics_size: bytes of metrics.jsonl.
+    """
+
+    step: int = 0
+    num_windows: int = 0
+    num_skipped: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float = math.inf
+    metrics_size: int = 0
+
+
+@dataclass
+class Run:
+    """All that `fit` puts together. Steps are optimizer steps.
+
+    Attributes:
+        evaluate: () -> metrics with `loss`. save_best: called when the validation loss is the lowest so far.
+        max_windows, max_steps: where to stop, whichever comes first. identity: what must be equal for a resumed run to be the same.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    windows: WindowLoader
+    rule: TargetRule
+    evaluate: Callable[[], dict[str, float]]
+    save_best: Callable[[], None]
+    output_dir: Path
+    max_windows: int
+    max_steps: int
+    eval_steps: int
+    save_steps: int
+    save_total_limit: int
+    max_grad_norm: float | None
+    allow_unkeyed: bool
+    identity: dict[str, Any]
+
+
+def fit(run: Run, progress: Progress) -> Progress:
+    """Train until `max_steps` or `max_windows`, from where `progress` stands.
+
+    Raises:
+        DataError: 20 windows in a row made no step.
+    """
+    bar = tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        desc="training",
+        unit="step",
+        dynamic_ncols=True,
+        disable=not run.accelerator.is_main_process,
+    )
+    run.model.train()
+    with closing(MetricsFile(run.output_dir / "metrics.jsonl", progress.metrics_size)) as metrics, bar:
+        while not _finished(run, progress):
+            for window in run.windows:
+                line = _train_on(run, progress, window)
+                if not line["skipped"]:
+                    line |= _evaluate_if_due(run, progress)
+                    bar.update()
+                    bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
+                metrics.write(**line)
+                progress.metrics_size = metrics.size
+                if not line["skipped"] and (progress.step % run.save_steps == 0 or _finished(run, progress)):
+                    save(run, progress)
+                if _finished(run, progress):
+                    break
+    return progress
+
+
+def save(run: Run, progress: Progress) -> Path:
+    """Write a checkpoint of the run as it stands, at a window boundary."""
+    state = {
+        "progress": asdict(progress),
+        "windows": run.windows.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
+        "identity": run.identity,
+    }
+    return save_checkpoint(run.output_dir, progress.step, unwrapped(run.model), run.optimizer, state, keep=run.save_total_limit)
+
+
+def resume(run: Run, folder: Path) -> Progress:
+    """Put a run where a checkpoint left it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of a run with other settings.
+    """
+    state = load_checkpoint(folder, unwrapped(run.model), run.optimizer)
+    saved = state["identity"]
+    if changed := [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in run.identity.items() if saved.get(k) != v]:
+        raise CheckpointError(f"{folder} is of another run; changed: {', '.join(changed)}. Use the same settings, or start anew.")
+    run.windows.load_state_dict(state["windows"])
+    run.scheduler.load_state_dict(state["scheduler"])
+    return Progress(**state["progress"])
+
+
+def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:
+    """One window; returns its line for metrics.jsonl."""
+    learning_rate, began = run.scheduler.get_last_lr()[0], time.perf_counter()
+    result = train_step(
+        run.accelerator,
+        run.model,
+        run.optimizer,
+        window,
+        scheduler=run.scheduler,
+        max_grad_norm=run.max_grad_norm,
+        targets=run.rule,
+        allow_unkeyed=run.allow_unkeyed,
+    )
+    loss, grad_norm = result.loss, result.grad_norm  # waits for the device
+    seconds = time.perf_counter() - began
+    progress.num_windows += 1
+    progress.step += not result.skipped
+    progress.num_skipped += result.skipped
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+    if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        raise DataError(
+            f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: their "
+            "samples have no targets. Look at the labels, or leave such rows out."
+        )
+    return {
+        "step": progress.step,
+        "epoch": window.epoch + (window.index + 1) / len(run.windows),
+        "loss": None if result.skipped else loss,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "num_targets": result.num_targets,
+        "tokens_per_second": round(sum(count_tokens(m.batch, len(m)) for m in window.micro_batches) / seconds, 1),
+        "skipped": result.skipped,
+    }
+
+
+def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
+    if progress.step % run.eval_steps and not _finished(run, progress):
+        return {}
+    results = run.evaluate()
+    if results["loss"] < progress.best_loss:
+        progress.best_loss = results["loss"]
+        run.save_best()
+    run.accelerator.print(
+        f"step {progress.step}: " + ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
+    )
+    return {f"eval_{name}": value for name, value in results.items()}
+
+
+def _finished(run: Run, progress: Progress) -> bool:
+    return progress.step >= run.max_steps or progress.num_windows >= run.max_windows

@@ -1,0 +1,36 @@
+"""Optimizers by name, with no weight decay on norms and biases; names of the schedules."""
+
+import torch
+from torch import nn
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+# Those of `transformers.get_scheduler` that need nothing beyond the numbers of steps.
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt")
+
+
+def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """The named optimizer over all trainable parameters.
+
+    Matrices (two or more axes) decay; vectors, which are the norms' weights and all biases, do not. A parameter that is shared
+    (tied embeddings) counts once.
+
+    Raises:
+        KeyError: the name is not in `OPTIMIZERS`. ValueError: nothing is trainable.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the model is trainable: every requires_grad is False.")
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate)

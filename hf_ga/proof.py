@@ -1,0 +1,235 @@
+"""Probe batches of one model and the comparisons on them, for `targets.prove_targets`.
+
+All probes run in float32 without autocast: the question is what the loss is a mean of, not how precisely it is computed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_ga.batches import IGNORED_LABEL, Batch, same_shapes, sample_length, take_rows
+from hf_ga.errors import LossNotAdditive
+from hf_ga.forward import LossFunction, accepted_arguments, run_forward, unwrapped
+from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
+from hf_ga.keyed import sample_keys, window_key
+from hf_ga.places import KeyedPlaces, restored_buffers
+
+# Right rules leave float32 rounding (seen: at most 1e-5 of the gradient); wrong ones several percent. A parameter whose gradient
+# is nearly zero is judged against the norm over all parameters.
+TOLERANCE, FLOOR = 1e-3, 1e-5
+NUM_CANDIDATES, NUM_PROBE_SAMPLES = 16, 5
+Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
+Rules = Mapping[str, Callable[[Batch, int], int]]
+
+
+class Prover:
+    """Asks a model on a few samples: which rule counts its targets, and does padding matter?
+
+    Args:
+        rules: name -> (batch, number of samples) -> targets. The others: see `targets.prove_targets`.
+    """
+
+    def __init__(
+        self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None, rules: Rules
+    ) -> None:
+        if not len(samples):
+            raise LossNotAdditive("a proof needs samples, got none.")
+        self.model, self.collate_fn, self.loss_fn, self.rules = unwrapped(model), collate_fn, loss_fn, rules
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.device = next(self.model.parameters()).device
+        self.places = KeyedPlaces(self.model)
+        self.by_length = sorted(samples, key=sample_length)
+        middle = max(0, min(len(samples) // 2, len(samples) - NUM_CANDIDATES))
+        self.candidates = self.by_length[middle : middle + NUM_CANDIDATES]
+        self.collate_draws = False
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Training mode in full precision for a while; random states, buffers and modes are put back."""
+        with preserved_random_states(), restored_buffers(self.model), _training_mode(self.model), _full_precision(self.model):
+            yield
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Collate with seeded generators, so that a collate function that draws gives the same batch again."""
+        seed_generators(0)
+        before = random_states()
+        batch = dict(self.collate_fn(samples))
+        self.collate_draws |= bool(moved_generators(before))
+        return batch
+
+    def forward_copies(self, num_samples: int) -> None:
+        """A forward on equal samples; what the collate function draws is not the model's doing."""
+        with preserved_random_states():
+            batch = self.collate([self.by_length[-1]] * num_samples)
+        run_forward(self.model, self._on_device(batch), self.loss_fn)
+
+    def prove_rule(self) -> tuple[str, float]:
+        """The rule that makes the loss of A+B the weighted sum of its parts, and its residual.
+
+        Raises:
+            LossNotAdditive: none does, or two that differ.
+        """
+        whole = separating_labels(self._rows_with_targets(), NUM_PROBE_SAMPLES)
+        rows = {"A": np.arange(1), "B": np.arange(1, NUM_PROBE_SAMPLES), "A+B": np.arange(NUM_PROBE_SAMPLES)}
+        batches = {name: take_rows(whole, index, NUM_PROBE_SAMPLES) for name, index in rows.items()}
+        probes = {name: self._probe(batch, rows[name]) for name, batch in batches.items()}
+        if self.loss_fn is not None:
+            counts = {"loss_fn": [probes[name][1] for name in rows]}
+        else:
+            counts = {
+                rule: [self.rules[rule](batches[name], len(rows[name])) for name in rows]
+                for rule in _applicable(accepted_arguments(self.model, whole))
+            }
+        residuals = {rule: _residual(list(probes.values()), n, self.loss_fn is not None) for rule, n in counts.items()}
+        fitting = [rule for rule, residual in residuals.items() if residual <= TOLERANCE]
+        shares = {round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]}
+        if len(shares) != 1:
+            raise LossNotAdditive(self._explanation(fitting, residuals, counts, probes))
+        return fitting[0], residuals[fitting[0]]
+
+    def width_matters(self) -> bool | None:
+        """Whether a short sample's loss or gradient changes when it is padded to a long one's width; None: it cannot be told."""
+        longest = self.by_length[-1]
+        short = next((s for s in self.by_length if _targets_per_row(self.collate([s]), 1)[0]), None)
+        if short is None or self.collate_draws:
+            return None
+        narrow, wide = self.collate([short]), take_rows(self.collate([short, longest]), [0], 2)
+        if same_shapes(narrow, wide):
+            return None
+        probes = [self._probe(batch, np.arange(1)) for batch in (narrow, wide, wide)]
+        # With A narrow, B wide and A+B wide the identity is that of equal parts only if both are equal.
+        return _residual(probes, [1, 1, 2], is_sum=False) > TOLERANCE
+
+    def _rows_with_targets(self) -> dict[str, Any]:
+        """The probe samples: of the candidates, collated once, those with the most targets (in turn, where they are few)."""
+        batch = self.collate(self.candidates)
+        targets = _targets_per_row(batch, len(self.candidates))
+        best = [row for row in np.argsort(-targets, kind="stable") if targets[row]]
+        if not best:
+            raise LossNotAdditive(
+                f"none of {len(targets)} samples has a target (all labels are {IGNORED_LABEL}): nothing to prove."
+            )
+        return take_rows(batch, [int(best[i % len(best)]) for i in range(NUM_PROBE_SAMPLES)], len(self.candidates))
+
+    def _probe(self, batch: Batch, rows: np.ndarray) -> Probe:
+        self.places.set_keys(sample_keys(0, 0, rows).to(self.device), window_key(0, 0, 0).to(self.device))
+        loss, count = run_forward(self.model, self._on_device(batch), self.loss_fn)
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        kept = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
+        return float(loss.detach()), float(count) if count is not None else 0.0, kept
+
+    def _on_device(self, batch: Batch) -> dict[str, Any]:
+        return {name: v.to(self.device) if isinstance(v, Tensor) else v for name, v in batch.items()}
+
+    def _explanation(self, fitting: list[str], residuals: dict, counts: dict, probes: dict[str, Probe]) -> str:
+        if fitting:
+            return (
+                f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
+                "prove_targets more samples of different lengths, or pass loss_fn."
+            )
+        losses = {name: probe[0] for name, probe in probes.items()}
+        shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
+        numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, off by {residuals[rule]:.1e}" for rule in residuals)
+        return (
+            f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
+            f"{shown}). Likely cause: {likely_cause(self.model, losses)}. "
+            "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
+        )
+
+
+def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
+    """Mask labels in a copy so that the rules count differently: the first sample keeps column 0 and one more label, the others
+    lose column 0 and keep three; of one label a sample, the last one is masked. Float labels and unlabelled batches stay.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point() or len(labels) != num_samples:
+        return dict(batch)
+    labels = labels.clone()
+    if labels[0].numel() == 1:
+        labels[-1] = IGNORED_LABEL
+    elif labels.dim() == 2:
+        for row, values in enumerate(labels):
+            kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
+            kept = kept[: 1 if row == 0 else 3]
+            masked = torch.full_like(values, IGNORED_LABEL)
+            masked[kept] = values[kept]
+            if row == 0 and len(kept):
+                masked[0] = values[0] if values[0] != IGNORED_LABEL else values[kept[0]]
+            labels[row] = masked
+    return {**batch, "labels": labels}
+
+
+def likely_cause(model: nn.Module, losses: dict[str, float]) -> str:
+    """The most likely reason why a loss is not additive, in words."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch"
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
+    if abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
+        return "the loss is a sum, not a mean"
+    return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
+
+
+def _targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
+    """A measure of how much each sample has to learn from: labels that count (beyond column 0, if there are columns)."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0 or len(labels) != num_samples:
+        return np.ones(num_samples, np.int64)
+    counting = (labels != IGNORED_LABEL).flatten(1) if labels.dim() > 1 else (labels != IGNORED_LABEL).unsqueeze(1)
+    return (counting[:, 1:] if counting.shape[1] > 1 else counting).sum(1).numpy()
+
+
+def _applicable(arguments: Batch) -> list[str]:
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return ["samples"]
+    return ["labels", "samples"] if labels.dim() == 1 else ["shifted labels", "labels", "samples"]
+
+
+def _residual(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
+    """How far A and B are from A+B: the largest of the loss and every parameter's gradient, relative (with the global floor)."""
+    weights = [1.0, 1.0, 1.0] if is_sum else [float(n) for n in counts]
+    if not all(counts) or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
+        return float("inf")
+    a, b, whole = ((w * loss, torch._foreach_mul(grads, w)) for w, (loss, _, grads) in zip(weights, probes, strict=True))
+    off_loss = abs(a[0] + b[0] - whole[0]) / max(abs(whole[0]), 1e-12)
+    differences = torch._foreach_sub(torch._foreach_add(a[1], b[1]), whole[1])
+    off, size = (torch.stack(torch._foreach_norm(tensors)).double().cpu() for tensors in (differences, whole[1]))
+    scale = size + (FLOOR / TOLERANCE) * size.norm()
+    worst = torch.maximum((off / scale.clamp(min=1e-30)).max(), torch.tensor(off_loss).double())  # a NaN stays, unlike in max()
+    return float(worst.nan_to_num(nan=float("inf")))
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode for a while; every module gets its own mode back. A model that is in training mode already keeps the modules
+    that the user froze in evaluation mode (BatchNorm with frozen statistics): it will train so.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """The forward without the autocast that Accelerate put around it."""
+    prepared = model.__dict__.get("forward")
+    if prepared is None or not hasattr(model, "_original_forward"):
+        yield
+        return
+    model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        model.forward = prepared

@@ -1,0 +1,121 @@
+"""Train the same 100 optimizer steps in several layouts and compare: `accelerate launch scripts/run_ga_experiment.py`.
+
+Prints a table, writes it as experiment.md with experiment.json and experiment.png to --output_dir, and exits with code 1 where a
+layout differs from 64 x 1 by more than the stated limits.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from hf_ga.experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, ArmResult, Experiment, differences
+
+COLUMNS = ["run", "last train loss", "validation loss", "train loss, largest", "validation", "final weights", "steps/s"]
+
+
+def main() -> int:
+    """Parse flags, run all arms, report. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
+    parser.add_argument("--num_samples", type=int, default=600, help="training rows; the last window of an epoch is short")
+    parser.add_argument("--max_length", type=int, default=48, help="tokens a row is cut at (default: 48)")
+    parser.add_argument("--learning_rate", type=float, default=5e-4, help="of AdamW, constant (default: 5e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout (default: 0)")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/ga_experiment"), help="folder for table and plot")
+    flags = parser.parse_args()
+    logging.set_verbosity_error()
+    experiment = Experiment(flags.num_samples, flags.max_length, flags.steps, flags.learning_rate, flags.seed)
+    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    with tqdm(total=flags.steps * sum(map(len, groups.values())), unit="step", dynamic_ncols=True) as bar:
+        results = {group: [experiment.run(arm, bar.update) for arm in arms] for group, arms in groups.items()}
+    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    table, failures = make_table(results), broken_limits(results)
+    (flags.output_dir / "experiment.md").write_text(table + "\n")
+    (flags.output_dir / "experiment.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
+    plot(results, flags.output_dir / "experiment.png")
+    print(table)
+    print("\n".join(failures) if failures else "every layout is the full batch: " + stated_limits())
+    return 1 if failures else 0
+
+
+def reference_of(results: dict[str, list[ArmResult]], group: str) -> ArmResult:
+    """The run to compare with: 64 x 1, with the same dropout."""
+    return results["dropout 0" if group == "dropout 0" else "layouts"][0]
+
+
+def make_table(results: dict[str, list[ArmResult]]) -> str:
+    """A Markdown table, one row a run; differences are relative to the first row (or to dropout 0's first row)."""
+    rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
+    for group, members in results.items():
+        for result in members:
+            off = differences(result, reference_of(results, group)).values()
+            shown = ["0" if value == 0 else f"{value:.1e}" for value in off]
+            losses = [f"{result.train_losses[-1]:.12f}", f"{result.validation_loss:.12f}"]
+            prefix = "**mistake:** " if group == "mistakes" else ""
+            rows.append([prefix + result.arm.name, *losses, *shown, f"{result.steps_per_second:.1f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
+    """One line for every limit that a layout breaks."""
+    lines = []
+    for group in ("layouts", "dropout 0"):
+        for result in results[group]:
+            reference = reference_of(results, group)
+            off = differences(result, reference)
+            if group == "dropout 0":
+                off["validation loss, dropout 0"] = abs(result.validation_loss - reference.validation_loss)
+            lines += [
+                f"{result.arm.name}: {name} is off by {value:.1e}, more than {LIMITS[name]:.0e}"
+                for name, value in off.items()
+                if not value <= LIMITS[name]
+            ]
+    return lines
+
+
+def stated_limits() -> str:
+    """The limits in one line."""
+    return ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
+
+
+def as_json(results: dict[str, list[ArmResult]]) -> list[dict]:
+    """All figures of all runs."""
+    return [
+        {
+            "run": result.arm.name,
+            "group": group,
+            "train_losses": result.train_losses,
+            "validation_loss": result.validation_loss,
+            "steps_per_second": result.steps_per_second,
+            "relative_differences": differences(result, reference_of(results, group)),
+        }
+        for group, members in results.items()
+        for result in members
+    ]
+
+
+def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
+    """Relative difference of the training loss over the steps, logarithmic: layouts below, mistakes above."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for group, style in (("layouts", "-"), ("mistakes", "--")):
+        reference = reference_of(results, group)
+        for result in results[group]:
+            if result is not reference:
+                pairs = zip(result.train_losses, reference.train_losses, strict=True)
+                off = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
+                axes.semilogy(range(1, len(off) + 1), off, style, linewidth=1.2, label=f"{group[:-1]}: {result.arm.name}")
+    axes.axhline(LIMITS["train loss"], color="black", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="optimizer step", ylabel="relative difference of the train loss to 64 x 1", ylim=(5e-10, 10))
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Shared by the tests: tiny models, ragged samples, the float64 reference, the one comparer of promise 1, and naive controls.
+
+Nothing here calls hf_ga: what judges must not be what is judged.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from accelerate import Accelerator
+from torch import nn
+
+VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
+IGNORED = -100
+FLOOR = 1e-6  # of the global norm, as promise 1 says
+CAUSAL = (tf.GPT2LMHeadModel, tf.LlamaForCausalLM, tf.MixtralForCausalLM)  # column 0 is not predicted
+Gradients = dict[str, torch.Tensor]
+
+
+def seeded(build: Callable) -> Callable:
+    """Weights depend on the builder only, in training mode."""
+
+    def built(*args, **kwargs):
+        with torch.random.fork_rng():
+            torch.manual_seed(1234)
+            return build(*args, **kwargs).train()
+
+    return built
+
+
+def _bert(head: type, dropout: float, **more) -> nn.Module:
+    config = tf.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * WIDTH,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        **{"num_labels": NUM_CLASSES, **more},
+    )
+    return head(config)
+
+
+@seeded
+def bert_classifier(dropout: float = 0.0, **more) -> nn.Module:
+    return _bert(tf.BertForSequenceClassification, dropout, **more)
+
+
+@seeded
+def bert_masked_lm(dropout: float = 0.0) -> nn.Module:
+    return _bert(tf.BertForMaskedLM, dropout)
+
+
+@seeded
+def bert_token_classifier(dropout: float = 0.0) -> nn.Module:
+    return _bert(tf.BertForTokenClassification, dropout)
+
+
+@seeded
+def bert_question_answering(dropout: float = 0.0) -> nn.Module:
+    return _bert(tf.BertForQuestionAnswering, dropout, num_labels=2)
+
+
+@seeded
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_embd": WIDTH,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+
+
+def _llama_sizes() -> dict:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+    }
+
+
+@seeded
+def llama(dropout: float = 0.0) -> nn.Module:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**_llama_sizes(), attention_dropout=dropout))
+
+
+@seeded
+def mixtral(router_coefficient: float = 0.0) -> nn.Module:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": router_coefficient}
+    config = tf.MixtralConfig(**_llama_sizes(), **experts, output_router_logits=router_coefficient > 0)
+    return tf.MixtralForCausalLM(config)
+
+
+@seeded
+def t5(dropout: float = 0.0) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 1, "num_heads": 2}
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
+
+
+def _xlnet_config(dropout: float) -> tf.XLNetConfig:
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 2 * WIDTH, "num_labels": NUM_CLASSES}
+    return tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout)
+
+
+@seeded
+def xlnet_classifier(dropout: float = 0.0) -> nn.Module:
+    """A head whose loss depends on the padding width: its summary is the last column."""
+    return tf.XLNetForSequenceClassification(_xlnet_config(dropout))
+
+
+@seeded
+def xlnet_lm(dropout: float = 0.0) -> nn.Module:
+    return tf.XLNetLMHeadModel(_xlnet_config(dropout))
+
+
+@seeded
+def fnet_masked_lm(dropout: float = 0.0) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": 2 * WIDTH}
+    return tf.FNetForMaskedLM(tf.FNetConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=dropout))
+
+
+class PlainTagger(nn.Module):
+    """No HuggingFace: tied embedding and output, logits out, or a mean loss if labels come in."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, input_ids, labels=None):
+        logits = self.output(self.dropout(torch.tanh(self.hidden(self.embedding(input_ids)))))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+@seeded
+def plain_tagger(dropout: float = 0.0) -> nn.Module:
+    return PlainTagger(dropout)
+
+
+def weighted_token_loss(logits: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted sum, sum of the weights): counts are not integers."""
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def ragged_lengths(num_samples: int, low: int = 4, high: int = 12, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(low, high, num_samples).tolist()
+
+
+def token_samples(num_samples: int, ignored_share: float = 0.4, seed: int = 0) -> list[dict]:
+    """Labels for some tokens, very unequal numbers of them; the second token always has one."""
+    rng, samples = np.random.default_rng(seed), []
+    for length in ragged_lengths(num_samples, seed=seed):
+        ids, labels = rng.integers(2, VOCABULARY, length), rng.integers(2, VOCABULARY, length)
+        labels[rng.random(length) < ignored_share * 2 * rng.random()] = IGNORED
+        labels[1] = ids[1]
+        samples.append({"input_ids": ids.tolist(), "attention_mask": [1] * length, "labels": labels.tolist()})
+    return samples
+
+
+def plain_samples(num_samples: int) -> list[dict]:
+    """As `token_samples`, with what `PlainTagger` takes and nothing else."""
+    return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in token_samples(num_samples)]
+
+
+def tag_samples(num_samples: int) -> list[dict]:
+    """As `token_samples`, with labels below the number of classes."""
+    samples = token_samples(num_samples)
+    return [{**s, "labels": [v if v == IGNORED else v % NUM_CLASSES for v in s["labels"]]} for s in samples]
+
+
+def class_samples(num_samples: int) -> list[dict]:
+    """One class a sample."""
+    return [{**s, "labels": sum(s["input_ids"]) % NUM_CLASSES} for s in token_samples(num_samples)]
+
+
+def weighted_samples(num_samples: int) -> list[dict]:
+    """Every token has a target and a weight; padding weighs nothing."""
+    rng = np.random.default_rng(7)
+    return [
+        {"input_ids": s["input_ids"], "targets": s["input_ids"][::-1], "weights": (rng.random(len(s["input_ids"])) ** 3).tolist()}
+        for s in token_samples(num_samples)
+    ]
+
+
+def without_targets(sample: dict) -> dict:
+    return {**sample, "labels": [IGNORED] * len(sample["labels"])}
+
+
+def pad_right(samples: list[dict]) -> dict[str, torch.Tensor]:
+    """Lists are padded to the longest (labels with -100, all else with 0); numbers are stacked."""
+    return {name: _padded([s[name] for s in samples], IGNORED if name == "labels" else 0) for name in samples[0]}
+
+
+def _padded(values: list, filler: int) -> torch.Tensor:
+    if not isinstance(values[0], list):
+        return torch.stack([torch.as_tensor(v) for v in values])
+    return nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=filler)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Copies in float64 of what `.grad` holds; zeros where a trainable parameter has none."""
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return {n: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().clone() for n, p in trainable}
+
+
+def full_batch_gradient(
+    model: nn.Module, batch: dict, dtype: torch.dtype = torch.float64, loss_fn: Callable | None = None
+) -> Gradients:
+    """One forward and backward of the mean loss over the whole window, in plain PyTorch, on a copy of the model."""
+    model = copy.deepcopy(model).to(dtype)
+    model.zero_grad()
+    mean_loss(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}, loss_fn).backward()
+    return gradients(model)
+
+
+def mean_loss(model: nn.Module, batch: dict, loss_fn: Callable | None = None) -> torch.Tensor:
+    """The mean loss of a batch. Causal heads cast logits to float32 inside, so theirs is computed here from the logits."""
+    outputs = model(**{k: v for k, v in batch.items() if k not in ("targets", "weights")})
+    if loss_fn is not None:
+        total, count = loss_fn(outputs, batch)
+        return total / count
+    if isinstance(model, CAUSAL):
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+
+
+def num_targets(model: nn.Module, batch: dict, loss_fn: Callable | None = None) -> float:
+    """What the mean is over, counted from what is known of these heads."""
+    if loss_fn is not None:
+        return float(batch["weights"].sum())
+    labels = batch["labels"]
+    return int(((labels[:, 1:] if isinstance(model, CAUSAL) else labels) != IGNORED).sum())
+
+
+def norm(grads: Gradients) -> float:
+    return float(torch.stack([g.norm() for g in grads.values()]).norm())
+
+
+def difference(grads: Gradients, other: Gradients) -> Gradients:
+    assert grads.keys() == other.keys()
+    return {name: grads[name] - other[name] for name in grads}
+
+
+def relative_error(grads: Gradients, reference: Gradients) -> float:
+    return norm(difference(grads, reference)) / norm(reference)
+
+
+def assert_promise_1(grads: Gradients, grads32_full: Gradients, grads64: Gradients) -> None:
+    """At most twice as far from float64 as the full batch in the same precision, plus 1e-6 of the global norm: over all
+    parameters together and for each. A NaN fails.
+    """
+    floor = FLOOR * norm(grads64)
+    off, off_full = difference(grads, grads64), difference(grads32_full, grads64)
+    assert norm(off) <= 2 * norm(off_full) + floor, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
+    for name in grads64:
+        allowed = 2 * float(off_full[name].norm()) + floor
+        assert float(off[name].norm()) <= allowed, f"{name}: {float(off[name].norm()):.2e} > {allowed:.2e}"
+
+
+def naive_gradient(model: nn.Module, micro_batches: list[dict], accumulation_steps: int, loss_fn: Callable | None = None):
+    """Accelerate's usual loop: a mean of means. With fewer micro-batches than `accumulation_steps` it is a short last window
+    divided by the full number of steps.
+    """
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation_steps)
+    for batch in micro_batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model, batch, loss_fn))
+    accelerator.gradient_state._set_sync_gradients(True)  # shared by all accelerators of the process
+    return gradients(model)
+
+
+def global_random_states() -> tuple:
+    """Of torch, numpy and Python, comparable with `==`."""
+    numpy_state = np.random.get_state()
+    return torch.get_rng_state().tolist(), numpy_state[1].tolist(), numpy_state[2], random.getstate()

@@ -1,0 +1,409 @@
+"""Keyed dropout masks: good random bits, and a function of (sample key, place, coordinate) only.
+
+Statistics are bounded by 4 standard deviations of what independent bits would give; the seeds are fixed, so nothing fails by
+chance. Tests whose checker could pass on anything are shown to fail on a naive mask.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ga.hashing import name_key
+from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout, sample_keys, window_key
+
+SIGMAS = 4.0
+PLACE = name_key("encoder.layer.0.dropout")
+PROBABILITIES = [0.01, 0.1, 0.5, 0.9]
+# About 2e5 elements each, the sample axis first.
+SHAPES = {"(B,)": (200_000,), "(B,T)": (400, 500), "(B,T,H)": (50, 50, 80), "(B,heads,T,T)": (20, 8, 36, 36)}
+
+
+def keys_of(num_samples, seed=0, epoch=0, start=0):
+    return sample_keys(seed, epoch, np.arange(start, start + num_samples))
+
+
+def mask(shape, p=0.5, seed=0, epoch=0, start=0, place=PLACE):
+    return keep_mask(keys_of(shape[0], seed, epoch, start), place, shape, 0, p)
+
+
+def bits(kept):
+    return "".join(str(bit) for bit in kept.flatten().int().tolist())
+
+
+def correlation_sigmas(first, second, p):
+    """Correlation of two masks, from their known mean and variance, times sqrt(N): standard normal if they are independent."""
+    product = (first.double() - (1 - p)) * (second.double() - (1 - p))
+    return abs(product.mean().item()) / (p * (1 - p)) * math.sqrt(product.numel())
+
+
+def shifted(kept, lags):
+    """Two views of `kept`, `lags[i]` apart along axis i."""
+    first = tuple(slice(max(0, -lag), size - max(0, lag)) for lag, size in zip(lags, kept.shape, strict=True))
+    second = tuple(slice(max(0, lag), size - max(0, -lag)) for lag, size in zip(lags, kept.shape, strict=True))
+    return kept[first], kept[second]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the oracle
+
+
+def splitmix64(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def oracle_key(stream: int, *parts: int) -> int:
+    key = 0
+    for part in (stream, *parts):
+        key = splitmix64(key ^ (part % 2**64))
+    return key
+
+
+def oracle_element(sample_key: int, place: int, coordinates: list[int], p: float) -> bool:
+    """One mask element in plain, unsigned Python integers.
+
+    `coordinates`: the row within the sample, then every axis but the sample's. All but the last are hashed with 64 bits; the
+    last with two rounds of 32 bits, which take the lower and the upper half of the row's key. Kept where the result, read as
+    a signed integer, reaches p of the way from -2**31 to 2**31.
+    """
+    row = splitmix64((sample_key ^ place) % 2**64)
+    for coordinate in coordinates[:-1]:
+        row = splitmix64(row ^ coordinate)
+    bits = (row % 2**32) ^ ((coordinates[-1] + 1) * 0x846CA68B % 2**32)
+    bits = bits * 0x7FEB352D % 2**32
+    bits = (bits ^ (bits >> 15)) + (row >> 32)
+    bits = bits * 0x846CA68B % 2**32
+    return (bits + 2**31) % 2**32 >= min(round(p * 2**32), 2**32 - 1)
+
+
+@given(
+    seed=st.integers(-(2**66), 2**66),
+    epoch=st.integers(0, 2**40),
+    position=st.integers(0, 2**62),
+    place=st.integers(0, 2**64 - 1),
+    coordinates=st.lists(st.integers(0, 6), max_size=3),
+    rows_per_sample=st.integers(1, 3),
+    p=st.sampled_from(PROBABILITIES),
+    data=st.data(),
+)
+def test_every_element_is_that_of_the_documented_hash(seed, epoch, position, place, coordinates, rows_per_sample, p, data):
+    """Catches sign extension in the shifts, a lost axis, swapped coordinates, a wrong sample axis or row order."""
+    keys = sample_keys(seed, epoch, np.array([position, position + 5]))
+    row = data.draw(st.integers(0, rows_per_sample - 1))
+    axis = data.draw(st.integers(0, len(coordinates)))
+    sizes = [7] * len(coordinates)
+    shape = (*sizes[:axis], 2 * rows_per_sample, *sizes[axis:])
+    kept = keep_mask(keys, place, shape, axis, p)
+    assert kept.shape == shape and kept.dtype == torch.bool
+    for sample in (0, 1):
+        index = (*coordinates[:axis], sample * rows_per_sample + row, *coordinates[axis:])
+        key = oracle_key(4, seed, epoch, position + 5 * sample)
+        assert kept[index].item() == oracle_element(key, place, [row, *coordinates], p)
+
+
+@given(seed=st.integers(), epoch=st.integers(0, 99), index=st.integers(0, 2**62), shape=st.lists(st.integers(1, 5), max_size=3))
+def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape):
+    """Catches a window draw that uses the samples' stream or forgets an axis of size 1."""
+    kept = keep_mask(window_key(seed, epoch, index), PLACE, shape, None, 0.5)
+    key = oracle_key(5, seed, epoch, index)
+    for coordinates in np.ndindex(*shape):
+        assert kept[coordinates].item() == oracle_element(key, PLACE, [0, *coordinates], 0.5)
+
+
+def test_known_masks():
+    """Catches any change of the bits, which would break resuming with another version."""
+    assert keys_of(3).tolist() == [1941111019582354804, -9092978201222390297, -1936003529704102437]
+    assert window_key(0, 0, 0).tolist() == [-2083380092614430968]
+    assert bits(mask((2, 12))) == "101001001110011010001011"
+    assert bits(mask((2, 3, 4), p=0.1, seed=-(2**80) + 3, epoch=10**6, start=10**12)) == "110111110011111111110110"
+
+
+# ------------------------------------------------------------------------------------------------------------------ statistics
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_keep_rate(shape, p):
+    """Catches an off-by-half threshold, p and 1-p exchanged, and biased bits."""
+    kept = mask(shape, p)
+    sigma = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(kept.double().mean().item() - (1 - p)) < SIGMAS * sigma
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"epoch": 1},
+        {"seed": 1, "epoch": -1},
+        {"start": 1},
+        {"start": 64},
+        {"start": 1 << 32},
+        {"place": PLACE + 1},
+        {"place": PLACE ^ (1 << 63)},
+        {"place": name_key("encoder.layer.1.dropout")},
+    ],
+    ids=str,
+)
+def test_masks_of_other_seeds_epochs_positions_and_places_are_uncorrelated(change, p):
+    """Catches keys that are sums (seed + epoch) and places that only shift a mask."""
+    shape = (64, 32, 64)
+    assert correlation_sigmas(mask(shape, p), mask(shape, p, **change), p) < SIGMAS
+
+
+def axis_lags(shape, axis):
+    return [lag for lag in (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 63, 64, 128) if lag < shape[axis]]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize(("shape", "axis"), [(s, a) for s in [(100, 40, 64), (16, 6, 48, 48)] for a in range(len(s))])
+def test_masks_are_uncorrelated_along_each_axis(shape, axis, p):
+    """Catches equal or related masks for samples, sequence positions, hidden coordinates and heads."""
+    kept = mask(shape, p)
+    for lag in axis_lags(shape, axis):
+        lags = [lag if i == axis else 0 for i in range(len(shape))]
+        assert correlation_sigmas(*shifted(kept, lags), p) < SIGMAS, f"lag {lag}"
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_uncorrelated_along_diagonals(p):
+    """Catches a hash of the sum of the coordinates (see the control) and other lattice structure."""
+    kept = mask((24, 96, 96), p)
+    for down in (1, 2, 3, 8, 32):
+        for right in (-32, -8, -3, -2, -1, 1, 2, 3, 8, 32):
+            assert correlation_sigmas(*shifted(kept, (0, down, right)), p) < SIGMAS, (down, right)
+            assert correlation_sigmas(*shifted(kept, (down % 8, right, 0)), p) < SIGMAS, (down, right)
+
+
+def test_diagonals_control():
+    i, j = torch.meshgrid(torch.arange(96), torch.arange(96), indexing="ij")
+    naive = mask((1, 192))[0][i + j].expand(24, 96, 96)
+    assert correlation_sigmas(*shifted(naive, (0, 1, -1)), 0.5) > 10 * SIGMAS
+
+
+def test_long_rows_have_no_autocorrelation():
+    """Catches column bits that repeat or drift: the columns of a row share one key and go through 32 bits only."""
+    kept = mask((64, 1 << 15))
+    for lag in [*range(1, 33), *(1 << k for k in range(6, 15)), *((1 << k) + 1 for k in range(6, 14)), 768, 3072, 10_000]:
+        assert correlation_sigmas(*shifted(kept, (0, lag)), 0.5) < SIGMAS, f"lag {lag}"
+
+
+def words_sigmas(kept):
+    """Chi-square of the 256 words of 8 neighbouring bits (255 degrees of freedom), Wilson-Hilferty's normal approximation."""
+    words = (kept.view(-1, 8).long() * 2 ** torch.arange(8)).sum(1)
+    counts = torch.bincount(words, minlength=256).double()
+    statistic = ((counts - len(words) / 256) ** 2).sum().item() / (len(words) / 256)
+    return ((statistic / 255) ** (1 / 3) - (1 - 2 / (9 * 255))) / math.sqrt(2 / (9 * 255))
+
+
+def test_runs_are_those_of_fair_coins():
+    """Catches dependence of more than two neighbours, along rows and along columns."""
+    kept = mask((512, 4096))
+    assert words_sigmas(kept) < SIGMAS
+    assert words_sigmas(kept.T.contiguous()) < SIGMAS
+    assert words_sigmas(mask((4096, 64, 8))) < SIGMAS
+
+
+def test_runs_control():
+    kept = mask((512, 4096))
+    parity = (kept.view(-1, 8)[:, :7].sum(1) % 2).bool()  # pairwise (even 7-wise) independent, but every 8th bit is the parity
+    naive = torch.cat([kept.view(-1, 8)[:, :7], parity[:, None]], dim=1)
+    assert words_sigmas(naive) > 10 * SIGMAS
+    assert correlation_sigmas(*shifted(naive.view(512, 4096), (0, 1)), 0.5) < SIGMAS
+
+
+def variance_sigmas(counts, n, p):
+    """Variance of counts that should be binomial(n, 1-p), against n p (1-p); its own variance takes the kurtosis in."""
+    variance = n * p * (1 - p)
+    ratio = ((counts.double() - n * (1 - p)) ** 2).mean().item() / variance
+    excess = (1 - 6 * p * (1 - p)) / variance
+    return abs(ratio - 1) / math.sqrt((2 + excess) / len(counts))
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_number_kept_is_binomial(p):
+    """Catches stratified or clumped masks, whose keep rate is right but whose counts vary too little or too much."""
+    kept = mask((4096, 256), p)
+    assert variance_sigmas(kept.sum(1), 256, p) < SIGMAS
+    assert variance_sigmas(mask((256, 4096), p).sum(0), 256, p) < SIGMAS
+    assert variance_sigmas(mask((2048, 16, 16), p).sum((1, 2)), 256, p) < SIGMAS
+
+
+def test_number_kept_control():
+    stratified = torch.stack([torch.randperm(256) % 2 == 0 for _ in range(512)])
+    assert variance_sigmas(stratified.sum(1), 256, 0.5) > 3 * SIGMAS
+
+
+# ------------------------------------------------------------------------------------------------------------------ invariance
+
+
+def widened(shape, axis, width):
+    return (*shape[:axis], width, *shape[axis + 1 :])
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(7, 12), (1, 2), (1, 64)])
+@pytest.mark.parametrize(("shape", "axis"), [(s, a) for s in [(5, 6), (5, 6, 8), (5, 4, 6, 6)] for a in range(1, len(s))])
+def test_padding_moves_no_coordinate(shape, axis, narrow, wide):
+    """Catches hashing the flat index, and skipping axes of size 1."""
+    left, whole = mask(widened(shape, axis, narrow)), mask(widened(shape, axis, wide))
+    assert torch.equal(left, whole.narrow(axis, 0, narrow))
+
+
+def rows_follow_their_sample(draw, rows, num_samples=8, inner=(3, 64)):
+    """Whether `draw(rows, shape)` gives each sample the mask it has in the whole batch."""
+    whole = draw(list(range(num_samples)), (num_samples, *inner))
+    return torch.equal(draw(rows, (len(rows), *inner)), whole[rows])
+
+
+def native_draw(rows, shape):
+    torch.manual_seed(0)
+    return F.dropout(torch.ones(shape), 0.5) != 0
+
+
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_any_subset_in_any_order_draws_the_same_rows(order, size):
+    """Catches masks that depend on the row's place in the micro-batch."""
+    rows = order[:size]
+    assert rows_follow_their_sample(lambda rows, shape: keep_mask(keys_of(8)[rows], PLACE, shape, 0, 0.5), rows)
+    heads, keys = 3, keys_of(8)
+    whole = keep_mask(keys, PLACE, (8 * heads, 5, 9), 0, 0.5).view(8, heads, 5, 9)
+    part = keep_mask(keys[rows], PLACE, (size * heads, 5, 9), 0, 0.5).view(size, heads, 5, 9)
+    assert torch.equal(part, whole[rows])
+    time_first = keep_mask(keys[rows], PLACE, (5, size, 9), 1, 0.5)
+    assert torch.equal(time_first, keep_mask(keys, PLACE, (5, 8, 9), 1, 0.5)[:, rows])
+
+
+def test_subset_control():
+    """Native dropout, seeded alike before each forward, agrees on the first rows at best."""
+    assert not rows_follow_their_sample(native_draw, [4, 5, 6, 7])
+    assert not rows_follow_their_sample(native_draw, [1, 0])
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.sampled_from(PROBABILITIES))
+def test_sample_axis_only_moves(samples, length, width, p):
+    """Catches a sample axis that is hashed as a coordinate: time-first and batch-first models draw the same masks."""
+    batch_first = keep_mask(keys_of(samples), PLACE, (samples, length, width), 0, p)
+    assert torch.equal(keep_mask(keys_of(samples), PLACE, (length, samples, width), 1, p), batch_first.transpose(0, 1))
+    assert torch.equal(keep_mask(keys_of(samples), PLACE, (length, width, samples), 2, p), batch_first.permute(1, 2, 0))
+
+
+def test_window_draws_depend_on_the_window_only():
+    """Catches one mask for all windows, and a window's key that equals the key of the sample with the same number."""
+    shape = (64, 128)
+    drawn = {i: keep_mask(window_key(0, 0, i), PLACE, shape, None, 0.5) for i in range(3)}
+    assert torch.equal(drawn[1], keep_mask(window_key(0, 0, 1), PLACE, shape, None, 0.5))
+    assert correlation_sigmas(drawn[0], drawn[1], 0.5) < SIGMAS
+    assert correlation_sigmas(drawn[0], keep_mask(window_key(0, 1, 0), PLACE, shape, None, 0.5), 0.5) < SIGMAS
+    assert window_key(0, 0, 0).item() != keys_of(1).item()
+    wider = keep_mask(window_key(0, 0, 1), PLACE, (64, 200), None, 0.5)
+    assert torch.equal(wider[:, :128], drawn[1])
+
+
+def test_no_random_state_moves():
+    """Catches a generator hidden in the masks."""
+    before = torch.get_rng_state()
+    mask((64, 64))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_extreme_probabilities():
+    """Catches wrap-around of the threshold, which would drop everything at a tiny p or keep everything at p close to 1."""
+    shape = (1000, 1000)
+    assert mask(shape, 0.0).all()
+    assert mask(shape, 1e-12).all()
+    assert not mask(shape, 1 - 1e-12).any()
+    assert (mask(shape, 0.1) >= mask(shape, 0.3)).all(), "the same bits: a smaller p keeps all that a larger one keeps"
+    rare = (~mask(shape, 1e-4)).sum().item()
+    assert abs(rare - 100) < SIGMAS * 10
+
+
+# ----------------------------------------------------------------------------------------------------------- dropout, attention
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("mask_shape", "dtype", "tolerance"),
+    [((4, 5, 6), torch.float64, 1e-15), ((4, 5, 1), torch.float64, 1e-15), ((4, 5, 6), torch.float32, 2e-7)],
+)
+def test_keyed_dropout_value_and_gradient(mask_shape, dtype, tolerance, p):
+    """Catches a missing scale, a scale of 1/p, and a mask that backward does not apply."""
+    x = torch.randn(4, 5, 6, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(4, 5, 6, dtype=dtype)
+    kept = mask(mask_shape, p)
+    out = keyed_dropout(x, p, kept)
+    out.backward(upstream)
+    by_hand = kept.double().expand(4, 5, 6) / (1 - p)
+    torch.testing.assert_close(out.double(), x.detach().double() * by_hand, rtol=tolerance, atol=0)
+    torch.testing.assert_close(x.grad.double(), upstream.double() * by_hand, rtol=tolerance, atol=0)
+    assert out.dtype == dtype
+
+
+def test_keyed_dropout_of_bfloat16_keeps_its_type():
+    """Catches a float32 mask that promotes activations under autocast."""
+    out = keyed_dropout(torch.ones(4, 8, dtype=torch.bfloat16), 0.5, mask((4, 8)))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out == 2, mask((4, 8)))
+
+
+def float_mask(kind, length, width):
+    """An attention mask; the third query sees nothing in "nothing seen"."""
+    allowed = torch.rand(2, 1, length, width) > 0.3
+    allowed[..., 0] = True
+    if kind == "nothing seen":
+        allowed[:, :, 2] = False
+    if kind == "bool" or kind == "nothing seen":
+        return allowed
+    if kind == "added":
+        return torch.randn(2, 1, length, width, dtype=torch.float64)
+    lowest = -torch.inf if kind == "-inf" else torch.finfo(torch.float64).min
+    return torch.zeros(2, 1, length, width, dtype=torch.float64).masked_fill(~allowed, lowest)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.37])
+@pytest.mark.parametrize("kind", [None, "causal", "bool", "nothing seen", "added", "-inf", "lowest"])
+def test_attention_weights_are_torchs(kind, scale, key_heads):
+    """Catches a wrong default scale, masks added as 0/1, NaN in fully masked rows, wrong groups of heads (repeat, not tile)."""
+    length, width = 5, 7
+    query = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, key_heads, width, 8, dtype=torch.float64) for _ in range(2))
+    causal = kind == "causal"
+    attn_mask = None if kind in (None, "causal") else float_mask(kind, length, width)
+    upstream = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    gqa = key_heads != 4
+
+    def ours(query, key, value):
+        weights = attention_weights(query, key, attn_mask, causal, scale, gqa)
+        return weights @ (value.repeat_interleave(4 // key_heads, dim=1) if gqa else value)
+
+    def torchs(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+
+    results = []
+    for attention in (ours, torchs):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+        out = attention(*inputs)
+        out.backward(upstream)
+        results.append([out.detach(), *(t.grad for t in inputs)])
+    for got, wanted in zip(*results, strict=True):
+        assert torch.isfinite(wanted).all()
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_attention_with_dropout_is_that_of_the_definition():
+    """Catches dropout before the softmax or on the output: only the weights are dropped, and not renormalised."""
+    query, key = torch.randn(3, 2, 4, 8, dtype=torch.float64), torch.randn(3, 2, 6, 8, dtype=torch.float64)
+    weights = attention_weights(query, key, None, False, None, False)
+    dropped = keyed_dropout(weights, 0.5, mask((3, 2, 4, 6)))
+    scores = torch.einsum("bhle,bhse->bhls", query, key) / math.sqrt(8)
+    by_hand = scores.exp() / scores.exp().sum(-1, keepdim=True) * mask((3, 2, 4, 6)) * 2
+    torch.testing.assert_close(dropped, by_hand, rtol=1e-12, atol=0)

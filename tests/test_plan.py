@@ -1,0 +1,167 @@
+"""Plans and layouts: every sample of a window once, within the limits, and the arithmetic of batch sizes by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ga.errors import ConfigError
+from hf_ga.layout import Layout
+from hf_ga.plan import plan_by_sizes, plan_window, split_evenly
+
+window_sizes, processes, limits = st.integers(0, 300), st.integers(1, 20), st.integers(1, 70)
+lengths_lists = st.lists(st.integers(1, 50), max_size=80)
+
+
+def offsets_of(plan):
+    """All offsets of a plan, over processes and micro-batches, in one sorted list."""
+    return sorted(int(offset) for share in plan for micro_batch in share for offset in micro_batch)
+
+
+def sizes_of(plan):
+    return [[len(micro_batch) for micro_batch in share] for share in plan]
+
+
+def as_lists(plan):
+    return [[micro_batch.tolist() for micro_batch in share] for share in plan]
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "expected"),
+    [(13, 4, [4, 3, 3, 3]), (12, 4, [3, 3, 3, 3]), (2, 3, [1, 1, 0]), (0, 2, [0, 0]), (5, 1, [5])],
+)
+def test_split_evenly_by_hand(size, parts, expected):
+    slices = split_evenly(size, parts)
+    assert [s.stop - s.start for s in slices] == expected
+    assert [i for s in slices for i in range(size)[s]] == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("window", "num_processes", "limit", "expected"),
+    [
+        (64, 1, 10, [[10, 9, 9, 9, 9, 9, 9]]),  # the docstring's example: not 6 x 10 + 4
+        (64, 1, 8, [[8] * 8]),
+        (64, 3, 8, [[8, 7, 7], [7, 7, 7], [7, 7, 7]]),
+        (7, 2, 2, [[2, 2], [2, 1]]),
+        (2, 4, 8, [[1], [1], [], []]),
+        (0, 2, 8, [[], []]),
+        (5, 1, 100, [[5]]),
+    ],
+)
+def test_plan_window_by_hand(window, num_processes, limit, expected):
+    """Catches dropping the tail (`size // limit`), a short last micro-batch, and an empty micro-batch for an idle process."""
+    assert sizes_of(plan_window(window, num_processes, limit)) == expected
+
+
+@given(window_sizes, processes, limits)
+def test_plan_window_properties(window, num_processes, limit):
+    """Catches lost, repeated or padded samples, broken limits, unbalanced processes and too many forwards."""
+    plan = plan_window(window, num_processes, limit)
+    assert len(plan) == num_processes
+    assert offsets_of(plan) == list(range(window))
+    shares = [sum(sizes) for sizes in sizes_of(plan)]
+    assert max(shares) - min(shares) <= 1
+    assert shares.count(0) == max(0, num_processes - window)
+    for sizes, share in zip(sizes_of(plan), shares, strict=True):
+        assert len(sizes) == -(-share // limit), "as few micro-batches as the limit allows"
+        if sizes:
+            assert min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1
+    # Each process gets consecutive positions, in order of the processes.
+    assert [int(o) for share in plan for micro_batch in share for o in micro_batch] == list(range(window))
+    assert as_lists(plan_window(window, num_processes, limit)) == as_lists(plan)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (8, 0, 1), (8, 1, 0), (8, -2, 1)])
+def test_plan_window_refuses_impossible_sizes(sizes):
+    with pytest.raises(ValueError, match=", ".join(map(str, sizes))):
+        plan_window(*sizes)
+
+
+def test_plan_by_sizes_by_hand():
+    """Catches dealing samples out in window order, or dealing micro-batches out in blocks instead of in turn."""
+    lengths = np.array([9, 1, 5, 5, 2, 7, 3])  # shortest first: 1, 4, 6, 2, 3, 5, 0 (2 before 3: equal lengths keep their order)
+    assert as_lists(plan_by_sizes(lengths, 1, [2])) == [[[1, 4], [6, 2], [3, 5], [0]]]
+    assert as_lists(plan_by_sizes(lengths, 2, [1, 3])) == [[[1], [3]], [[4, 6, 2], [5, 0]]]
+
+
+@given(lengths_lists, processes, st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_plan_by_sizes_properties(lengths, num_processes, sizes):
+    """Catches a lost tail, a size used out of turn, and micro-batches that are not sorted by length."""
+    plan = plan_by_sizes(np.array(lengths, dtype=np.int64), num_processes, sizes)
+    assert len(plan) == num_processes
+    assert offsets_of(plan) == list(range(len(lengths)))
+    in_turn = [share[turn] for turn in range(len(plan[0])) for share in plan if turn < len(share)]
+    flat = [lengths[offset] for micro_batch in in_turn for offset in micro_batch]
+    assert flat == sorted(lengths)
+    got = [len(micro_batch) for micro_batch in in_turn]
+    wanted = [sizes[i % len(sizes)] for i in range(len(got))]
+    assert got[:-1] == wanted[:-1] and (not got or 1 <= got[-1] <= wanted[-1])
+    counts = [len(share) for share in plan]
+    assert max(counts) - min(counts) <= 1
+    assert as_lists(plan_by_sizes(np.array(lengths, dtype=np.int64), num_processes, sizes)) == as_lists(plan)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [3, 0], [4, -1]])
+def test_plan_by_sizes_refuses_bad_sizes(sizes):
+    """Catches the endless loop that a micro-batch of 0 samples makes."""
+    with pytest.raises(ValueError, match="at least 1, got"):
+        plan_by_sizes(np.ones(5, dtype=np.int64), 1, sizes)
+
+
+def test_plan_by_sizes_refuses_no_processes():
+    """Catches a plan that silently holds nothing."""
+    with pytest.raises(ValueError, match="num_processes must be at least 1, got 0"):
+        plan_by_sizes(np.ones(5, dtype=np.int64), 0, [2])
+
+
+# ------------------------------------------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "global_batch_size", "expected"),
+    [
+        ((1, 8), None, (1, 8, 1, 8)),
+        ((2, 8), None, (2, 8, 1, 16)),
+        ((2, 8, 4), None, (2, 8, 4, 64)),
+        ((1, 10), 64, (1, 10, 7, 64)),  # 6.4 steps: 7 uneven micro-batches
+        ((3, 8), 64, (3, 8, 3, 64)),  # 64 / 24 = 2.67
+        ((2, 8), 64, (2, 8, 4, 64)),
+        ((2, 8, 4), 64, (2, 8, 4, 64)),  # given twice and right
+        ((2, 8, 4), 63, (2, 8, 4, 63)),  # the last micro-batches are a sample short
+        ((4, 8), 3, (4, 8, 1, 3)),  # a process has nothing
+    ],
+)
+def test_layout_by_hand(arguments, global_batch_size, expected):
+    """Catches rounding down (which would drop samples) and a window of the rounded-up product."""
+    assert Layout.from_sizes(*arguments, global_batch_size=global_batch_size) == Layout(*expected)
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 500))
+def test_layout_holds_the_plan(num_processes, micro_batch_size, global_batch_size):
+    """Catches a layout that promises fewer steps than `plan_window` makes."""
+    layout = Layout.from_sizes(num_processes, micro_batch_size, global_batch_size=global_batch_size)
+    plan = plan_window(layout.window_size, num_processes, micro_batch_size)
+    assert max(len(share) for share in plan) == layout.accumulation_steps
+    assert Layout.from_sizes(num_processes, micro_batch_size, layout.accumulation_steps).window_size >= global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "global_batch_size", "message"),
+    [
+        ((0, 8), None, "the number of processes must be at least 1, got 0"),
+        ((1, 0), None, "per_device_train_batch_size must be at least 1, got 0"),
+        ((1, -3), None, "per_device_train_batch_size must be at least 1, got -3"),
+        ((1, 8, 0), None, "gradient_accumulation_steps must be at least 1, got 0"),
+        ((1, 8), 0, "global_batch_size must be at least 1, got 0"),
+        ((2, 8, 3), 64, r"2 processes x 8 samples x 3 steps = 48\. Leave gradient_accumulation_steps out \(it would be 4\)"),
+        ((2, 8, 5), 64, r"2 processes x 8 samples x 5 steps = 80"),
+    ],
+)
+def test_layout_refuses(arguments, global_batch_size, message):
+    """Catches `steps or 1`, which takes 0 for "left out"; each error must give the rule, the values and the remedy."""
+    with pytest.raises(ConfigError, match=message):
+        Layout.from_sizes(*arguments, global_batch_size=global_batch_size)
+
+
+def test_layout_prints_what_will_run():
+    assert str(Layout(2, 8, 4, 63)) == "window of 63 samples = 2 process(es) x 4 micro-batch(es) of at most 8"

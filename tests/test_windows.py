@@ -1,0 +1,402 @@
+"""WindowLoader: each sample once, the same windows and tensors in every layout, resumable, no global randomness moved."""
+
+import random
+from functools import partial
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+import hf_ga
+from hf_ga.layout import Layout
+from hf_ga.plan import plan_by_sizes
+
+
+class Numbers:
+    """Sample i is {"x": i}."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"x": index}
+
+
+class Augmented(Numbers):
+    """Draws from torch, numpy and Python for every sample."""
+
+    def __getitem__(self, index):
+        return {"x": index, "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
+
+
+def stack(samples):
+    return {name: torch.stack([torch.as_tensor(s[name]) for s in samples]) for name in samples[0]}
+
+
+def stack_with_noise(samples):
+    """A random collator: two draws of the batch's shape, as masked-LM collators make."""
+    return {**stack(samples), "noise": torch.cat([torch.rand(len(samples), 3), torch.rand(len(samples), 3)], dim=1)}
+
+
+def make_loader(dataset, collate_fn=stack, accumulation=1, **options):
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    return hf_ga.WindowLoader(dataset, collate_fn, accelerator=accelerator, **options)
+
+
+def ids_of(window):
+    """The sample ids as the tensors have them, micro-batch by micro-batch."""
+    return [m.batch["x"].tolist() for m in window.micro_batches]
+
+
+def flat(lists):
+    return [item for inner in lists for item in inner]
+
+
+def tensors_by_sample(loader):
+    """{sample id: {name: values}} over one epoch, found from the tensors themselves."""
+    found = {}
+    for micro_batch in (m for window in loader for m in window.micro_batches):
+        for row, sample_id in enumerate(micro_batch.batch["x"].tolist()):
+            assert sample_id not in found
+            found[sample_id] = {name: values[row].tolist() for name, values in micro_batch.batch.items()}
+    return found
+
+
+# -- which samples ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_samples=st.integers(1, 70),
+    window=st.integers(1, 40),
+    micro_batch=st.integers(1, 45),
+    epoch=st.integers(0, 3),
+    drop=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_every_sample_once_an_epoch(num_samples, window, micro_batch, epoch, drop, shuffle):
+    options = {"per_device_batch_size": micro_batch, "global_batch_size": window, "shuffle": shuffle}
+    if drop and num_samples < window:
+        with pytest.raises(hf_ga.DataError, match="drop_last_window"):
+            make_loader(Numbers(num_samples), drop_last_window=True, **options)
+        return
+    loader = make_loader(Numbers(num_samples), drop_last_window=drop, **options)
+    loader.set_epoch(epoch)
+    windows = list(loader)
+    full, rest = divmod(num_samples, window)
+    assert [w.num_samples for w in windows] == [window] * full + [rest] * (rest > 0 and not drop)
+    assert len(loader) == len(windows)
+    seen = [flat(ids_of(w)) for w in windows]
+    assert [len(ids) for ids in seen] == [w.num_samples for w in windows]
+    assert len(set(flat(seen))) == len(flat(seen)) == (full * window if drop else num_samples)
+    assert all(0 < len(ids) <= micro_batch for w in windows for ids in ids_of(w))
+    for index, w in enumerate(windows):
+        assert (w.index, w.epoch) == (index, epoch)
+        assert [m.sample_ids.tolist() for m in w.micro_batches] == ids_of(w)
+        assert flat(m.positions.tolist() for m in w.micro_batches) == list(range(index * window, index * window + w.num_samples))
+    assert shuffle or flat(seen) == list(range(len(flat(seen))))
+
+
+LAYOUTS = {
+    "one by one": {"per_device_batch_size": 1},
+    "by three": {"per_device_batch_size": 3},
+    "whole": {"per_device_batch_size": 16},
+    "uneven": {"planner": partial(plan_by_sizes, sizes=[7, 2])},
+    "length-sorted": {"planner": partial(plan_by_sizes, sizes=[5]), "lengths": h.ragged_lengths(37)},
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40])
+def test_windows_are_the_same_in_every_layout(seed):
+    windows = {
+        name: [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16, seed=seed, **options)]
+        for name, options in LAYOUTS.items()
+    }
+    assert all(found == windows["whole"] for found in windows.values())
+    other = [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16, seed=seed + 1)]
+    assert other != windows["whole"]
+
+
+def test_a_plain_loader_changes_its_order_with_the_generator():
+    """The control: the usual loader's order is whatever its random state is."""
+    orders = [flat(b["x"].tolist() for b in DataLoader(Numbers(37), 8, shuffle=True, collate_fn=stack)) for _ in range(2)]
+    assert orders[0] != orders[1]
+    ours = [flat(flat(ids_of(w)) for w in make_loader(Numbers(37))) for _ in range(2)]
+    assert ours[0] == ours[1]
+
+
+def test_accumulation_steps_size_the_window():
+    loader = make_loader(Numbers(50), accumulation=3, per_device_batch_size=5)
+    assert [[len(ids) for ids in ids_of(w)] for w in loader] == [[5, 5, 5]] * 3 + [[5]]
+
+
+def test_length_sorted_micro_batches_hold_similar_lengths():
+    lengths = h.ragged_lengths(37)
+    for window in make_loader(Numbers(37), global_batch_size=16, **LAYOUTS["length-sorted"]):
+        in_order = [lengths[i] for i in flat(ids_of(window))]
+        assert in_order == sorted(in_order)
+
+
+def test_epochs_advance_and_can_be_set():
+    loader = make_loader(Numbers(20), global_batch_size=8)
+    epochs = [[(w.epoch, flat(ids_of(w))) for w in loader] for _ in range(3)]
+    assert [{epoch for epoch, _ in found} for found in epochs] == [{0}, {1}, {2}]
+    assert len({str([ids for _, ids in found]) for found in epochs}) == 3
+    loader.set_epoch(1)
+    assert [(w.epoch, flat(ids_of(w))) for w in loader] == epochs[1]
+
+
+# -- stop and resume --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("micro_batch", [4, 3, 16], ids="then micro-batches of {}".format)
+@pytest.mark.parametrize("consumed", [0, 1, 3])
+def test_resume_inside_an_epoch(consumed, micro_batch, num_workers):
+    """The state counts windows that were taken, not those that workers prefetched."""
+    options = {"global_batch_size": 8, "seed": 5}
+    first = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, num_workers=num_workers, **options)
+    first.set_epoch(2)
+    for _ in zip(range(consumed), first, strict=False):
+        pass
+    second = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=micro_batch, **options)
+    second.load_state_dict(first.state_dict())
+    whole = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, **options)
+    whole.set_epoch(2)
+    expected = [w for w in whole if w.index >= second.num_consumed]
+    resumed = list(second)
+    assert [(w.epoch, w.index, flat(ids_of(w))) for w in resumed] == [(2, w.index, flat(ids_of(w))) for w in expected]
+    assert [rows_of(w, "noise") for w in resumed] == [rows_of(w, "noise") for w in expected]
+    assert second.state_dict()["epoch"] == 3
+
+
+def rows_of(window, name):
+    return flat(m.batch[name].tolist() for m in window.micro_batches)
+
+
+def test_the_state_counts_taken_windows():
+    loader = make_loader(Numbers(30), global_batch_size=8, num_workers=2)
+    iterator = iter(loader)
+    counts = []
+    for _ in range(3):
+        next(iterator)
+        counts.append(loader.state_dict()["num_consumed"])
+    assert counts == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "named"),
+    [
+        (30, {"seed": 6}, "seed 5 -> 6"),
+        (31, {}, "num_samples 30 -> 31"),
+        (30, {"global_batch_size": 9}, "window_size 8 -> 9"),
+        (30, {"shuffle": False}, "shuffle 1 -> 0"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_order_is_refused(size, options, named):
+    common = {"global_batch_size": 8, "seed": 5}
+    state = make_loader(Numbers(30), **common).state_dict()
+    loader = make_loader(Numbers(size), **{**common, **options})
+    with pytest.raises(hf_ga.ConfigError, match=named):
+        loader.load_state_dict(state)
+    assert (loader.epoch, loader.num_consumed) == (0, 0)
+
+
+# -- the same tensors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collate_fn", [stack, stack_with_noise])
+@pytest.mark.parametrize("dataset", [Numbers(37), Augmented(37)], ids=["plain", "random transform"])
+def test_workers_give_identical_tensors(dataset, collate_fn):
+    found = [
+        tensors_by_sample(make_loader(dataset, collate_fn, global_batch_size=16, per_device_batch_size=3, num_workers=n))
+        for n in (0, 2)
+    ]
+    assert found[0] == found[1] and len(found[0]) == 37
+
+
+def test_randomness_belongs_to_the_sample_not_to_the_layout():
+    found, next_epoch = {}, {}
+    for name, options in LAYOUTS.items():
+        loader = make_loader(Augmented(37), stack_with_noise, global_batch_size=16, **options)
+        found[name], next_epoch[name] = tensors_by_sample(loader), tensors_by_sample(loader)
+    assert all(tensors == found["whole"] for tensors in found.values())
+    assert all(tensors == next_epoch["whole"] for tensors in next_epoch.values())
+    for name in ("draws", "noise"):  # all different: between samples, and between epochs
+        drawn = [str(tensors[i][name]) for tensors in (found["whole"], next_epoch["whole"]) for i in range(37)]
+        assert len(set(drawn)) == 2 * 37
+
+
+def test_a_plain_data_loader_differs_between_layouts():
+    """The control of the test above: same seed, same order, another batch size."""
+    found = []
+    for size in (3, 16):
+        torch.manual_seed(0)
+        batches = DataLoader(Numbers(32), size, collate_fn=stack_with_noise)
+        found.append(flat(b["noise"].tolist() for b in batches))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_global_random_states_do_not_move(num_workers):
+    before = h.global_random_states()
+    loader = make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=3, num_workers=num_workers)
+    for window in loader:
+        window.samples()
+        window.padded_to_window()
+    assert h.global_random_states() == before
+    stack_with_noise([Augmented(1)[0]])  # the control
+    assert h.global_random_states() != before
+
+
+def test_global_random_states_do_not_matter():
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        found.append(tensors_by_sample(make_loader(Augmented(20), stack_with_noise, global_batch_size=8)))
+    assert found[0] == found[1]
+
+
+# -- split again ------------------------------------------------------------------------------------------------------------
+
+
+def test_split_again_keeps_samples_and_draws():
+    for window in make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=4):
+        parts = [np.arange(window.num_samples)[i::3] for i in range(3)]
+        again = window.split(parts)
+        rows = dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
+        for micro_batch, offsets in zip(again.micro_batches, parts, strict=True):
+            assert micro_batch.positions.tolist() == window.positions[offsets].tolist()
+        rows_again = zip(rows_of(again, "draws"), rows_of(again, "noise"), strict=True)
+        assert dict(zip(flat(ids_of(again)), rows_again, strict=True)) == rows
+
+
+def test_padding_to_the_window():
+    samples = h.class_samples(16)
+    (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(), global_batch_size=16, per_device_batch_size=4)
+    widths = [m.batch["input_ids"].shape[1] for m in window.micro_batches]
+    padded = [m.batch["input_ids"].shape[1] for m in window.padded_to_window().micro_batches]
+    longest = max(len(s["input_ids"]) for s in samples)
+    assert padded == [longest] * 4 and min(widths) < longest
+
+
+def test_samples_are_those_of_the_tensors():
+    (window,) = make_loader(Augmented(6), global_batch_size=6, per_device_batch_size=4)
+    assert stack(window.samples())["draws"].tolist() == rows_of(window, "draws")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------------
+
+
+class Streaming(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class OnlyIterable:
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "message"),
+    [
+        (Numbers(0), {}, hf_ga.DataError, "empty"),
+        (Streaming(), {}, hf_ga.DataError, "Streaming has no length"),
+        (OnlyIterable(), {}, hf_ga.DataError, "OnlyIterable has no length"),
+        (Numbers(5), {"lengths": [1, 2]}, hf_ga.ConfigError, "2 lengths, 5 samples"),
+        (Numbers(5), {"lengths": np.ones(6)}, hf_ga.ConfigError, "6 lengths, 5 samples"),
+        (Numbers(5), {"per_device_batch_size": 0}, hf_ga.ConfigError, "at least 1, got 0"),
+        (Numbers(5), {"per_device_batch_size": -3}, hf_ga.ConfigError, "at least 1, got -3"),
+        (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
+        (Numbers(5), {"global_batch_size": -8}, hf_ga.ConfigError, "at least 1, got -8"),
+        (Numbers(5), {"global_batch_size": 8, "drop_last_window": True}, hf_ga.DataError, "5 samples are less than one window"),
+    ],
+    ids=str,
+)
+def test_errors(dataset, options, error, message):
+    with pytest.raises(error, match=message):
+        make_loader(dataset, **options)
+
+
+def test_a_global_batch_that_the_layout_cannot_reach():
+    with pytest.raises(hf_ga.ConfigError, match=r"global_batch_size 64 cannot be reached .* 8 samples x 3 steps = 24"):
+        Layout.from_sizes(1, 8, 3, global_batch_size=64)
+    assert Layout.from_sizes(1, 8, 8, global_batch_size=64).window_size == 64
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_errors_of_the_dataset_come_through(num_workers):
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            raise KeyError("row is broken")
+
+    before = h.global_random_states()
+    with pytest.raises(KeyError, match="row is broken"):
+        list(make_loader(Broken(4), num_workers=num_workers))
+    assert h.global_random_states() == before
+
+
+# -- found weak while writing these tests; expected failures are open ------------------------------------------------------
+
+
+class OwnGenerator:
+    """A collator with a random state of its own, as DataCollatorForLanguageModeling(seed=...) has."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, samples):
+        return {**stack(samples), "noise": self.draw(len(samples)) + self.draw(len(samples))}
+
+    def draw(self, num_samples):
+        return torch.rand(num_samples, 3, generator=self.generator)
+
+
+def test_a_collator_with_its_own_generator():
+    """It gives the same masks in every layout, or it is refused; silently different masks break promise 2."""
+    found = []
+    for micro_batch in (3, 16):
+        loader = make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=micro_batch)
+        try:
+            found.append(tensors_by_sample(loader))
+        except hf_ga.HfGaError:
+            return
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [lambda n: [np.arange(n - 1)], lambda n: [np.arange(n), np.arange(1)], lambda n: [np.arange(n), np.arange(0)]],
+    ids=["drops", "repeats", "empty micro-batch"],
+)
+def test_a_planner_that_loses_samples_is_refused(plan):
+    loader = make_loader(Numbers(8), global_batch_size=4, planner=lambda lengths, num_processes: [plan(len(lengths))])
+    with pytest.raises(hf_ga.HfGaError):
+        list(loader)
+
+
+class NumpyColumns(Numbers):
+    def __getitem__(self, index):
+        return {"x": index, "y": np.float32(index)}
+
+
+def stack_numpy(samples):
+    """A column left in numpy, with a draw so that rows are cut from the whole window."""
+    return {**stack_with_noise(samples), "y": np.array([s["y"] for s in samples])}
+
+
+def test_numpy_columns_are_cut_like_tensors():
+    (window,) = make_loader(NumpyColumns(6), stack_numpy, global_batch_size=6, per_device_batch_size=2)
+    assert [m.batch["y"].tolist() for m in window.micro_batches] == ids_of(window)
