@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
@@ -47,13 +50,12 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         CheckpointError: a file is missing or does not fit this model.
     """
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        load_model(model, str(folder / "model.safetensors"), strict=True)
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{folder} is not a whole checkpoint of this model: {reason}") from error
+    state = _read(folder / "state.json", lambda file: json.loads(file.read_text()))
+    _read(folder / "model.safetensors", lambda file: load_model(model, str(file), strict=True))
+    _read(
+        folder / "optimizer.pt",
+        lambda file: optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu")),
+    )
     return state
 
 
@@ -86,6 +88,16 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _read(file: Path, load: Callable[[Path], Any]) -> Any:
+    try:
+        return load(file)
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError, UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{file} is damaged or not of this model: {reason} Resume from an older checkpoint, or start anew."
+        ) from error
 
 
 def _flush(path: Path) -> None:

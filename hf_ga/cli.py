@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.utils import logging
 
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import ConfigError, HfGaError
@@ -61,6 +62,7 @@ def _finetune(arguments: Sequence[str]) -> None:
     from hf_ga.finetuning import finetune  # late: a wrong flag is answered before the libraries are loaded
 
     config = parse_config(arguments)
+    logging.disable_progress_bar()  # transformers shows one for every file that it writes
     finetune(config)
 
 
@@ -68,7 +70,7 @@ def _guarded(run: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> 
     try:
         run(arguments)
     except HfGaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
         return 2
     return 0
 
@@ -87,7 +89,10 @@ def _flags_of_file(path: Path) -> list[str]:
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
-    return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+    if lists := [f"{name} ({type(value).__name__})" for name, value in values.items() if isinstance(value, list | dict)]:
+        raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(lists)}.")
+    # One argument each: a value of its own that begins with a dash (-1e-4) would be read as a flag.
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:

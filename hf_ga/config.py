@@ -10,6 +10,8 @@ from hf_ga.layout import Layout
 from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
+DEFAULT_ACCUMULATION_STEPS = 4
+
 
 def option(default: Any, help: str) -> Any:
     """A dataclass field with a help text for the command line."""
@@ -42,7 +44,9 @@ class FinetuneConfig:
     max_length: int = option(128, "Tokens a sample is cut at; how many were cut is reported.")
     # batch
     per_device_train_batch_size: int = option(8, "Most samples in one micro-batch.")
-    gradient_accumulation_steps: int | None = option(None, "Micro-batches per process and optimizer step. Default: derived.")
+    gradient_accumulation_steps: int | None = option(
+        None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."
+    )
     global_batch_size: int | None = option(
         None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
     )
@@ -54,7 +58,7 @@ class FinetuneConfig:
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
     warmup_steps: int = option(20, "Optimizer steps of linear warm-up.")
-    num_train_epochs: float = option(3.0, "Passes over the training data.")
+    num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
     seed: int = option(0, "Of order, dropout and initial weights.")
@@ -84,6 +88,8 @@ class FinetuneConfig:
                     "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which Accelerate prefers). Give it once."
                 )
             steps = int(launched)
+        if steps is None and self.global_batch_size is None:
+            steps = DEFAULT_ACCUMULATION_STEPS
         return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
 
     def check(self) -> None:
@@ -98,8 +104,10 @@ class FinetuneConfig:
         self.layout(num_processes=1)
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+            if value is not None and not least <= value < float("inf"):
+                raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
+        if self.seed >= 2**32:
+            raise ConfigError(f"seed must be at most {2**32 - 1}, got {self.seed}.")
         for name in ("learning_rate", "num_train_epochs", "validation_split_percentage"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -110,8 +118,8 @@ class FinetuneConfig:
 
     def _check_output_dir(self) -> None:
         folder = Path(self.output_dir)
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"output_dir {folder} is a file: name a folder.")
+        if files := [path for path in (folder, *folder.parents) if path.is_file()]:
+            raise ConfigError(f"output_dir {folder} cannot be made, as {files[0]} is a file: name a folder.")
         used = folder.is_dir() and any(folder.iterdir())
         if used and not self.overwrite_output_dir and self.resume_from_checkpoint is None:
             raise ConfigError(
@@ -134,6 +142,7 @@ _AT_LEAST = {
     "warmup_steps": 0,
     "max_steps": 1,
     "max_grad_norm": 0,
+    "seed": 0,
     "eval_steps": 1,
     "save_steps": 1,
     "save_total_limit": 1,

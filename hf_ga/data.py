@@ -1,5 +1,7 @@
 """Datasets -> tokenised samples. Everything that is wrong with the data is found here, before a model is built."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset, load_from_disk
 from datasets.fingerprint import Hasher
+from datasets.utils import logging
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +32,7 @@ class PreparedData:
         splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenisation returns.
         labels: names of the labels, in the order of their ids; empty for language models.
         description: one line on where the rows come from. facts: lines on rows that were cut, left out or have no target.
-        unigram_entropy: of the training tokens, nats per token.
+        unigram_entropy: of the training tokens, nats per token. content_hash: of the training samples, wherever they came from.
     """
 
     task: Task
@@ -39,6 +42,7 @@ class PreparedData:
     description: str
     facts: list[str] = field(default_factory=list)
     unigram_entropy: float = 0.0
+    content_hash: str = ""
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Samples -> arguments of the model."""
@@ -53,22 +57,22 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
     """
     files = {"validation": config.validation_file, "test": config.test_file}
     extra = {split: _load_file(file) for split, file in files.items() if file}
-    name, path = config.dataset_name, Path(config.dataset_name)
+    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     if name == "stdlib":
         rows = corpus.load_stdlib()
-    elif _file_kind(path):
+    elif _file_kind(path) or path.is_file():
         rows = DatasetDict(train=_load_file(name))
     elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        loaded = load_from_disk(name)
+        loaded = _load(name, load_from_disk, path)
         rows = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
     elif name.startswith((".", "/", "~")) and not path.exists():
         raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
     else:
-        rows = _load(name, name, config.dataset_config_name)
+        rows = _load(name, load_dataset, name, config.dataset_config_name)
     rows = DatasetDict({**rows, **extra})
     if "train" not in rows or not len(rows["train"]):
         raise DataError(f"dataset_name {name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to train on.")
-    return _with_validation(rows, config)
+    return _with_validation(DatasetDict({split: rows[split] for split in SPLITS if split in rows}), config)
 
 
 def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -93,12 +97,17 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
     for split in SPLITS:
         if split in rows:
             prepared.splits[split] = _tokenised(rows[split], split, config, prepared)
-    if not sum(prepared.splits["train"]["num_targets"]):
-        raise DataError(
-            f"none of the {len(prepared.splits['train'])} training rows has a target: a row needs at least 2 tokens for causal-lm."
-        )
-    counts = np.bincount(np.concatenate(prepared.splits["train"].with_format("numpy")["input_ids"][:]), minlength=len(tokenizer))
-    prepared.unigram_entropy = corpus.unigram_entropy(counts)
+    for split, dataset in prepared.splits.items():
+        if not sum(dataset["num_targets"]):
+            raise DataError(
+                f"none of the {len(dataset)} {split} rows has a target: for causal-lm a row needs at least 2 tokens, the end-of-text "
+                "token included."
+            )
+    train = prepared.splits["train"].with_format("numpy")
+    ids = np.concatenate(train["input_ids"][:])
+    prepared.unigram_entropy = corpus.unigram_entropy(np.bincount(ids, minlength=len(tokenizer)))
+    columns = [ids, train["length"][:], *([train["label"][:]] if task.needs_labels else [])]
+    prepared.content_hash = Hasher.hash([prepared.labels, *(np.asarray(c, np.int64).tobytes() for c in columns)])
     return prepared
 
 
@@ -117,6 +126,8 @@ def _select_columns(rows: DatasetDict, config: FinetuneConfig, prepared: Prepare
                     f"{role}_column {column!r} is not in the {split} rows, which have: {', '.join(dataset.column_names)}. Name it "
                     f"with --{role}_column."
                 )
+    if len(set(wanted.values())) < len(wanted):
+        raise DataError(f"text_column and label_column are both {text!r}: name two columns.")
     # Kept under their new names; a column that is called `text` or `label` but is not the chosen one must go first.
     rows = rows.select_columns(list(wanted.values()))
     rows = rows.rename_columns({column: role for role, column in wanted.items() if column != role})
@@ -125,31 +136,47 @@ def _select_columns(rows: DatasetDict, config: FinetuneConfig, prepared: Prepare
 
 
 def _with_label_ids(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
-    feature = rows["train"].features["label"]
-    if isinstance(feature, ClassLabel):
-        prepared.labels = feature.names
-        return rows
     if config.dataset_name == "stdlib" and config.label_column in (None, "package"):
         kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
         before = sum(rows.num_rows.values())
         rows = rows.filter(_is_in, fn_kwargs={"kept": set(kept)}, input_columns="label")
         left_out = before - sum(rows.num_rows.values())
         prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
-    names = sorted(set(rows["train"]["label"]), key=lambda value: (str(type(value)), value))
-    for split, dataset in rows.items():
-        if unknown := set(dataset["label"]) - set(names):
+    feature = rows["train"].features["label"]
+    values = {split: _label_values(dataset, split, feature) for split, dataset in rows.items()}
+    if isinstance(feature, ClassLabel):
+        prepared.labels = feature.names
+        ids = {value: index for index, name in enumerate(feature.names) for value in (name, index)}
+    else:
+        names = sorted(set(values["train"]), key=lambda value: (str(type(value)), value))
+        prepared.labels = [str(name) for name in names]
+        ids = {name: index for index, name in enumerate(names)}
+    for split in rows:
+        if unknown := set(values[split]) - set(ids):
             shown = ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
-            raise DataError(f"labels of the {split} rows that no training row has: {shown}. Every label must occur in training.")
-    if None in names or any(isinstance(name, float) for name in names):
-        raise DataError(f"the labels must be names or whole numbers, but the column holds {names[:5]}.")
-    prepared.labels = [str(name) for name in names]
-    ids = {name: index for index, name in enumerate(names)}
+            raise DataError(
+                f"labels of the {split} rows that training does not know: {shown}; it knows {len(prepared.labels)}, such as "
+                f"{', '.join(prepared.labels[:5])}. Every label must occur in training: leave other rows out."
+            )
     return DatasetDict(
         {
-            split: dataset.remove_columns("label").add_column("label", [ids[v] for v in dataset["label"]])
+            split: dataset.remove_columns("label").add_column("label", [ids[v] for v in values[split]])
             for split, dataset in rows.items()
         }
     )
+
+
+def _label_values(dataset: Dataset, split: str, train_feature: Any) -> list[Any]:
+    """The label of each row: a name or a whole number."""
+    feature, values = dataset.features["label"], list(dataset["label"])
+    if not isinstance(feature, Value | ClassLabel) or any(v is None or isinstance(v, float) for v in values):
+        raise DataError(
+            f"the labels must be names or whole numbers, but the label column of the {split} rows holds {feature}, such as "
+            f"{values[:3]}: choose with --label_column."
+        )
+    if isinstance(feature, ClassLabel) and feature != train_feature:  # other numbers for the names: go by the names
+        return [feature.names[v] if 0 <= v < len(feature.names) else v for v in values]
+    return values
 
 
 def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
@@ -199,16 +226,22 @@ def _load_file(file: str) -> Dataset:
         raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
-    return _load(file, kind, data_files=str(path), split="train")
+    return _load(file, load_dataset, kind, data_files=str(path), split="train")
 
 
-def _load(name: str, *args: Any, **kwargs: Any) -> Any:
+def _load(name: str, load: Callable, *args: Any, **kwargs: Any) -> Any:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     try:
-        return load_dataset(*args, **kwargs)
+        return load(*args, **kwargs)
     except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
         cause = error.__cause__ or error
+        if "corresponds to no data" in str(cause):
+            raise DataError(f"cannot load {name}: it has no rows.") from error
         reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
         raise DataError(f"cannot load {name}: {type(cause).__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _file_kind(path: Path) -> str | None:
@@ -241,7 +274,10 @@ def _add_cls_and_sep(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return (backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))) + str(tokenizer.special_tokens_map)
+    if backend is None:
+        return str(sorted(tokenizer.get_vocab().items())) + str(tokenizer.special_tokens_map)
+    content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by its last use
+    return json.dumps(content) + str(tokenizer.special_tokens_map)
 
 
 def _is_in(label: str, kept: set[str]) -> bool:

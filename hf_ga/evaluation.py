@@ -1,7 +1,8 @@
 """Token-weighted loss and metrics over a whole split: the same numbers for every layout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def evaluate(
     metrics: Sequence[str] = (),
     loss_fn: LossFunction | None = None,
 ) -> dict[str, float]:
-    """Evaluate in evaluation mode; the model's mode is put back.
+    """Evaluate in evaluation mode; the modes of all modules are put back.
 
     Args:
         windows: see `evaluation_windows`. rule: counts targets as training does. metrics: keys of `METRICS`, on the argmax of
@@ -57,27 +58,39 @@ def evaluate(
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `perplexity` = exp(loss), `num_targets`, and the metrics.
     """
-    was_training = model.training
-    model.eval()
     windows.set_epoch(0)
     objects = [METRICS[name]() for name in metrics]
     loss_sum, num_targets = torch.zeros((), dtype=torch.float64), 0.0
-    for window in windows:
-        for micro_batch in window.micro_batches:
-            batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-            outputs = model(**accepted_arguments(model, batch))
-            if loss_fn is None:
-                count = rule.count(micro_batch.batch, len(micro_batch))
-                total = head_loss(outputs).double() * count if count else torch.zeros(())
-            else:
-                total, count = loss_fn(outputs, batch)
-            loss_sum += total.double().cpu()
-            num_targets += float(count)
-            for metric in objects:
-                metric.add_batch(predictions=outputs.logits.argmax(-1).cpu().numpy(), references=np.asarray(batch["labels"].cpu()))
-    model.train(was_training)
+    with evaluation_mode(model):
+        for window in windows:
+            for micro_batch in window.micro_batches:
+                batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
+                outputs = model(**accepted_arguments(model, batch))
+                if loss_fn is None:
+                    count = rule.count(micro_batch.batch, len(micro_batch))
+                    total = head_loss(outputs).double() * count if count else torch.zeros(())
+                else:
+                    total, count = loss_fn(outputs, batch)
+                loss_sum += total.double().cpu()
+                num_targets += float(count)
+                for metric in objects:
+                    metric.add_batch(
+                        predictions=outputs.logits.argmax(-1).cpu().numpy(), references=np.asarray(batch["labels"].cpu())
+                    )
     loss = float(loss_sum) / num_targets if num_targets else float("nan")
     results = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "num_targets": num_targets}
     for metric in objects:
         results |= metric.compute()
     return results
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; then each module is in its own mode again (some parts may stay frozen in training)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

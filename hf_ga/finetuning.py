@@ -1,10 +1,12 @@
 """finetune(): from a configuration to a trained model on disk. What `scripts/finetune.py` calls."""
 
 import math
+import os
 import platform
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from hf_ga.forward import unwrapped
 from hf_ga.loop import Progress, Run, fit, resume
 from hf_ga.models import load_model, load_model_config, load_tokenizer
 from hf_ga.optimizers import build_optimizer
+from hf_ga.plan import plan_by_sizes
 from hf_ga.reduce import check_supported
 from hf_ga.report import plot_curves, read_metrics, write_json
 from hf_ga.targets import TargetRule, prove_targets
@@ -66,20 +69,26 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     config.check()
     accelerator = _accelerator(config)
     layout = config.layout(accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
     tokenizer = load_tokenizer(config)
     data = prepare_data(config, tokenizer)
     model_config = load_model_config(config, data)
     checkpoint = None
     if config.resume_from_checkpoint is not None:
         checkpoint = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
+    if config.drop_last_window and len(data.splits["train"]) < layout.window_size:
+        raise ConfigError(
+            f"drop_last_window leaves nothing of {len(data.splits['train'])} samples, which are less than one window of "
+            f"{layout.window_size}: use a smaller global batch, or keep the last window."
+        )
     for line in (data.description, *data.facts, str(layout)):
         accelerator.print(line)
     run, rule = _build_run(config, accelerator, data, model_config)
     accelerator.print(f"{_size(run.model)}; {rule}; dropout keyed at {len(rule.places.places)} places")
     if not data.labels:
         accelerator.print(f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
-    _prepare_output_dir(config)
     progress = resume(run, checkpoint) if checkpoint else Progress()
+    _prepare_output_dir(config, checkpoint)
     began = time.perf_counter()
     progress = fit(run, progress)
     return _finish(config, run, data, progress, seconds=time.perf_counter() - began)
@@ -92,11 +101,19 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
         raise ConfigError(
             f"mixed precision {accelerator.mixed_precision} is not supported yet: launch with --mixed_precision no (float32)."
         )
+    _use_all_cores(accelerator)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     if accelerator.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return accelerator
+
+
+def _use_all_cores(accelerator: Accelerator) -> None:
+    """`accelerate launch` sets one CPU thread a process unless told otherwise; training on a CPU wants its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ and torch.get_num_threads() < cores:
+        torch.set_num_threads(cores)
 
 
 def _build_run(
@@ -132,7 +149,8 @@ def _build_run(
         save_total_limit=config.save_total_limit,
         max_grad_norm=config.max_grad_norm or None,
         allow_unkeyed=config.allow_unkeyed,
-        identity={k: v for k, v in config.to_dict().items() if k not in _FREE_TO_CHANGE} | {"data": train._fingerprint},
+        identity={k: v for k, v in config.to_dict().items() if k not in _FREE_TO_CHANGE}
+        | {"window_size": windows.layout.window_size, "data": data.content_hash},
     )
     return run, rule
 
@@ -145,7 +163,10 @@ def _train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepa
         per_device_batch_size=config.per_device_train_batch_size,
         global_batch_size=config.layout(accelerator.num_processes).window_size,
         seed=config.seed,
+        lengths=data.splits["train"]["length"],
         target_counts=data.splits["train"]["num_targets"],
+        # Micro-batches of similar lengths: less padding, the same update.
+        planner=None if rule.pad_to_window else partial(plan_by_sizes, sizes=[config.per_device_train_batch_size]),
         drop_last_window=config.drop_last_window,
         num_workers=config.dataloader_num_workers,
         pad_to_window=rule.pad_to_window,
@@ -158,10 +179,9 @@ def _finish(config: FinetuneConfig, run: Run, data: PreparedData, progress: Prog
     _save_model(folder, run.model, data)
     metrics = read_metrics(folder / "metrics.jsonl")
     plot_curves(metrics, folder / "curves.png")
-    last = {k: v for k, v in metrics[-1].items() if k.startswith(("eval_", "loss"))}
     summary = {
-        "train_loss": last.pop("loss"),
-        **last,
+        "train_loss": next(line["loss"] for line in reversed(metrics) if line["loss"] is not None),  # skipped windows have none
+        **{k: v for k, v in metrics[-1].items() if k.startswith("eval_")},
         "best_eval_loss": progress.best_loss,
         "unigram_entropy": data.unigram_entropy,
         "steps": progress.step,
@@ -206,11 +226,18 @@ def _proof_samples(train: Dataset) -> Sequence[dict[str, Any]]:
     return [train[int(i)] for i in ids]
 
 
-def _prepare_output_dir(config: FinetuneConfig) -> None:
+def _prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
+    """A run that goes on in another folder takes its earlier lines and its best model along."""
     folder = Path(config.output_dir)
     if config.overwrite_output_dir:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
+    if checkpoint is None or checkpoint.resolve().parent == folder.resolve():
+        return
+    if (earlier := checkpoint.resolve().parent / "metrics.jsonl").is_file():
+        shutil.copy(earlier, folder)
+    if (best := checkpoint.resolve().parent / "best").is_dir():
+        shutil.copytree(best, folder / "best", dirs_exist_ok=True)
 
 
 def _save_model(folder: Path, model: nn.Module, data: PreparedData) -> None:

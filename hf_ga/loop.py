@@ -89,13 +89,15 @@ def fit(run: Run, progress: Progress) -> Progress:
         while not _finished(run, progress):
             for window in run.windows:
                 line = _train_on(run, progress, window)
-                if not line["skipped"]:
+                due = not line["skipped"] or _finished(run, progress)  # the last window may be a skipped one
+                if due:
                     line |= _evaluate_if_due(run, progress)
+                if not line["skipped"]:
                     bar.update()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
-                if not line["skipped"] and (progress.step % run.save_steps == 0 or _finished(run, progress)):
+                if due and (progress.step % run.save_steps == 0 or _finished(run, progress)):
                     save(run, progress)
                 if _finished(run, progress):
                     break
@@ -120,6 +122,8 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: the checkpoint is damaged or of a run with other settings.
     """
     state = load_checkpoint(folder, unwrapped(run.model), run.optimizer)
+    if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
+        raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
     saved = state["identity"]
     if changed := [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in run.identity.items() if saved.get(k) != v]:
         raise CheckpointError(f"{folder} is of another run; changed: {', '.join(changed)}. Use the same settings, or start anew.")
@@ -171,9 +175,9 @@ def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
     if results["loss"] < progress.best_loss:
         progress.best_loss = results["loss"]
         run.save_best()
-    run.accelerator.print(
-        f"step {progress.step}: " + ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
-    )
+    if run.accelerator.is_main_process:  # above the progress bar
+        shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
+        tqdm.write(f"step {progress.step}: {shown}")
     return {f"eval_{name}": value for name, value in results.items()}
 
 

@@ -14,7 +14,7 @@ class MetricsFile:
     def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
         path.touch()
-        os.truncate(path, size)
+        os.truncate(path, min(size, path.stat().st_size))  # beyond its end it would be filled with zero bytes
         self._file = path.open("a")
 
     @property

@@ -1,0 +1,293 @@
+"""Bad input: one line with rule, values and remedy, exit code 2, no traceback, no model built, no file touched."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import transformers as tf
+from accelerate.state import AcceleratorState, PartialState
+
+from hf_ga import cli, corpus, finetuning
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
+VALID = "--num_train_epochs 1 --per_device_train_batch_size 4 --max_length 32"
+CLASSIFY = "--task text-classification"
+
+
+def rows(*values: dict) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+FILES = {
+    "good.jsonl": rows(*({"text": f"word {i} " * (1 + i % 5), "label": i % 2} for i in range(20))),
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "broken.jsonl": '{"text": "one"}\n{"text": \n',
+    "broken.csv": 'text,label\none,1\n"two,2,3,4\nthree,3,3,3\n',
+    "header.csv": "text,label\n",
+    "no_text.jsonl": rows({"body": "a b", "title": "c"}, {"body": "d e", "title": "f"}),
+    "no_label.jsonl": rows(*({"text": "some words"} for _ in range(9))),
+    "numbers.jsonl": rows(*({"text": i} for i in range(9))),
+    "lists.jsonl": rows(*({"text": ["a", "b"]} for i in range(9))),
+    "blank_texts.jsonl": rows(*({"text": ""} for _ in range(9))),
+    "one_token.jsonl": rows(*({"text": "<eos>"} for _ in range(9))),
+    "new_label.jsonl": rows({"text": "a b c", "label": 7}),
+    "float_labels.jsonl": rows(*({"text": "a b c", "label": i / 2} for i in range(9))),
+    "list_labels.jsonl": rows(*({"text": "a b c", "label": [i, 1]} for i in range(9))),
+    "null_labels.jsonl": rows(*({"text": "a b c", "label": None} for i in range(9))),
+    "one_row.jsonl": rows({"text": "a b c"}),
+    "good.xyz": "some text\n",
+    "good.yaml": "max_steps: 3\n",
+    "malformed.yaml": "max_steps: [3\nseed: 1\n",
+    "malformed.json": '{"max_steps": 3,}',
+    "list.yaml": "- max_steps\n- seed\n",
+    "nothing.yaml": "",
+    "wrong_type.yaml": "max_steps: many\n",
+    "nested.yaml": "text_column: [a, b]\n",
+    "unknown_name.yaml": "learning_rates: 0.1\n",
+    "used/metrics.jsonl": '{"step": 1}\n',
+    "used/notes.txt": "mine",
+    "half/dataset_dict.json": '{"splits": ["train"]}',
+    "no_weights/config.json": '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}',
+    "no_folder/notes.txt": "no model here",
+}
+
+# name: arguments, words that the message must hold. {d} is the folder of FILES. --output_dir is {d}/out where it is left out.
+CASES = {
+    # values of flags
+    "unknown task": ("--task summarise", ["unknown task 'summarise'", "causal-lm", "text-classification"]),
+    "unknown optimizer": ("--optim adamx", ["unknown optim 'adamx'", "adamw", "sgd"]),
+    "unknown schedule": ("--lr_scheduler_type step", ["unknown lr_scheduler_type 'step'", "cosine", "linear"]),
+    "batch size 0": ("--per_device_train_batch_size 0", ["per_device_train_batch_size must be at least 1", "got 0"]),
+    "negative batch size": ("--per_device_train_batch_size=-4", ["per_device_train_batch_size must be at least 1", "got -4"]),
+    "evaluation batch size 0": ("--per_device_eval_batch_size 0", ["per_device_eval_batch_size must be at least 1", "got 0"]),
+    "accumulation 0": ("--gradient_accumulation_steps 0", ["gradient_accumulation_steps must be at least 1", "got 0"]),
+    "negative global batch": ("--global_batch_size -64", ["global_batch_size must be at least 1", "got -64"]),
+    "unreachable global batch": (
+        "--global_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",
+        ["global_batch_size 64 cannot be reached", "gradient_accumulation_steps 4", "= 32", "would be 8"],
+    ),
+    "negative learning rate": ("--learning_rate -0.1", ["learning_rate must be greater than 0", "got -0.1"]),
+    "negative learning rate with exponent": ("--learning_rate=-1e-4", ["learning_rate must be greater than 0", "got -0.0001"]),
+    "learning rate 0": ("--learning_rate 0", ["learning_rate must be greater than 0", "got 0"]),
+    "learning rate nan": ("--learning_rate nan", ["learning_rate must be greater than 0", "got nan"]),
+    "learning rate inf": ("--learning_rate inf", ["learning_rate", "finite", "got inf"]),
+    "weight decay inf": ("--weight_decay inf", ["weight_decay", "finite", "got inf"]),
+    "weight decay nan": ("--weight_decay nan", ["weight_decay must be at least 0", "got nan"]),
+    "clip at nan": ("--max_grad_norm nan", ["max_grad_norm must be at least 0", "got nan"]),
+    "endless epochs": ("--num_train_epochs inf", ["num_train_epochs", "finite", "got inf"]),
+    "no epochs": ("--num_train_epochs 0", ["num_train_epochs must be greater than 0", "got 0"]),
+    "negative seed": ("--seed -1", ["seed", "at least 0", "got -1"]),
+    "seed beyond 32 bits": ("--seed 4294967296", ["seed", "4294967295", "got 4294967296"]),
+    "max_length 1": ("--max_length 1", ["max_length must be at least 2", "got 1"]),
+    "max_length beyond the positions": ("--max_length 65", ["max_length 65 is beyond the 64 positions", "at most 64"]),
+    "max_steps 0": ("--max_steps 0", ["max_steps must be at least 1", "got 0"]),
+    "negative warm-up": ("--warmup_steps -1", ["warmup_steps must be at least 0", "got -1"]),
+    "eval_steps 0": ("--eval_steps 0", ["eval_steps must be at least 1", "got 0"]),
+    "save_steps 0": ("--save_steps 0", ["save_steps must be at least 1", "got 0"]),
+    "no checkpoints to keep": ("--save_total_limit 0", ["save_total_limit must be at least 1", "got 0"]),
+    "all rows for validation": ("--validation_split_percentage 100", ["validation_split_percentage must be below 100", "100"]),
+    # the command line and its file
+    "wrong type": ("--max_steps ten", ["--max_steps", "invalid int value", "'ten'"]),
+    "wrong truth value": ("--deterministic perhaps", ["--deterministic", "perhaps"]),
+    "unknown flag": ("--learning_rat 1e-4", ["unknown flag --learning_rat.", "Did you mean --learning_rate?"]),
+    "unknown flag with dashes": ("--max-step=3", ["unknown flag --max-step.", "Did you mean --max-steps?"]),
+    "shortened flag": ("--per_device_train 3", ["unknown flag --per_device_train.", "Did you mean --per_device_train_batch_size?"]),
+    "a word too many": ("--seed 1 extra", ["extra"]),
+    "missing configuration": ("{d}/absent.yaml", ["cannot read", "absent.yaml", "No such file"]),
+    "configuration of another kind": ("{d}/good.xyz", ["unexpected argument", "good.xyz", ".yaml or .json"]),
+    "malformed YAML": ("{d}/malformed.yaml", ["malformed.yaml is malformed", "line 2"]),
+    "malformed JSON": ("{d}/malformed.json", ["malformed.json is malformed", "line 1"]),
+    "YAML list": ("{d}/list.yaml", ["list.yaml must hold names and values", "list"]),
+    "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must hold names and values"]),
+    "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
+    "list for a value in YAML": ("{d}/nested.yaml", ["nested.yaml", "text_column", "list"]),
+    "unknown name in YAML": ("{d}/unknown_name.yaml", ["unknown flag --learning_rates.", "Did you mean --learning_rate?"]),
+    # data
+    "missing file": ("--dataset_name {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
+    "missing relative file": ("--dataset_name absent.csv", ["absent.csv", "does not exist"]),
+    "missing folder": ("--dataset_name {d}/absent", ["absent", "does not exist", "stdlib"]),
+    "missing validation file": ("--validation_file {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
+    "unknown ending": ("--dataset_name {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl", ".parquet"]),
+    "unknown ending of a test file": ("--test_file {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl"]),
+    "unknown hub dataset": ("--dataset_name nobody/nothing", ["cannot load nobody/nothing"]),
+    "empty file": ("--dataset_name {d}/empty.jsonl", ["empty.jsonl is empty"]),
+    "blank lines only": ("--dataset_name {d}/blank.jsonl", ["blank.jsonl"]),
+    "empty validation file": ("--validation_file {d}/empty.jsonl", ["empty.jsonl is empty"]),
+    "malformed JSON lines": ("--dataset_name {d}/broken.jsonl", ["cannot load", "broken.jsonl", "JSON"]),
+    "malformed CSV": ("--dataset_name {d}/broken.csv", ["cannot load", "broken.csv"]),
+    "malformed folder": ("--dataset_name {d}/half", ["cannot load", "half"]),
+    "header only": ("--dataset_name {d}/header.csv", ["cannot load", "header.csv", "it has no rows"]),
+    "validation file with a header only": ("--validation_file {d}/header.csv", ["cannot load", "header.csv", "it has no rows"]),
+    "one row": ("--dataset_name {d}/one_row.jsonl", ["1 training rows are too few", "--validation_file"]),
+    "missing text column": ("--dataset_name {d}/no_text.jsonl", ["text_column 'text' is not", "body, title", "--text_column"]),
+    "missing named column": ("--text_column speech", ["text_column 'speech' is not", "text, label", "--text_column"]),
+    "missing column in validation": (
+        "--validation_file {d}/no_text.jsonl",
+        ["'text' is not in the validation rows", "body, title"],
+    ),
+    "missing label column": (f"{CLASSIFY} --dataset_name {{d}}/no_label.jsonl", ["label_column 'label'", "--label_column"]),
+    "label column is the text column": (f"{CLASSIFY} --label_column text", ["label_column", "text_column", "'text'"]),
+    "text of numbers": ("--dataset_name {d}/numbers.jsonl", ["text column of the train rows", "int64", "--text_column"]),
+    "text of lists": ("--dataset_name {d}/lists.jsonl", ["text column of the train rows", "List", "--text_column"]),
+    "all texts empty": ("--dataset_name {d}/blank_texts.jsonl", ["rows are empty", "nothing to use"]),
+    "no targets": ("--dataset_name {d}/one_token.jsonl", ["none of the 8 train rows has a target", "at least 2 tokens"]),
+    "no targets in validation": ("--validation_file {d}/one_token.jsonl", ["none of the 9 validation rows has a target"]),
+    "new label in validation": (f"{CLASSIFY} --validation_file {{d}}/new_label.jsonl", ["validation", "7", "in training"]),
+    "float labels": (f"{CLASSIFY} --dataset_name {{d}}/float_labels.jsonl", ["labels must be names or whole numbers", "0.5"]),
+    "labels in lists": (f"{CLASSIFY} --dataset_name {{d}}/list_labels.jsonl", ["labels must be names or whole numbers", "List"]),
+    "no labels": (f"{CLASSIFY} --dataset_name {{d}}/null_labels.jsonl", ["labels must be names or whole numbers", "None"]),
+    "window larger than the data": (
+        "--drop_last_window --global_batch_size 64",
+        ["drop_last_window", "19 samples", "64", "smaller global batch"],
+    ),
+    # model
+    "missing model folder": ("--model_name_or_path {d}/absent", ["cannot load", "absent", "hub id or a folder"]),
+    "folder without a model": ("--model_name_or_path {d}/no_folder", ["cannot load", "no_folder", "hub id or a folder"]),
+    "model without weights": ("--model_name_or_path {d}/no_weights", ["cannot load the model", "no_weights", "safetensors"]),
+    "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm --max_length 999", ["999", "64 positions"]),
+    # output
+    "output of another run": (
+        "--output_dir {d}/used",
+        ["used holds another run", "--resume_from_checkpoint", "--overwrite_output_dir"],
+    ),
+    "output is a file": ("--output_dir {d}/good.xyz", ["good.xyz is a file", "folder"]),
+    "output below a file": ("--output_dir {d}/good.xyz/run", ["good.xyz", "is a file", "folder"]),
+    "overwrite and resume": (
+        "--output_dir {d}/used --overwrite_output_dir --resume_from_checkpoint auto",
+        ["overwrite_output_dir would delete", "resume_from_checkpoint"],
+    ),
+    "nothing to resume": ("--output_dir {d}/used --resume_from_checkpoint auto", ["used has no checkpoint", "start anew"]),
+    "resume from no checkpoint": ("--resume_from_checkpoint {d}/used", ["used is not a checkpoint", "state.json"]),
+}
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """FILES, a tiny GPT-2 in `gpt` and a tiny BERT in `bert`, both of 64 positions."""
+    folder = tmp_path_factory.mktemp("input")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    tokenizer = corpus.train_tokenizer(["some words to train on", "more words"], 280)
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+    gpt2 = tf.GPT2Config(**sizes, n_positions=64, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
+    bert = tf.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=64)
+    tf.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt")
+    tf.BertForMaskedLM(bert).save_pretrained(folder / "bert")
+    for name in ("gpt", "bert", "no_weights"):
+        tokenizer.save_pretrained(folder / name)
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode())[:60])
+    return folder
+
+
+@pytest.fixture
+def no_model(monkeypatch, tmp_path):
+    """Building any transformers model fails the test; the data's cache stays in the test's folder; no progress bars."""
+
+    def build(self, *args, **kwargs):
+        raise AssertionError(f"a {type(self).__name__} was built before the input was checked")
+
+    monkeypatch.setattr(tf.PreTrainedModel, "__init__", build)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def arguments_of(text: str, folder: Path, output: Path) -> list[str]:
+    """The case's own arguments, and valid ones for what it leaves out."""
+    own = text.format(d=folder).split()
+    defaults = {"--model_name_or_path": folder / "gpt", "--dataset_name": folder / "good.jsonl", "--output_dir": output}
+    if CLASSIFY in text:
+        defaults["--model_name_or_path"] = folder / "bert"
+    for name, value in [*defaults.items(), *zip(VALID.split()[::2], VALID.split()[1::2], strict=True)]:
+        if not any(argument.partition("=")[0] == name for argument in own):
+            own += [name, str(value)]
+    return own
+
+
+def content(folder: Path) -> dict:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_one_line(stderr: str, words: list[str]) -> None:
+    assert stderr.startswith("error: ") and stderr.endswith("\n") and stderr.count("\n") == 1, stderr
+    assert "Traceback" not in stderr
+    for word in words:
+        assert word in stderr, f"{word!r} is not in {stderr!r}"
+
+
+def refused(arguments: list[str], words: list[str], capsys) -> None:
+    assert cli.finetune_main(arguments) == 2
+    assert_one_line(capsys.readouterr().err, words)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name, files, tmp_path, capsys):
+    text, words = CASES[name]
+    before = content(files)
+    refused(arguments_of(text, files, tmp_path / "out"), words, capsys)
+    assert content(files) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_good_input_reaches_the_model(files, tmp_path):
+    """The control of the table: nothing else in its arguments is refused, and the trap for built models works."""
+    for task in ("", CLASSIFY):
+        with pytest.raises(AssertionError, match="was built before"):
+            cli.finetune_main(arguments_of(task, files, tmp_path / "out"))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_cut_gzip(files, tmp_path, capsys):
+    refused(arguments_of("--dataset_name {d}/cut.jsonl.gz", files, tmp_path / "out"), ["cannot load", "cut.jsonl.gz"], capsys)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_accumulation_given_twice(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    twice = arguments_of("--gradient_accumulation_steps 2", files, tmp_path / "out")
+    refused(twice, ["gradient accumulation is given twice", "gradient_accumulation_steps 2", "4", "Give it once"], capsys)
+    same = arguments_of("--gradient_accumulation_steps 4", files, tmp_path / "out")
+    with pytest.raises(AssertionError, match="was built before"):
+        cli.finetune_main(same)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision, files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        refused(arguments_of("", files, tmp_path / "out"), [precision, "not supported yet", "--mixed_precision no"], capsys)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_two_processes(files, tmp_path, capsys, monkeypatch):
+    finetuning.Accelerator(cpu=True)  # makes the state that is changed here
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    words = ["exact on one process", "runs 2 process(es)", "--num_processes 1", "gradient accumulation"]
+    refused(arguments_of("", files, tmp_path / "out"), words, capsys)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ["unknown flag", "malformed YAML", "malformed JSON lines", "text of numbers"])
+def test_bad_input_of_the_script(name, files, tmp_path):
+    """As a user sees it: exit code 2 and, in the end, the same one line, without a traceback before it."""
+    text, words = CASES[name]
+    command = [sys.executable, str(SCRIPT), *arguments_of(text, files, tmp_path / "out")]
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert_one_line(done.stderr, words)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,303 @@
+"""Stop and resume: bit for bit on the same layout, close on another one, and refused where the run would be another one."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from test_loop import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
+
+import hf_ga
+from hf_ga import checkpoint, finetuning, loop
+from hf_ga.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+
+STATE_FILES = ("model.safetensors", "optimizer.pt", "state.json")
+
+
+class Stopped(Exception):
+    """Where a test interrupts a run."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("runs")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place):
+    return train(place, place / "undisturbed", save_total_limit=9), place / "undisturbed"
+
+
+def interrupted(place, output, windows, **more):
+    """A run that is stopped while it computes the window after the given number."""
+    done = 0
+
+    def step(*args, **kwargs):
+        nonlocal done
+        if done == windows:
+            raise Stopped
+        done += 1
+        return train_step(*args, **kwargs)
+
+    train_step = loop.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        with pytest.raises(Stopped):
+            train(place, output, **more)
+    assert len(lines_of(output)) == windows and not (output / "summary.json").exists()
+
+
+def without_speed(output):
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Stop and resume
+
+
+@pytest.mark.parametrize("windows", [3, 5, 6, 7], ids=lambda n: f"after {n} steps")
+def test_resumed_run_is_the_undisturbed_run(windows, place, undisturbed, tmp_path):
+    """Stopped right after a checkpoint (3, 6) and some steps behind it (5, 7), in the first and in the second epoch; dropout on."""
+    interrupted(place, tmp_path / "out", windows)
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
+    same = ("eval_loss", "best_eval_loss", "train_loss", "steps", "skipped_windows")
+    assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
+
+
+@pytest.mark.parametrize("save_steps", [4, 2], ids=["at the end of an epoch", "within an epoch"])
+def test_resume_at_other_places(save_steps, place, undisturbed, tmp_path):
+    interrupted(place, tmp_path / "out", 5, save_steps=save_steps)
+    summary = train(place, tmp_path / "out", save_steps=save_steps, resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
+
+
+def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, monkeypatch):
+    """The control: a resume that forgets the optimizer's moments does not give the same weights."""
+    interrupted(place, tmp_path / "out", 5)
+
+    def load(folder, model, optimizer):
+        fresh = optimizer.state_dict()
+        state = load_checkpoint(folder, model, optimizer)
+        optimizer.load_state_dict({**fresh, "state": {}})
+        return state
+
+    monkeypatch.setattr(loop, "load_checkpoint", load)
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
+    assert relative_distance(tmp_path / "out", undisturbed[1]) > 1e-4
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_resume_with_another_micro_batch(size, place, undisturbed, tmp_path):
+    interrupted(place, tmp_path / "out", 5)
+    settings = {"per_device_train_batch_size": size, "gradient_checkpointing": True, "per_device_eval_batch_size": 5}
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", **settings)
+    assert summary["eval_loss"] == pytest.approx(undisturbed[0]["eval_loss"], rel=1e-5)
+    assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5
+
+
+def test_resume_into_another_folder(place, undisturbed, tmp_path):
+    """The named checkpoint's run goes on, its earlier lines included; the old folder is left as it is."""
+    before = content(undisturbed[1])
+    from_folder = str(undisturbed[1] / "checkpoint-3")
+    summary = train(place, tmp_path / "new", resume_from_checkpoint=from_folder)
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "new") == without_speed(undisturbed[1])
+    assert content(undisturbed[1]) == before
+    assert relative_distance(tmp_path / "new" / "best", undisturbed[1] / "best") == 0
+
+
+def test_resume_from_a_checkpoint_alone(place, undisturbed, tmp_path):
+    """Without its run's folder around it the earlier lines are missing; the rest is the same."""
+    shutil.copytree(undisturbed[1] / "checkpoint-6", tmp_path / "moved" / "checkpoint-6")
+    summary = train(place, tmp_path / "new", resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-6"))
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "new") == without_speed(undisturbed[1])[6:]
+
+
+def test_resume_of_a_finished_run_changes_nothing(place, undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=9)
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert lines_of(tmp_path / "out") == lines_of(undisturbed[1])
+
+
+def test_skipped_windows_and_best_loss_survive_a_stop(place, tmp_path):
+    rows = [{"text": "<eos>"} if 20 <= i < 44 else row for i, row in enumerate(ragged_rows(60, seed=1))]
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows])
+    settings = {"dataset_name": file, "global_batch_size": 2, "max_steps": None, "num_train_epochs": 1.0, "save_steps": 5}
+    whole = train(place, tmp_path / "whole", **settings)
+    assert whole["skipped_windows"] > 2
+    interrupted(place, tmp_path / "out", 19, **settings)
+    resumed = train(place, tmp_path / "out", resume_from_checkpoint="auto", **settings)
+    same = ("skipped_windows", "steps", "best_eval_loss", "weights_sha256")
+    assert {k: resumed[k] for k in same} == {k: whole[k] for k in same}
+    assert without_speed(tmp_path / "out") == without_speed(tmp_path / "whole")
+
+
+def test_overwrite_starts_anew(place, undisturbed, tmp_path):
+    interrupted(place, tmp_path / "out", 5, seed=11)
+    summary = train(place, tmp_path / "out", overwrite_output_dir=True, save_total_limit=9)
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
+
+
+# Another run is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 8}, ["seed 7 -> 8"]),
+        ({"learning_rate": 1e-4}, ["learning_rate 0.0003 -> 0.0001"]),
+        ({"seed": 8, "warmup_steps": 3}, ["seed 7 -> 8", "warmup_steps 2 -> 3"]),
+        ({"max_steps": 9}, ["max_steps 8 -> 9"]),
+        ({"global_batch_size": 12}, ["window_size 16 -> 12"]),
+        ({"per_device_train_batch_size": 4, "global_batch_size": None, "gradient_accumulation_steps": 2}, ["window_size 16 -> 8"]),
+    ],
+    ids=["seed", "rate", "two", "steps", "window", "derived window"],
+)
+def test_changed_settings_are_refused(change, words, place, undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    before = content(tmp_path / "out")
+    with pytest.raises(hf_ga.CheckpointError) as error:
+        train(place, tmp_path / "out", resume_from_checkpoint="auto", **change)
+    for word in ["checkpoint-8", *words]:
+        assert word in str(error.value)
+    assert content(tmp_path / "out") == before
+
+
+def test_changed_data_are_refused(place, undisturbed, tmp_path):
+    """The same path, other rows."""
+    file = place / "train.jsonl"
+    original = file.read_text()
+    try:
+        write_rows(file, ragged_rows(60, seed=4))
+        with pytest.raises(hf_ga.CheckpointError, match="changed: data"):
+            train(place, undisturbed[1], resume_from_checkpoint="auto")
+    finally:
+        file.write_text(original)
+
+
+def test_same_data_written_again_are_accepted(place, undisturbed, tmp_path):
+    """A file that was copied or touched has the same rows: the run goes on."""
+    interrupted(place, tmp_path / "out", 5)
+    (place / "train.jsonl").write_text((place / "train.jsonl").read_text())
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+
+
+# Files
+
+
+def test_checkpoints_to_keep(place, undisturbed, tmp_path):
+    assert [folder.name for folder in list_checkpoints(undisturbed[1])] == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    train(place, tmp_path / "out", save_steps=1, save_total_limit=2)
+    assert sorted(p.name for p in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-7", "checkpoint-8"]
+
+
+def test_newest_is_by_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old", "partial-checkpoint-11"):
+        (tmp_path / name).mkdir()
+    assert find_checkpoint(tmp_path, "auto").name == "checkpoint-10"
+
+
+def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, tmp_path):
+    """Stopped between two files of checkpoint-6: the run goes on from checkpoint-3, and nothing partial is left in the end."""
+
+    def save(state, path):
+        if "checkpoint-6" in str(path):
+            path.write_bytes(b"half")
+            raise Stopped
+        return torch_save(state, path)
+
+    torch_save = torch.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.torch, "save", save)
+        with pytest.raises(Stopped):
+            train(place, tmp_path / "out")
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
+    assert (tmp_path / "out" / "partial-checkpoint-6").is_dir()
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert not list((tmp_path / "out").glob("partial-*"))
+
+
+@pytest.mark.parametrize("file", STATE_FILES)
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "missing"])
+def test_damaged_checkpoint(file, damage, place, undisturbed, tmp_path):
+    """The error names the file, and nothing is changed."""
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    path = tmp_path / "out" / "checkpoint-8" / file
+    data = path.read_bytes()
+    damaged = {"cut": data[: len(data) // 2], "empty": b"", "garbage": bytes(range(256)) * 8}
+    path.unlink() if damage == "missing" else path.write_bytes(damaged[damage])
+    before = content(tmp_path / "out")
+    with pytest.raises(hf_ga.CheckpointError) as error:
+        train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert "checkpoint-8" in str(error.value) and file in str(error.value)
+    assert content(tmp_path / "out") == before
+
+
+def test_state_of_another_kind(place, undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    (tmp_path / "out" / "checkpoint-8" / "state.json").write_text('{"step": 8}')
+    with pytest.raises(hf_ga.CheckpointError, match=r"state\.json"):
+        train(place, tmp_path / "out", resume_from_checkpoint="auto")
+
+
+def small(width=3):
+    model = torch.nn.Linear(width, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def test_save_and_load_by_hand(tmp_path):
+    """Weights, the optimizer's moments and the state come back exactly; a model of another width is refused."""
+    model, optimizer = small()
+    for _ in range(3):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    folder = save_checkpoint(tmp_path, 3, model, optimizer, {"best": math.inf, "note": "é"}, keep=1)
+    other, other_optimizer = small()
+    assert not torch.equal(other.weight, model.weight)
+    assert load_checkpoint(folder, other, other_optimizer) == {"step": 3, "best": math.inf, "note": "é"}
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    for mine, theirs in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    with pytest.raises(hf_ga.CheckpointError, match="checkpoint-3"):
+        load_checkpoint(folder, *small(width=4))
+
+
+def test_save_again_replaces(tmp_path):
+    model, optimizer = small()
+    save_checkpoint(tmp_path, 1, model, optimizer, {"try": 1}, keep=2)
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, {"try": 2}, keep=2)
+    assert json.loads((folder / "state.json").read_text())["try"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_weights_sha256_sees_every_bit():
+    model, _ = small()
+    before = weights_sha256(model)
+    assert weights_sha256(model) == before
+    with torch.no_grad():
+        model.bias[1] = torch.nextafter(model.bias[1], torch.tensor(9.0))
+    assert weights_sha256(model) != before
+    assert weights_sha256(torch.nn.Sequential(model)) != weights_sha256(model)  # names count
+    assert weights_sha256(model.double()) != weights_sha256(model.float())  # and types
+
+
+def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetuning, "load_model", lambda *_: pytest.fail("a model was built"))
+    for wanted in ("auto", str(tmp_path / "absent")):
+        with pytest.raises(hf_ga.CheckpointError):
+            hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=wanted))
+    assert not (tmp_path / "out").exists()

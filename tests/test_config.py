@@ -1,0 +1,218 @@
+"""Flags, configuration files, and what is derived from them."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import hf_ga
+from hf_ga.cli import finetune_main, main, parse_config
+from hf_ga.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
+
+FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
+# One other valid value for every flag, as a command line has it, and what it must become.
+OTHER = {
+    "model_name_or_path": ("gpt2", "gpt2"),
+    "trust_remote_code": ("true", True),
+    "gradient_checkpointing": ("yes", True),
+    "dataset_name": ("a.jsonl", "a.jsonl"),
+    "dataset_config_name": ("en", "en"),
+    "validation_file": ("v.csv", "v.csv"),
+    "test_file": ("t.csv", "t.csv"),
+    "validation_split_percentage": ("7.5", 7.5),
+    "task": ("text-classification", "text-classification"),
+    "text_column": ("body", "body"),
+    "label_column": ("class", "class"),
+    "max_length": ("64", 64),
+    "per_device_train_batch_size": ("3", 3),
+    "gradient_accumulation_steps": ("5", 5),
+    "global_batch_size": ("15", 15),
+    "drop_last_window": ("1", True),
+    "dataloader_num_workers": ("2", 2),
+    "learning_rate": ("1e-4", 1e-4),
+    "weight_decay": ("0.1", 0.1),
+    "optim": ("sgd", "sgd"),
+    "lr_scheduler_type": ("linear", "linear"),
+    "warmup_steps": ("0", 0),
+    "num_train_epochs": ("0.5", 0.5),
+    "max_steps": ("9", 9),
+    "max_grad_norm": ("0", 0.0),
+    "seed": ("12", 12),
+    "allow_unkeyed": ("t", True),
+    "deterministic": ("True", True),
+    "per_device_eval_batch_size": ("6", 6),
+    "eval_steps": ("4", 4),
+    "save_steps": ("2", 2),
+    "save_total_limit": ("3", 3),
+    "output_dir": ("elsewhere", "elsewhere"),
+    "overwrite_output_dir": ("true", True),
+    "resume_from_checkpoint": ("auto", "auto"),
+}
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    """The default output_dir is relative, and the launcher's accumulation comes from the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
+
+
+# Flags
+
+
+def test_every_flag_has_a_sentence_of_help():
+    for name, field in FIELDS.items():
+        assert re.match(r"[a-zA-Z`].{8,}[.]$", field.metadata.get("help", "")), name
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("form", ["--{0} {1}", "--{0}={1}"])
+@pytest.mark.parametrize("dashes", [False, True])
+def test_flag_sets_its_field_and_no_other(name, form, dashes):
+    text, value = OTHER[name]
+    config = parse_config(form.format(name.replace("_", "-") if dashes else name, text).split())
+    expected = dataclasses.asdict(FinetuneConfig()) | {name: value}
+    assert config.to_dict() == expected
+    assert type(getattr(config, name)) is type(value) and value != FIELDS[name].default
+
+
+def test_truth_values():
+    assert parse_config(["--deterministic"]).deterministic is True
+    assert parse_config(["--deterministic", "false"]).deterministic is False
+    assert parse_config(["--deterministic", "--seed", "3"]).seed == 3
+
+
+def test_defaults_are_valid():
+    FinetuneConfig().check()
+    assert parse_config([]) == FinetuneConfig()
+
+
+def test_help_lists_all_flags_with_their_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        finetune_main(["--help"])
+    assert stop.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    text = " ".join(captured.out.split())
+    for name, field in FIELDS.items():
+        assert f"--{name}" in text
+        if field.default not in (None, False):
+            assert f"(default: {field.default})" in text, name
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["train"], 2)])
+def test_command_without_a_script_prints_usage(arguments, code, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["hf-ga", *arguments])
+    assert main() == code
+    captured = capsys.readouterr()
+    assert "usage: hf-ga" in captured.out + captured.err and "finetune" in captured.out + captured.err
+
+
+def test_command_calls_its_script(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["hf-ga", "finetune", "--max-steps", "0"])
+    assert main() == 2
+    assert capsys.readouterr().err == "error: max_steps must be at least 1, got 0.\n"
+
+
+# Files
+
+VALUES = {
+    "learning_rate": 2e-5,
+    "max_steps": 40,
+    "weight_decay": 0,
+    "task": "text-classification",
+    "text_column": None,
+    "eval_steps": None,
+    "gradient_checkpointing": True,
+    "deterministic": False,
+    "output_dir": "some folder with = and 'quotes'",
+    "label_column": "-dash",
+}
+YAML = """
+# a comment
+learning_rate: 2e-5   # PyYAML takes this for a string
+max_steps: 40
+weight_decay: 0
+task: text-classification
+text_column: null
+eval_steps: ~
+gradient_checkpointing: yes
+deterministic: off
+output_dir: "some folder with = and 'quotes'"
+label_column: "-dash"
+"""
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json"])
+def test_file_gives_values_and_flags_win(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(json.dumps(VALUES) if name.endswith("json") else YAML)
+    expected = FinetuneConfig(**VALUES)
+    assert parse_config([str(path)]) == expected
+    changed = parse_config([str(path), "--max-steps", "7", "--gradient_checkpointing", "false", "--seed", "3"])
+    assert changed == dataclasses.replace(expected, max_steps=7, gradient_checkpointing=False, seed=3)
+
+
+def test_file_takes_dashes_too(tmp_path):
+    (tmp_path / "run.yaml").write_text("max-steps: 3\nlearning-rate: 0.5\n")
+    config = parse_config([str(tmp_path / "run.yaml")])
+    assert (config.max_steps, config.learning_rate) == (3, 0.5)
+
+
+def test_saved_configuration_is_a_configuration_file(tmp_path):
+    """The `config` of a summary.json starts the same run again."""
+    config = FinetuneConfig(**{name: value for name, (_, value) in OTHER.items()})
+    (tmp_path / "again.json").write_text(json.dumps(config.to_dict()))
+    assert parse_config([str(tmp_path / "again.json")]) == config
+
+
+# What is derived
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "expected"),
+    [  # micro-batch, accumulation, window
+        ({}, 1, (8, DEFAULT_ACCUMULATION_STEPS, 8 * DEFAULT_ACCUMULATION_STEPS)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 1, (4, 3, 12)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 2, (4, 3, 24)),
+        ({"per_device_train_batch_size": 8, "global_batch_size": 64}, 1, (8, 8, 64)),
+        ({"per_device_train_batch_size": 8, "global_batch_size": 64}, 4, (8, 2, 64)),
+        ({"per_device_train_batch_size": 10, "global_batch_size": 64}, 1, (10, 7, 64)),
+        ({"per_device_train_batch_size": 16, "global_batch_size": 5}, 1, (16, 1, 5)),
+        ({"per_device_train_batch_size": 16, "global_batch_size": 64, "gradient_accumulation_steps": 4}, 1, (16, 4, 64)),
+    ],
+)
+def test_layout(flags, processes, expected):
+    layout = FinetuneConfig(**flags).layout(processes)
+    assert (layout.micro_batch_size, layout.accumulation_steps, layout.window_size) == expected
+    assert layout.num_processes == processes
+
+
+@pytest.mark.parametrize(("launched", "own", "window"), [("4", None, 32), ("4", 4, 32), ("1", 2, 16), ("", 2, 16), ("auto", 2, 16)])
+def test_accumulation_of_the_launcher(launched, own, window, monkeypatch):
+    """`accelerate launch` always sets it; its default of 1 says nothing."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", launched)
+    config = FinetuneConfig(per_device_train_batch_size=8, gradient_accumulation_steps=own)
+    assert config.layout(1).window_size == window
+    config.check()
+
+
+def test_contradicting_accumulation_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(hf_ga.ConfigError, match="given twice"):
+        FinetuneConfig(gradient_accumulation_steps=2).check()
+    with pytest.raises(hf_ga.ConfigError, match="cannot be reached"):
+        FinetuneConfig(per_device_train_batch_size=8, global_batch_size=64).check()
+    FinetuneConfig(per_device_train_batch_size=8, global_batch_size=32).check()
+
+
+def test_output_folder(tmp_path):
+    """An empty one is free; a used one is for overwriting or resuming."""
+    (tmp_path / "new").mkdir()
+    FinetuneConfig(output_dir=str(tmp_path / "new")).check()
+    (tmp_path / "new" / "file").touch()
+    with pytest.raises(hf_ga.ConfigError, match="holds another run"):
+        FinetuneConfig(output_dir=str(tmp_path / "new")).check()
+    FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
+    FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()

@@ -1,0 +1,240 @@
+"""Evaluation: the mean over all targets of a split, the same for every batch size; accuracy and macro F1 by counting."""
+
+import datasets
+import evaluate as evaluate_library
+import helpers
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+from hf_ga.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.metrics import METRICS, Accuracy
+from hf_ga.targets import prove_targets
+
+BATCH_SIZES = [1, 3, 7, 1000]
+
+
+@pytest.fixture(autouse=True)
+def metrics_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_progress_bars():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def causal_samples(count: int) -> list[dict]:
+    """Ragged, every fourth without a target (its first label is not predicted)."""
+    samples = helpers.token_samples(count, ignored_share=0.3)
+    return [
+        {**s, "labels": [s["labels"][0]] + [helpers.IGNORED] * (len(s["labels"]) - 1)} if i % 4 == 0 else s
+        for i, s in enumerate(samples)
+    ]
+
+
+def evaluated(model, samples, batch_size, rule, **more):
+    accelerator = Accelerator(cpu=True)
+    lengths = [len(s["input_ids"]) for s in samples]
+    windows = evaluation_windows(
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, rule=rule
+    )
+    return evaluate(accelerator, model, windows, rule, **more)
+
+
+@torch.no_grad()
+def by_hand(model, samples) -> tuple[float, int]:
+    """Sum and number of the losses of all targets, in float64, one sample at a time."""
+    model = helpers.copy.deepcopy(model).double().eval()
+    total, count = 0.0, 0
+    for sample in samples:
+        batch = helpers.pad_right([sample])
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        causal = isinstance(model, helpers.CAUSAL)
+        labels = batch["labels"][:, 1:] if causal else batch["labels"]
+        logits = logits[:, :-1] if causal else logits
+        losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="none", ignore_index=-100)
+        total, count = total + float(losses.sum()), count + int((labels != -100).sum())
+    return total, count
+
+
+def mean_of_means(model, samples, batch_size) -> float:
+    """The usual mistake: batches count alike, whatever their targets."""
+    model, means = model.eval(), []
+    for start in range(0, len(samples), batch_size):
+        with torch.no_grad():
+            loss = float(model(**helpers.pad_right(samples[start : start + batch_size])).loss)
+        means += [loss] if np.isfinite(loss) else []
+    return float(np.mean(means))
+
+
+# Loss
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("head", ["gpt2", "bert_masked_lm", "bert_classifier"])
+def test_loss_is_the_mean_over_all_targets(head, batch_size):
+    model = getattr(helpers, head)(dropout=0.5)
+    samples = helpers.class_samples(53) if head == "bert_classifier" else causal_samples(53)
+    with torch.no_grad():  # outputs that differ much from sample to sample
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    rule = prove_targets(model, [s for s in samples if s != samples[0]], helpers.pad_right)
+    results = evaluated(model, samples, batch_size, rule)
+    total, count = by_hand(model, samples)
+    assert results["num_targets"] == count
+    assert results["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert results["perplexity"] == pytest.approx(np.exp(total / count), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_mean_of_means_fails_that_test(batch_size):
+    model, samples = helpers.gpt2(), causal_samples(53)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    total, count = by_hand(model, samples)
+    assert abs(mean_of_means(model, samples, batch_size) / (total / count) - 1) > 1e-4
+
+
+def test_head_whose_loss_depends_on_the_width():
+    """XLNet's summary is the last column: all samples of an evaluation window are padded to its longest, for every batch size."""
+    model, samples = helpers.xlnet_classifier(), helpers.class_samples(EVALUATION_WINDOW + 40)
+    rule = prove_targets(model, samples[:32], helpers.pad_right)
+    assert rule.pad_to_window
+    total = 0.0
+    reference = helpers.copy.deepcopy(model).double().eval()
+    for start in (0, EVALUATION_WINDOW):
+        batch = helpers.pad_right(samples[start : start + EVALUATION_WINDOW])
+        with torch.no_grad():
+            logits = reference(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        total += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+    for batch_size in BATCH_SIZES:
+        assert evaluated(model, samples, batch_size, rule)["loss"] == pytest.approx(total / len(samples), rel=1e-6)
+    narrow = by_hand(model, samples)[0] / len(samples)  # the control: each sample at its own width
+    assert abs(narrow / (total / len(samples)) - 1) > 1e-5
+
+
+def test_own_loss_function_counts_by_weights():
+    model, samples = helpers.plain_tagger(), helpers.weighted_samples(20)
+    rule = prove_targets(model, samples, helpers.pad_right, loss_fn=helpers.weighted_token_loss)
+    total = weight = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            logits = helpers.copy.deepcopy(model).double()(torch.tensor([sample["input_ids"]]))[0]
+        losses = F.cross_entropy(logits, torch.tensor(sample["targets"]), reduction="none")
+        total += float((losses * torch.tensor(sample["weights"])).sum())
+        weight += sum(sample["weights"])
+    for batch_size in BATCH_SIZES:
+        results = evaluated(model, samples, batch_size, rule, loss_fn=helpers.weighted_token_loss)
+        assert results["loss"] == pytest.approx(total / weight, rel=1e-6)
+        assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
+
+
+# Metrics
+
+
+def counted(predictions, references) -> tuple[float, float]:
+    """Accuracy and macro F1 over the classes that occur, in plain Python."""
+    pairs = list(zip(predictions, references, strict=True))
+    scores = []
+    for label in set(predictions) | set(references):
+        hits = sum(p == r == label for p, r in pairs)
+        wrong = sum(p == label != r for p, r in pairs)
+        missed = sum(r == label != p for p, r in pairs)
+        scores.append(2 * hits / (2 * hits + wrong + missed))
+    return sum(p == r for p, r in pairs) / len(pairs), sum(scores) / len(scores)
+
+
+@pytest.mark.parametrize(
+    ("predictions", "references", "accuracy", "f1"),
+    [
+        ([0, 1, 1], [0, 1, 0], 2 / 3, 2 / 3),  # both classes: 2 hits of 3
+        ([0, 0, 0, 0], [0, 0, 0, 1], 3 / 4, (6 / 7 + 0) / 2),  # class 1 is never predicted
+        ([2, 2], [0, 0], 0.0, 0.0),  # nothing in common
+        ([5], [5], 1.0, 1.0),
+        ([0, 1, 2, 0], [0, 1, 1, 2], 1 / 2, (2 / 3 + 2 / 3 + 0) / 3),
+    ],
+)
+def test_metrics_by_hand(predictions, references, accuracy, f1):
+    assert METRICS["accuracy"]().compute(predictions=predictions, references=references)["accuracy"] == pytest.approx(accuracy)
+    assert METRICS["f1"]().compute(predictions=predictions, references=references)["f1"] == pytest.approx(f1)
+
+
+@pytest.mark.parametrize("classes", [2, 5, 200])
+def test_metrics_by_counting(classes):
+    """200 classes in 40 samples: most are absent."""
+    rng = np.random.default_rng(classes)
+    references = rng.integers(0, classes, 40)
+    predictions = np.where(rng.random(40) < 0.6, references, rng.integers(0, classes, 40))
+    accuracy, f1 = counted(predictions.tolist(), references.tolist())
+    metrics = [METRICS[name]() for name in ("accuracy", "f1")]
+    for start in range(0, 40, 7):  # in batches, as evaluation does
+        for metric in metrics:
+            metric.add_batch(predictions=predictions[start : start + 7], references=references[start : start + 7])
+    results = metrics[0].compute() | metrics[1].compute()
+    assert results == {"accuracy": pytest.approx(accuracy, rel=1e-12), "f1": pytest.approx(f1, rel=1e-12)}
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_metrics_of_a_split(batch_size):
+    """Although batches are sorted by length, predictions meet their own references."""
+    model, samples = helpers.bert_classifier(), helpers.class_samples(41)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+        model.eval()
+        batches = [helpers.pad_right([s]) for s in samples]
+        predictions = [int(model(**{k: v for k, v in b.items() if k != "labels"}).logits.argmax()) for b in batches]
+    assert len(set(predictions)) > 1
+    rule = prove_targets(model, samples, helpers.pad_right)
+    results = evaluated(model, samples, batch_size, rule, metrics=("accuracy", "f1"))
+    accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
+    assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
+
+
+def test_metrics_are_objects_of_evaluate():
+    assert all(issubclass(metric, evaluate_library.Metric) for metric in METRICS.values())
+    both = evaluate_library.combine([metric() for metric in METRICS.values()])
+    assert set(both.compute(predictions=[0, 1], references=[0, 0])) == {"accuracy", "f1"}
+    assert Accuracy().inputs_description is not None
+
+
+# What stays as it was
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_weights_and_random_states_stay(training):
+    model, samples = helpers.gpt2(dropout=0.5), causal_samples(11)
+    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
+    model.train(training)
+    model.transformer.h[0].eval()  # a part that the user has frozen in evaluation mode
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = helpers.global_random_states()
+    first, second = (evaluated(model, samples, 3, rule) for _ in range(2))
+    assert first == second  # no dropout
+    assert helpers.global_random_states() == states
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_error_leaves_the_training_mode(monkeypatch):
+    model, samples = helpers.gpt2(), causal_samples(11)
+    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
+    monkeypatch.setattr(model, "forward", lambda input_ids, labels=None: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluated(model, samples, 3, rule)
+    assert model.training
+
+
+def test_a_split_without_targets_has_no_loss():
+    model, samples = helpers.gpt2(), causal_samples(9)
+    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
+    results = evaluated(model, [helpers.without_targets(s) for s in samples], 4, rule)
+    assert results["num_targets"] == 0 and np.isnan(results["loss"])

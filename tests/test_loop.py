@@ -1,0 +1,330 @@
+"""Whole small runs of `hf_ga.finetune`: what they log, save and leave out, and that the split of a window does not matter."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import evaluate
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import hf_ga
+from hf_ga import corpus
+from hf_ga.order import epoch_order
+
+TRAIN, VALIDATION, WINDOW = 60, 13, 16  # 3 windows of 16 and one of 12 in an epoch
+KEYS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "num_targets", "tokens_per_second", "skipped"}
+EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_num_targets"}
+SENTENCE = "the window of samples is one step and every split gives same update while dropout stays keyed by position"
+WORDS = SENTENCE.split()
+
+
+def ragged_rows(count: int, seed: int) -> list[dict]:
+    """Texts of 1 to 12 words that tell their label by one word."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"text": " ".join([WORDS[i % 3], *rng.choice(WORDS[3:], rng.integers(0, 12))]), "label": ("red", "green", "blue")[i % 3]}
+        for i in range(count)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def save_tiny_models(folder: Path) -> None:
+    """A GPT-2 in `gpt` and a BERT in `bert`, with their own dropout of 0.1 and a tokenizer of 300 tokens."""
+    tokenizer = corpus.train_tokenizer([SENTENCE] * 3, 300)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(5)
+    for name, model in {
+        "gpt": tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, n_positions=64, **ends)),
+        "bert": tf.BertForMaskedLM(tf.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)),
+    }.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+@contextmanager
+def filled_place(folder: Path) -> Iterator[Path]:
+    """Tiny models, train.jsonl and validation.jsonl; caches of datasets and evaluate go there too."""
+    save_tiny_models(folder)
+    write_rows(folder / "train.jsonl", ragged_rows(TRAIN, seed=1))
+    write_rows(folder / "validation.jsonl", ragged_rows(VALIDATION, seed=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        patch.setattr(evaluate.config, "HF_METRICS_CACHE", folder / "metrics")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("runs")) as folder:
+        yield folder
+
+
+def small_config(place: Path, output: Path, **more) -> hf_ga.FinetuneConfig:
+    """8 optimizer steps (two epochs) in windows of 16, two micro-batches each, with everything named."""
+    settings = {
+        "model_name_or_path": str(place / "gpt"),
+        "dataset_name": str(place / "train.jsonl"),
+        "validation_file": str(place / "validation.jsonl"),
+        "text_column": "text",
+        "max_length": 24,
+        "per_device_train_batch_size": 8,
+        "global_batch_size": WINDOW,
+        "learning_rate": 3e-4,
+        "warmup_steps": 2,
+        "max_steps": 8,
+        "eval_steps": 3,
+        "save_steps": 3,
+        "seed": 7,
+        "output_dir": str(output),
+    }
+    return hf_ga.FinetuneConfig(**{**settings, **more})
+
+
+def train(place: Path, output: Path, **more) -> dict:
+    return hf_ga.finetune(small_config(place, output, **more))
+
+
+def lines_of(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_weights(folder: Path) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for _, value in sorted(load_file(folder / "model.safetensors").items())])
+
+
+def relative_distance(folder: Path, other: Path) -> float:
+    """Global L2 norm of the difference of two saved models, relative to the second."""
+    return float((saved_weights(folder) - saved_weights(other)).norm() / saved_weights(other).norm())
+
+
+def causal_ids(folder: Path, file: Path, max_length: int) -> list[list[int]]:
+    """What the run should have trained on, by hand."""
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    return [[*tokenizer.encode(text), tokenizer.eos_token_id][:max_length] for text in texts]
+
+
+@torch.no_grad()
+def loss_by_hand(model: torch.nn.Module, rows: list[list[int]]) -> float:
+    """Mean over all targets in float64, row by row, so without any padding."""
+    model, total = model.double().eval(), 0.0
+    for ids in rows:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        total += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+    return total / sum(len(ids) - 1 for ids in rows)
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    """The run that most tests look at."""
+    return train(place, place / "run"), place / "run"
+
+
+# What is logged
+
+
+def test_metrics_hold_one_line_for_each_optimizer_step(run):
+    _, output = run
+    lines = lines_of(output)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["epoch"] for line in lines] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
+    for line in lines:
+        evaluated = line["step"] in (3, 6, 8)  # every 3 steps, and at the end
+        assert set(line) == (KEYS | EVAL_KEYS if evaluated else KEYS)
+        assert line["skipped"] is False and line["loss"] > 0 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0
+
+
+def test_targets_of_a_run_are_those_of_its_rows(run, place):
+    rows = causal_ids(place / "gpt", place / "train.jsonl", 24)
+    counts = np.array([len(ids) - 1 for ids in rows])
+    assert max(counts) == 23 > sorted(counts)[0]  # some are cut, and they are ragged
+    expected = []
+    for epoch in (0, 1):
+        order = epoch_order(TRAIN, 7, epoch)
+        expected += [int(counts[order[start : start + WINDOW]].sum()) for start in range(0, TRAIN, WINDOW)]
+    assert [line["num_targets"] for line in lines_of(run[1])] == expected
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
+def test_learning_rate_follows_optimizer_steps(schedule, place, tmp_path):
+    """As `get_scheduler` says for 8 steps, although 16 micro-batches were computed."""
+    train(place, tmp_path / "out", lr_scheduler_type=schedule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    scheduler = tf.get_scheduler(schedule, optimizer, 2, 8)
+    expected = []
+    for _ in range(8):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert [line["learning_rate"] for line in lines_of(tmp_path / "out")] == pytest.approx(expected, rel=1e-12)
+
+
+def test_epochs_and_short_windows(place, tmp_path):
+    """1.5 epochs are 6 of 4 windows each; without the short last window an epoch has 3, and each is full."""
+    assert train(place, tmp_path / "whole", max_steps=None, num_train_epochs=1.5)["steps"] == 6
+    summary = train(place, tmp_path / "cut", max_steps=None, num_train_epochs=2.0, drop_last_window=True)
+    lines = lines_of(tmp_path / "cut")
+    assert summary["steps"] == len(lines) == 6
+    assert [line["epoch"] for line in lines] == pytest.approx([k / 3 for k in range(1, 7)])
+    counts = np.array([len(ids) - 1 for ids in causal_ids(place / "gpt", place / "train.jsonl", 24)])
+    second = epoch_order(TRAIN, 7, 1)[:48].reshape(3, WINDOW)
+    assert [line["num_targets"] for line in lines[3:]] == counts[second].sum(axis=1).tolist()
+
+
+# Windows without targets
+
+
+def write_with_empty(path: Path, rows: int, without_targets: list[int]) -> str:
+    """Rows of which those at the given positions of epoch 0 (seed 7) hold the end-of-text token alone."""
+    values = ragged_rows(rows, seed=3)
+    for sample in epoch_order(rows, 7, 0)[without_targets]:
+        values[sample] = {"text": "<eos>"}
+    return write_rows(path, [{"text": value["text"]} for value in values])
+
+
+@pytest.mark.parametrize("without_targets", [[0, 4, 5, 9], [4, 5, 6, 29]], ids=["in between", "the last one"])
+def test_a_window_without_targets_makes_no_step(without_targets, place, tmp_path):
+    """Windows of one sample: those without targets are logged as skipped; steps and schedule do not move."""
+    file = write_with_empty(tmp_path / "rows.jsonl", 30, without_targets)
+    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0, "eval_steps": 10, "save_steps": 10}
+    summary = train(place, tmp_path / "out", dataset_name=file, **settings)
+    lines = lines_of(tmp_path / "out")
+    assert [i for i, line in enumerate(lines) if line["skipped"]] == without_targets
+    assert (len(lines), summary["steps"], summary["skipped_windows"]) == (30, 26, 4)
+    for i in without_targets:
+        assert (lines[i]["loss"], lines[i]["num_targets"]) == (None, 0)
+        assert lines[i]["step"] == (lines[i - 1]["step"] if i else 0)
+        if i + 1 < len(lines):
+            assert lines[i]["learning_rate"] == lines[i + 1]["learning_rate"]
+    taken = [line for line in lines if not line["skipped"]]
+    assert [line["step"] for line in taken] == list(range(1, 27))
+    assert summary["train_loss"] == taken[-1]["loss"]
+    assert summary["eval_loss"] == lines[-1]["eval_loss"]
+    assert (tmp_path / "out" / "checkpoint-26").is_dir()
+
+
+def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
+    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0}
+    nineteen = write_with_empty(tmp_path / "19.jsonl", 40, list(range(5, 24)))
+    twenty = write_with_empty(tmp_path / "20.jsonl", 40, list(range(5, 25)))
+    assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 19
+    with pytest.raises(hf_ga.DataError, match="20 windows in a row made no step, up to window 24 of epoch 0"):
+        train(place, tmp_path / "out20", dataset_name=twenty, **settings)
+
+
+# What is saved
+
+
+def test_best_is_the_model_of_the_lowest_validation_loss(place, tmp_path):
+    """At a rate that overshoots, so that the best one is not the last one."""
+    summary = train(place, tmp_path / "out", learning_rate=1.0, eval_steps=1, lr_scheduler_type="constant_with_warmup")
+    losses = [line["eval_loss"] for line in lines_of(tmp_path / "out")]
+    assert min(losses) < losses[-1] == summary["eval_loss"]
+    assert summary["best_eval_loss"] == min(losses)
+    rows = causal_ids(place / "gpt", place / "validation.jsonl", 24)
+    for folder, loss in (("best", min(losses)), ("", losses[-1])):
+        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / folder)
+        assert loss_by_hand(model, rows) == pytest.approx(loss, rel=1e-5)
+
+
+def test_saved_model_loads_and_generates(run):
+    _, output = run
+    model, tokenizer = tf.AutoModelForCausalLM.from_pretrained(output), tf.AutoTokenizer.from_pretrained(output)
+    prompt = tokenizer("the window", return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    assert generated.shape[0] == 1 and 1 <= generated.shape[1] - prompt["input_ids"].shape[1] <= 5
+
+
+def test_summary(run, place):
+    returned, output = run
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary == json.loads(json.dumps(returned))
+    last = lines_of(output)[-1]
+    assert {k: summary[k] for k in EVAL_KEYS} == {k: last[k] for k in EVAL_KEYS}
+    assert (summary["train_loss"], summary["steps"], summary["skipped_windows"]) == (last["loss"], 8, 0)
+    assert "16 samples" in summary["layout"] and "2 micro-batch" in summary["layout"]
+    assert summary["config"]["seed"] == 7 and summary["versions"]["torch"] == torch.__version__
+    rows = causal_ids(place / "gpt", place / "validation.jsonl", 24)
+    assert summary["eval_num_targets"] == sum(len(ids) - 1 for ids in rows)
+    model = tf.AutoModelForCausalLM.from_pretrained(output)
+    assert summary["eval_loss"] == pytest.approx(loss_by_hand(model, rows), rel=1e-6)
+    assert summary["eval_perplexity"] == pytest.approx(np.exp(summary["eval_loss"]), rel=1e-12)
+
+
+def test_weights_sha256_is_that_of_the_saved_model(run):
+    """Recomputed from the file: name, shape, type and bytes of each tensor in the order of the names."""
+    summary, output = run
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tf.AutoModelForCausalLM.from_pretrained(output).state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + tensor.numpy().tobytes())
+    assert summary["weights_sha256"] == digest.hexdigest()
+
+
+def test_curves_are_a_picture(run):
+    data = (run[1] / "curves.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR"
+    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    assert width > 400 and height > 200
+
+
+# The split does not matter
+
+
+@pytest.mark.parametrize("size", [3, 16, 1])
+def test_another_split_of_the_windows_is_the_same_run(size, run, place, tmp_path):
+    """With dropout on: 16 samples as 8 + 8 and in micro-batches of at most 3, 16, 1."""
+    train(place, tmp_path / "out", per_device_train_batch_size=size, per_device_eval_batch_size=5)
+    for line, other in zip(lines_of(run[1]), lines_of(tmp_path / "out"), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=2e-6)
+        if "eval_loss" in line:
+            assert line["eval_loss"] == pytest.approx(other["eval_loss"], rel=5e-6)
+    assert relative_distance(tmp_path / "out", run[1]) <= 5e-5
+
+
+def test_another_seed_is_another_run(run, place, tmp_path):
+    """The control of the test above: what it compares can differ, by far more than its tolerances."""
+    train(place, tmp_path / "out", seed=8)
+    assert abs(lines_of(tmp_path / "out")[0]["loss"] / lines_of(run[1])[0]["loss"] - 1) > 1e-4
+    assert relative_distance(tmp_path / "out", run[1]) > 1e-3
+
+
+def test_gradient_checkpointing_is_the_same_run(run, place, tmp_path):
+    train(place, tmp_path / "out", gradient_checkpointing=True)
+    assert relative_distance(tmp_path / "out", run[1]) <= 5e-5
+
+
+def test_workers_are_the_same_run(run, place, tmp_path):
+    assert train(place, tmp_path / "out", dataloader_num_workers=1)["weights_sha256"] == run[0]["weights_sha256"]
+
+
+# Classification
+
+
+def test_text_classification(place, tmp_path):
+    settings = {"model_name_or_path": str(place / "bert"), "task": "text-classification", "label_column": "label"}
+    files = {"test_file": write_rows(tmp_path / "test.jsonl", ragged_rows(11, seed=9))}
+    summary = train(place, tmp_path / "out", **settings, **files, learning_rate=2e-2, max_steps=60, eval_steps=30)
+    config = tf.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.num_labels, config.id2label) == (3, {0: "blue", 1: "green", 2: "red"})
+    assert config.label2id == {"blue": 0, "green": 1, "red": 2} and summary["labels"] == ["blue", "green", "red"]
+    classify = tf.pipeline("text-classification", str(tmp_path / "out"), device="cpu")
+    rows = ragged_rows(VALIDATION, seed=2)
+    tokenizer = classify.tokenizer
+    assert tokenizer("a")["input_ids"][:1] == [tokenizer.cls_token_id]  # saved as it was trained
+    hits = [classify(row["text"], truncation=True, max_length=24)[0]["label"] == row["label"] for row in rows]
+    assert summary["eval_accuracy"] == pytest.approx(sum(hits) / VALIDATION) and summary["eval_accuracy"] > 0.6
+    assert (summary["eval_num_targets"], summary["test_num_targets"]) == (VALIDATION, 11)
+    assert {"test_accuracy", "test_f1", "test_loss"} <= set(summary)
