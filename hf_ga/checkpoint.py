@@ -17,6 +17,7 @@ from torch import nn
 from hf_ga.errors import CheckpointError
 
 PREFIX = "checkpoint-"
+FILES = ("model.safetensors", "optimizer.pt", "state.json")  # manifest.json holds their hashes
 
 
 def save_checkpoint(
@@ -34,6 +35,7 @@ def save_checkpoint(
     save_model(model, str(partial / "model.safetensors"))
     torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     (partial / "state.json").write_text(json.dumps({"step": step, **state}))
+    (partial / "manifest.json").write_text(json.dumps({name: _digest(partial / name) for name in FILES}))
     for file in (*partial.iterdir(), partial):
         _flush(file)
     shutil.rmtree(final, ignore_errors=True)
@@ -50,6 +52,13 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         CheckpointError: a file is missing or does not fit this model.
     """
+    manifest = _read(folder / "manifest.json", lambda file: json.loads(file.read_text()))
+    for name in FILES:
+        if _read(folder / name, _digest) != manifest.get(name):
+            raise CheckpointError(
+                f"{folder / name} has not the SHA-256 that manifest.json states: one of them is damaged. Resume from an older "
+                "checkpoint."
+            )
     state = _read(folder / "state.json", lambda file: json.loads(file.read_text()))
     _read(folder / "model.safetensors", lambda file: load_model(model, str(file), strict=True))
     _read(
@@ -98,6 +107,11 @@ def _read(file: Path, load: Callable[[Path], Any]) -> Any:
         raise CheckpointError(
             f"{file} is damaged or not of this model: {reason} Resume from an older checkpoint, or start anew."
         ) from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import ConfigError, HfGaError
+from hf_ga.finetuning import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -59,8 +60,6 @@ def main() -> int:
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    from hf_ga.finetuning import finetune  # late: a wrong flag is answered before the libraries are loaded
-
     config = parse_config(arguments)
     logging.disable_progress_bar()  # transformers shows one for every file that it writes
     finetune(config)

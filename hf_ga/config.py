@@ -120,12 +120,17 @@ class FinetuneConfig:
         folder = Path(self.output_dir)
         if files := [path for path in (folder, *folder.parents) if path.is_file()]:
             raise ConfigError(f"output_dir {folder} cannot be made, as {files[0]} is a file: name a folder.")
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(existing, os.W_OK):
+            raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
         used = folder.is_dir() and any(folder.iterdir())
         if used and not self.overwrite_output_dir and self.resume_from_checkpoint is None:
             raise ConfigError(
                 f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
                 "--overwrite_output_dir, or name another folder."
             )
+        if used and self.overwrite_output_dir and not (folder / "metrics.jsonl").exists():
+            raise ConfigError(f"overwrite_output_dir would delete {folder}, which no run has made: it has no metrics.jsonl.")
         if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
             raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
 

@@ -82,14 +82,7 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
     task, rows = TASKS[config.task], load_rows(config)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if (
-        task.needs_labels
-        and tokenizer.num_special_tokens_to_add() == 0
-        and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id)
-    ):
-        _add_cls_and_sep(tokenizer)
+    _complete_tokenizer(tokenizer, task)
     prepared = PreparedData(task, {}, tokenizer, [], f"{config.dataset_name}: {dict(rows.num_rows)} rows")
     if config.dataset_name == "stdlib":
         prepared.description = corpus.describe(rows)
@@ -100,15 +93,25 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
     for split, dataset in prepared.splits.items():
         if not sum(dataset["num_targets"]):
             raise DataError(
-                f"none of the {len(dataset)} {split} rows has a target: for causal-lm a row needs at least 2 tokens, the end-of-text "
-                "token included."
+                f"none of the {len(dataset)} {split} rows has a target: for causal-lm a row needs at least 2 tokens, the "
+                "end-of-text token included."
             )
+    _measure(prepared)
+    return prepared
+
+
+def _measure(prepared: PreparedData) -> None:
+    """What a model must beat (unigram entropy, majority class), and a hash of what it will be trained on."""
     train = prepared.splits["train"].with_format("numpy")
     ids = np.concatenate(train["input_ids"][:])
-    prepared.unigram_entropy = corpus.unigram_entropy(np.bincount(ids, minlength=len(tokenizer)))
-    columns = [ids, train["length"][:], *([train["label"][:]] if task.needs_labels else [])]
+    prepared.unigram_entropy = corpus.unigram_entropy(np.bincount(ids, minlength=len(prepared.tokenizer)))
+    columns = [ids, train["length"][:]]
+    if prepared.labels:
+        columns.append(train["label"][:])
+        labels, counts = np.unique(prepared.splits["validation"]["label"], return_counts=True)
+        name, share = prepared.labels[labels[counts.argmax()]], counts.max() / counts.sum()
+        prepared.facts.append(f"majority class of validation: {name}, {share:.1%} of {counts.sum()} rows")
     prepared.content_hash = Hasher.hash([prepared.labels, *(np.asarray(c, np.int64).tobytes() for c in columns)])
-    return prepared
 
 
 def _select_columns(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
@@ -151,6 +154,8 @@ def _with_label_ids(rows: DatasetDict, config: FinetuneConfig, prepared: Prepare
         names = sorted(set(values["train"]), key=lambda value: (str(type(value)), value))
         prepared.labels = [str(name) for name in names]
         ids = {name: index for index, name in enumerate(names)}
+    if len(prepared.labels) < 2:
+        raise DataError(f"all training rows have the label {prepared.labels[0]!r}: there is nothing to tell apart.")
     for split in rows:
         if unknown := set(values[split]) - set(ids):
             shown = ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
@@ -221,7 +226,7 @@ def _load_file(file: str) -> Dataset:
     path = Path(file).expanduser()
     kind = _file_kind(path)
     if not path.is_file():
-        raise DataError(f"the file {file} does not exist.")
+        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
     if kind is None:
         raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
     if path.stat().st_size == 0:
@@ -265,11 +270,18 @@ def _check_texts(rows: DatasetDict) -> None:
             raise DataError(f"the text column of the {split} rows holds {feature}, not strings: choose with --text_column.")
 
 
-def _add_cls_and_sep(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A classifier reads <cls>: let the embedded corpus's tokenizer put it in (pretrained tokenizers do so themselves)."""
-    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token)]
-    (cls, _), (sep, _) = special
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", special_tokens=special)
+def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
+    """A padding token where there is none, and for a classifier <cls> and <sep> where the tokenizer has them but adds nothing (that
+    of the embedded corpus; pretrained ones add theirs).
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    special = [
+        (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
+    ]
+    if task.needs_labels and tokenizer.num_special_tokens_to_add() == 0 and len(special) == 2:
+        template = f"{special[0][0]} $A {special[1][0]}"
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
 
 
 def _contents(tokenizer: PreTrainedTokenizerBase) -> str:

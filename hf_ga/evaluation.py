@@ -1,18 +1,16 @@
 """Token-weighted loss and metrics over a whole split: the same numbers for every layout."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from hf_ga.forward import LossFunction, accepted_arguments, head_loss
+from hf_ga.forward import LossFunction, accepted_arguments, head_loss, restored_modes
 from hf_ga.metrics import METRICS
 from hf_ga.plan import plan_by_sizes
 from hf_ga.targets import TargetRule
@@ -56,12 +54,14 @@ def evaluate(
             `outputs.logits` against `labels`.
 
     Returns:
-        `loss` (mean over all targets of the split, summed in float64), `perplexity` = exp(loss), `num_targets`, and the metrics.
+        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics; without
+        metrics (language models) `perplexity` = exp(loss).
     """
     windows.set_epoch(0)
     objects = [METRICS[name]() for name in metrics]
     loss_sum, num_targets = torch.zeros((), dtype=torch.float64), 0.0
-    with evaluation_mode(model):
+    with restored_modes(model):
+        model.eval()
         for window in windows:
             for micro_batch in window.micro_batches:
                 batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
@@ -74,23 +74,11 @@ def evaluate(
                 loss_sum += total.double().cpu()
                 num_targets += float(count)
                 for metric in objects:
-                    metric.add_batch(
-                        predictions=outputs.logits.argmax(-1).cpu().numpy(), references=np.asarray(batch["labels"].cpu())
-                    )
+                    metric.add_batch(predictions=outputs.logits.argmax(-1).cpu().numpy(), references=batch["labels"].cpu().numpy())
     loss = float(loss_sum) / num_targets if num_targets else float("nan")
-    results = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "num_targets": num_targets}
+    results = {"loss": loss, "num_targets": num_targets}
+    if not metrics:
+        results["perplexity"] = math.exp(min(loss, 700.0))
     for metric in objects:
         results |= metric.compute()
     return results
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; then each module is in its own mode again (some parts may stay frozen in training)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

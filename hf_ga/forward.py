@@ -1,7 +1,8 @@
 """One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,3 +73,14 @@ def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) ->
 
 def _has_float64(tensor: Tensor) -> bool:
     return tensor.device.type != "mps"
+
+
+@contextmanager
+def restored_modes(model: nn.Module) -> Iterator[None]:
+    """Every module gets its own training or evaluation mode back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -8,6 +8,20 @@ from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
 from hf_ga.errors import ConfigError
 
+# Their first position is pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
+COUNT_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "ibert",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer; without a model, the one trained on the embedded corpus.
@@ -31,7 +45,7 @@ def load_model_config(config: FinetuneConfig, data: PreparedData) -> PretrainedC
     """The model's configuration, checked against the data.
 
     Raises:
-        ConfigError: there is none under that name, or max_length is beyond its positions.
+        ConfigError: there is none under that name, max_length is beyond its positions, or token ids are beyond its vocabulary.
     """
     if config.model_name_or_path is None:
         model_config = data.task.small_config(data.tokenizer, config.max_length, data.labels)
@@ -41,13 +55,21 @@ def load_model_config(config: FinetuneConfig, data: PreparedData) -> PretrainedC
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
     limit = getattr(model_config, "max_position_embeddings", None)
+    if limit and model_config.model_type in COUNT_FROM_PADDING:
+        limit -= (model_config.pad_token_id or 0) + 1
     if limit and config.max_length > limit:
         raise ConfigError(f"max_length {config.max_length} is beyond the {limit} positions of the model: use at most {limit}.")
     if data.labels:
         model_config.num_labels = len(data.labels)
+        model_config.problem_type = "single_label_classification"  # a pretrained head may have been for something else
         model_config.id2label = dict(enumerate(data.labels))
         model_config.label2id = {name: index for index, name in enumerate(data.labels)}
-    if model_config.pad_token_id is None:
+    vocabulary = getattr(model_config, "vocab_size", None)
+    if vocabulary and len(data.tokenizer) > vocabulary:
+        raise ConfigError(
+            f"the tokenizer has {len(data.tokenizer)} tokens, the model only {vocabulary}: use the one that belongs to it."
+        )
+    if getattr(model_config, "pad_token_id", None) is None:
         model_config.pad_token_id = data.tokenizer.pad_token_id
     return model_config
 
@@ -56,7 +78,7 @@ def load_model(config: FinetuneConfig, model_config: PretrainedConfig, data: Pre
     """The model with its head, in float32. Seed torch's generator first: new weights are drawn from it.
 
     Raises:
-        ConfigError: the weights cannot be loaded, or token ids would be beyond its vocabulary.
+        ConfigError: the weights cannot be loaded, or the model has no gradient checkpointing.
     """
     auto_class = data.task.auto_class
     if config.model_name_or_path is None:
@@ -72,12 +94,6 @@ def load_model(config: FinetuneConfig, model_config: PretrainedConfig, data: Pre
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if len(data.tokenizer) > vocabulary:
-        raise ConfigError(
-            f"the tokenizer has {len(data.tokenizer)} tokens, the model's embedding only {vocabulary}: use the tokenizer that "
-            "belongs to the model."
-        )
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_ga.batches import IGNORED_LABEL, Batch, same_shapes, sample_length, take_rows
 from hf_ga.errors import LossNotAdditive
-from hf_ga.forward import LossFunction, accepted_arguments, run_forward, unwrapped
+from hf_ga.forward import LossFunction, accepted_arguments, restored_modes, run_forward, unwrapped
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.places import KeyedPlaces, restored_buffers
@@ -50,7 +50,10 @@ class Prover:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Training mode in full precision for a while; random states, buffers and modes are put back."""
-        with preserved_random_states(), restored_buffers(self.model), _training_mode(self.model), _full_precision(self.model):
+        with preserved_random_states(), restored_buffers(self.model), restored_modes(self.model), _full_precision(self.model):
+            # One that is in training mode already keeps what the user froze in evaluation mode: it will train so.
+            if not self.model.training:
+                self.model.train()
             yield
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
@@ -204,21 +207,6 @@ def _residual(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> flo
     scale = size + (FLOOR / TOLERANCE) * size.norm()
     worst = torch.maximum((off / scale.clamp(min=1e-30)).max(), torch.tensor(off_loss).double())  # a NaN stays, unlike in max()
     return float(worst.nan_to_num(nan=float("inf")))
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Training mode for a while; every module gets its own mode back. A model that is in training mode already keeps the modules
-    that the user froze in evaluation mode (BatchNorm with frozen statistics): it will train so.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    if not model.training:
-        model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

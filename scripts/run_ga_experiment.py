@@ -106,7 +106,7 @@ def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
     for group, style in (("layouts", "-"), ("mistakes", "--")):
         reference = reference_of(results, group)
         for result in results[group]:
-            if result is not reference:
+            if result is not reference and result.arm.token_weighted_validation:  # else its training is a layout's
                 pairs = zip(result.train_losses, reference.train_losses, strict=True)
                 off = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
                 axes.semilogy(range(1, len(off) + 1), off, style, linewidth=1.2, label=f"{group[:-1]}: {result.arm.name}")

@@ -40,6 +40,7 @@ FILES = {
     "float_labels.jsonl": rows(*({"text": "a b c", "label": i / 2} for i in range(9))),
     "list_labels.jsonl": rows(*({"text": "a b c", "label": [i, 1]} for i in range(9))),
     "null_labels.jsonl": rows(*({"text": "a b c", "label": None} for i in range(9))),
+    "one_label.jsonl": rows(*({"text": "a b c", "label": "same"} for i in range(9))),
     "one_row.jsonl": rows({"text": "a b c"}),
     "good.xyz": "some text\n",
     "good.yaml": "max_steps: 3\n",
@@ -142,6 +143,8 @@ CASES = {
     "float labels": (f"{CLASSIFY} --dataset_name {{d}}/float_labels.jsonl", ["labels must be names or whole numbers", "0.5"]),
     "labels in lists": (f"{CLASSIFY} --dataset_name {{d}}/list_labels.jsonl", ["labels must be names or whole numbers", "List"]),
     "no labels": (f"{CLASSIFY} --dataset_name {{d}}/null_labels.jsonl", ["labels must be names or whole numbers", "None"]),
+    "one label": (f"{CLASSIFY} --dataset_name {{d}}/one_label.jsonl", ["all training rows have the label 'same'"]),
+    "validation folder": ("--validation_file {d}/gpt", ["gpt is a folder"]),
     "window larger than the data": (
         "--drop_last_window --global_batch_size 64",
         ["drop_last_window", "19 samples", "64", "smaller global batch"],
@@ -151,6 +154,10 @@ CASES = {
     "folder without a model": ("--model_name_or_path {d}/no_folder", ["cannot load", "no_folder", "hub id or a folder"]),
     "model without weights": ("--model_name_or_path {d}/no_weights", ["cannot load the model", "no_weights", "safetensors"]),
     "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm --max_length 999", ["999", "64 positions"]),
+    "max_length beyond the usable positions": (
+        f"{CLASSIFY} --model_name_or_path {{d}}/roberta --max_length 63",
+        ["max_length 63 is beyond the 62 positions"],
+    ),
     # output
     "output of another run": (
         "--output_dir {d}/used",
@@ -158,6 +165,10 @@ CASES = {
     ),
     "output is a file": ("--output_dir {d}/good.xyz", ["good.xyz is a file", "folder"]),
     "output below a file": ("--output_dir {d}/good.xyz/run", ["good.xyz", "is a file", "folder"]),
+    "overwriting what is no run": (
+        "--output_dir {d}/no_folder --overwrite_output_dir",
+        ["would delete", "no_folder", "metrics.jsonl"],
+    ),
     "overwrite and resume": (
         "--output_dir {d}/used --overwrite_output_dir --resume_from_checkpoint auto",
         ["overwrite_output_dir would delete", "resume_from_checkpoint"],
@@ -180,7 +191,9 @@ def files(tmp_path_factory):
     bert = tf.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=64)
     tf.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt")
     tf.BertForMaskedLM(bert).save_pretrained(folder / "bert")
-    for name in ("gpt", "bert", "no_weights"):
+    roberta = tf.RobertaConfig(**sizes, intermediate_size=16, max_position_embeddings=64, pad_token_id=1)
+    tf.RobertaForMaskedLM(roberta).save_pretrained(folder / "roberta")
+    for name in ("gpt", "bert", "roberta", "no_weights"):
         tokenizer.save_pretrained(folder / name)
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode())[:60])
     return folder

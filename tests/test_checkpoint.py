@@ -3,16 +3,21 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from test_loop import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
+from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
 
 import hf_ga
 from hf_ga import checkpoint, finetuning, loop
 from hf_ga.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 
-STATE_FILES = ("model.safetensors", "optimizer.pt", "state.json")
+SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
+STATE_FILES = ["model.safetensors", "optimizer.pt", "state.json", "manifest.json"]
 
 
 class Stopped(Exception):
@@ -232,19 +237,47 @@ def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, t
 
 
 @pytest.mark.parametrize("file", STATE_FILES)
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "missing", "one bit"])
 def test_damaged_checkpoint(file, damage, place, undisturbed, tmp_path):
     """The error names the file, and nothing is changed."""
     shutil.copytree(undisturbed[1], tmp_path / "out")
     path = tmp_path / "out" / "checkpoint-8" / file
     data = path.read_bytes()
-    damaged = {"cut": data[: len(data) // 2], "empty": b"", "garbage": bytes(range(256)) * 8}
+    flipped = bytearray(data)
+    flipped[len(data) * 3 // 4] ^= 1
+    damaged = {"one bit": flipped, "cut": data[: len(data) // 2], "empty": b"", "garbage": bytes(range(256)) * 8}
     path.unlink() if damage == "missing" else path.write_bytes(damaged[damage])
     before = content(tmp_path / "out")
     with pytest.raises(hf_ga.CheckpointError) as error:
         train(place, tmp_path / "out", resume_from_checkpoint="auto")
     assert "checkpoint-8" in str(error.value) and file in str(error.value)
     assert content(tmp_path / "out") == before
+
+
+@pytest.mark.launch
+def test_killed_process_is_resumed(place, tmp_path):
+    """SIGKILL at an unknown place behind a checkpoint, other processes, other hash seeds of Python: the same bits."""
+
+    def start(output, *more):
+        config = small_config(place, tmp_path / output, max_steps=300, save_steps=40, eval_steps=150).to_dict()
+        (tmp_path / f"{output}.json").write_text(json.dumps(config))
+        command = [sys.executable, str(SCRIPT), str(tmp_path / f"{output}.json"), *more]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    killed = start("killed")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "checkpoint-80").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -9 and not (tmp_path / "killed" / "summary.json").exists()
+    for output, more in (("killed", ["--resume_from_checkpoint", "auto"]), ("whole", [])):
+        process = start(output, *more)
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    summaries = [json.loads((tmp_path / output / "summary.json").read_text()) for output in ("killed", "whole")]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert without_speed(tmp_path / "killed") == without_speed(tmp_path / "whole")
 
 
 def test_state_of_another_kind(place, undisturbed, tmp_path):

@@ -207,6 +207,15 @@ def test_contradicting_accumulation_is_refused(monkeypatch):
     FinetuneConfig(per_device_train_batch_size=8, global_batch_size=32).check()
 
 
+def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
+    """Root may write anywhere, so the answer of the system is given here; only the nearest folder that exists is asked."""
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "closed")
+    FinetuneConfig(output_dir=str(tmp_path / "open")).check()
+    with pytest.raises(hf_ga.ConfigError, match=r"closed is read-only"):
+        FinetuneConfig(output_dir=str(tmp_path / "closed" / "a" / "b")).check()
+
+
 def test_output_folder(tmp_path):
     """An empty one is free; a used one is for overwriting or resuming."""
     (tmp_path / "new").mkdir()
@@ -214,5 +223,8 @@ def test_output_folder(tmp_path):
     (tmp_path / "new" / "file").touch()
     with pytest.raises(hf_ga.ConfigError, match="holds another run"):
         FinetuneConfig(output_dir=str(tmp_path / "new")).check()
+    with pytest.raises(hf_ga.ConfigError, match=r"would delete .*new, which no run has made"):
+        FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
+    (tmp_path / "new" / "metrics.jsonl").touch()
     FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
     FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
