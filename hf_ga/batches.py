@@ -1,11 +1,13 @@
 """Small helpers on samples and on what a collate function returns."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_ga.errors import DataError
 
 Batch = Mapping[str, Any]
 IGNORED_LABEL = -100  # the label that torch's cross entropy leaves out
@@ -17,19 +19,55 @@ def sample_length(sample: Any) -> int:
     return max((len(v) for v in values if isinstance(v, Sized) and not isinstance(v, str) and _has_length(v)), default=1)
 
 
-def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, num_samples: int) -> dict[str, Any]:
-    """The given samples of a collated batch of `num_samples`: every tensor, array and list with one entry a sample is indexed."""
-    index = torch.as_tensor(np.asarray(rows))
-    taken = {}
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_samples:
-            taken[name] = value[index]
-        elif isinstance(value, np.ndarray) and value.ndim and len(value) == num_samples:
-            taken[name] = value[index.numpy()]
-        elif isinstance(value, list | tuple) and len(value) == num_samples:
-            taken[name] = [value[int(row)] for row in rows]
+def as_batch(collated: Any) -> dict[str, Any]:
+    """What a collate function returned, as a dict.
+
+    Raises:
+        DataError: it is not a mapping of names to values.
+    """
+    if not isinstance(collated, Mapping):
+        raise DataError(
+            f"the collate function must return a dict of the model's arguments by name, got a {type(collated).__name__}: let it "
+            'return {"input_ids": ..., "labels": ...}.'
+        )
+    return dict(collated)
+
+
+def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> frozenset[str]:
+    """The entries of a batch that hold one row a sample, found by collating 2 and 3 equal samples. The others are shared by all.
+
+    Raises:
+        DataError: the batch cannot be cut into samples: no entry has one row a sample, or not on its first axis.
+    """
+    two, three = as_batch(collate_fn([sample] * 2)), as_batch(collate_fn([sample] * 3))
+    found = set()
+    for name in two:
+        small, large = (_shape(batch[name]) for batch in (two, three))
+        if small != large:
+            if small[:1] != (2,) or large[:1] != (3,) or small[1:] != large[1:]:
+                raise DataError(
+                    f"the collate function's {name!r} has shape {small} for 2 samples and {large} for 3: every tensor needs its "
+                    "samples on the first axis, one row a sample."
+                )
+            found.add(name)
+    if nested := [name for name, value in two.items() if isinstance(value, Mapping)]:
+        raise DataError(f"the collate function's {nested[0]!r} is a dict in a dict: put its tensors beside the others.")
+    if not found:
+        raise DataError(
+            f"nothing that the collate function returns ({', '.join(two)}) has one row a sample: let it return tensors."
+        )
+    return frozenset(found)
+
+
+def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]) -> dict[str, Any]:
+    """Some samples of a collated batch: the entries in `names` (see `entries_of_samples`) are indexed, the others stay."""
+    taken = dict(batch)
+    for name in names:
+        value = batch[name]
+        if isinstance(value, Tensor):
+            taken[name] = value[torch.as_tensor(np.asarray(rows))]
         else:
-            taken[name] = value
+            taken[name] = value[np.asarray(rows)] if isinstance(value, np.ndarray) else [value[int(row)] for row in rows]
     return taken
 
 
@@ -38,11 +76,16 @@ def same_shapes(batch: Batch, other: Batch) -> bool:
     return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())
 
 
-def equal_batches(batch: Batch, other: Batch) -> bool:
-    """Whether two batches hold the same values."""
-    return batch.keys() == other.keys() and all(
-        torch.equal(v, other[name]) if isinstance(v, Tensor) else np.array_equal(v, other[name]) for name, v in batch.items()
-    )
+def equal_batches(value: Any, other: Any) -> bool:
+    """Whether two batches hold the same values; NaN equals NaN, and objects that are no numbers are not looked into."""
+    if isinstance(value, Mapping):
+        return isinstance(other, Mapping) and value.keys() == other.keys() and all(equal_batches(value[k], other[k]) for k in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(equal_batches, value, other))
+    if isinstance(value, Tensor | np.ndarray):
+        value, other = np.asarray(value), np.asarray(other)
+        return value.shape == other.shape and bool(((value == other) | ((value != value) & (other != other))).all())
+    return not isinstance(value, int | float | str) or value == other or value != value
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:
@@ -56,3 +99,10 @@ def count_tokens(batch: Batch, num_samples: int) -> int:
 
 def _has_length(value: Any) -> bool:
     return not (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of a tensor or array; the length of a list; nothing else has one."""
+    if isinstance(value, Tensor | np.ndarray):
+        return tuple(value.shape)
+    return (len(value),) if isinstance(value, list | tuple) else ()

@@ -73,6 +73,12 @@ class FinetuneConfig:
     overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
     resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir) or the folder of a checkpoint.")
 
+    def __post_init__(self) -> None:
+        """Paths become strings: they go into summary.json."""
+        for name, value in asdict(self).items():
+            if isinstance(value, os.PathLike):
+                setattr(self, name, os.fspath(value))
+
     def layout(self, num_processes: int) -> Layout:
         """The layout of a window; see `Layout.from_sizes`.
 

@@ -22,6 +22,7 @@ from hf_ga.tasks import TASKS, Task
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
+VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
 
 
 @dataclass
@@ -69,7 +70,8 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
         raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
     else:
         rows = _load(name, load_dataset, name, config.dataset_config_name)
-    rows = DatasetDict({**rows, **extra})
+    renamed = {alias: "validation" for alias in VALIDATION_ALIASES if alias in rows and "validation" not in rows}
+    rows = DatasetDict({**{renamed.get(split, split): dataset for split, dataset in rows.items()}, **extra})
     if "train" not in rows or not len(rows["train"]):
         raise DataError(f"dataset_name {name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to train on.")
     return _with_validation(DatasetDict({split: rows[split] for split in SPLITS if split in rows}), config)
@@ -142,9 +144,12 @@ def _with_label_ids(rows: DatasetDict, config: FinetuneConfig, prepared: Prepare
     if config.dataset_name == "stdlib" and config.label_column in (None, "package"):
         kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
         before = sum(rows.num_rows.values())
-        rows = rows.filter(_is_in, fn_kwargs={"kept": set(kept)}, input_columns="label")
+        rows = rows.filter(set(kept).__contains__, input_columns="label")
         left_out = before - sum(rows.num_rows.values())
         prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
+    if "test" in rows and set(rows["test"]["label"]) == {-1}:
+        rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
+        prepared.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
     feature = rows["train"].features["label"]
     values = {split: _label_values(dataset, split, feature) for split, dataset in rows.items()}
     if isinstance(feature, ClassLabel):
@@ -290,7 +295,3 @@ def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
         return str(sorted(tokenizer.get_vocab().items())) + str(tokenizer.special_tokens_map)
     content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by its last use
     return json.dumps(content) + str(tokenizer.special_tokens_map)
-
-
-def _is_in(label: str, kept: set[str]) -> bool:
-    return label in kept

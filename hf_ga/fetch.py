@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_ga.batches import equal_batches, take_rows
+from hf_ga.batches import as_batch, entries_of_samples, equal_batches, take_rows
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.hashing import Stream, make_key
@@ -32,24 +32,20 @@ class Fetcher:
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
+        self.is_repeatable = False  # not known yet
+        self.sample_entries: frozenset[str] | None = None  # not known yet
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         with preserved_random_states():
             batches = self._collated(request)
-            if request.index == 0 and not all(map(equal_batches, batches, self._collated(request))):
+            if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
                 raise UnkeyedRandomness(
                     "the dataset or the collate function gave two different batches for the same samples and seeds: it draws from "
                     "a generator of its own, so the split of a window would change its result. Let it draw from torch's, numpy's "
                     "or Python's global generator, which are seeded for it: leave its seed or generator argument out."
                 )
+        self.is_repeatable = True
         return batches
-
-    def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
-        if not request.whole_window:
-            batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
-            if all(batch is not None for batch in batches):
-                return batches
-        return self._cut_from_whole_window(request)
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
         """Samples by their offsets. A random transform draws from generators seeded by (seed, epoch, position)."""
@@ -59,16 +55,25 @@ class Fetcher:
             samples.append(self.dataset[int(sample_id)])
         return samples
 
+    def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
+        if not request.whole_window:
+            batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
+            if all(batch is not None for batch in batches):
+                return batches
+        return self._cut_from_whole_window(request)
+
     def _micro_batch(self, request: WindowRequest, offsets: np.ndarray) -> dict[str, Any] | None:
         """None where the collate function drew random numbers: then its result depends on the split."""
         samples = self.samples(request, offsets)
         before = random_states()
-        batch = self.collate_fn(samples)
-        return None if moved_generators(before) else dict(batch)
+        batch = as_batch(self.collate_fn(samples))
+        return None if moved_generators(before) else batch
 
     def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""
         samples = self.samples(request, np.arange(len(request.positions)))
+        if self.sample_entries is None:
+            self.sample_entries = entries_of_samples(self.collate_fn, samples[0])
         seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
-        batch = self.collate_fn(samples)
-        return [take_rows(batch, offsets, len(samples)) for offsets in request.micro_batches]
+        batch = as_batch(self.collate_fn(samples))
+        return [take_rows(batch, offsets, self.sample_entries) for offsets in request.micro_batches]

@@ -37,7 +37,7 @@ from hf_ga.report import plot_curves, read_metrics, write_json
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import WindowLoader
 
-NUM_PROOF_SAMPLES = 32
+NUM_PROOF_SAMPLES = 64
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
 _FREE_TO_CHANGE = {
     "output_dir",
@@ -54,6 +54,7 @@ _FREE_TO_CHANGE = {
     "gradient_accumulation_steps",
     "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
 }
+_SHOWN = ("train_loss", "eval_loss", "eval_accuracy", "test_loss", "test_accuracy")
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
@@ -180,8 +181,8 @@ def _finish(config: FinetuneConfig, run: Run, data: PreparedData, progress: Prog
     metrics = read_metrics(folder / "metrics.jsonl")
     plot_curves(metrics, folder / "curves.png")
     summary = {
-        "train_loss": next(line["loss"] for line in reversed(metrics) if line["loss"] is not None),  # skipped windows have none
-        **{k: v for k, v in metrics[-1].items() if k.startswith("eval_")},
+        "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
+        **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
         "best_eval_loss": progress.best_loss,
         "unigram_entropy": data.unigram_entropy,
         "steps": progress.step,
@@ -200,7 +201,7 @@ def _finish(config: FinetuneConfig, run: Run, data: PreparedData, progress: Prog
         results = _evaluate_split(config, accelerator, run.model, data, "test", run.rule)
         summary |= {f"test_{name}": value for name, value in results.items()}
     write_json(folder / "summary.json", summary)
-    shown = {k: v for k, v in summary.items() if k in ("train_loss", "eval_loss", "eval_accuracy", "test_loss", "test_accuracy")}
+    shown = {k: v for k, v in summary.items() if k in _SHOWN and v is not None}
     accelerator.print(", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {folder}")
     return summary
 

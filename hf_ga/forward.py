@@ -1,7 +1,7 @@
 """One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,20 +36,22 @@ def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """The loss that the model's own head computed: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
+    """The loss that the model's own head computed, a scalar: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
 
     Raises:
-        LossNotAdditive: there is none.
+        LossNotAdditive: there is none, or it is not one number.
     """
-    if isinstance(outputs, Tensor) and outputs.dim() == 0:
-        return outputs
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    loss = outputs if isinstance(outputs, Tensor) and outputs.numel() == 1 else None
+    if loss is None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise LossNotAdditive(
-            f"the model returned no loss ({type(outputs).__name__}). Give it labels, or pass "
-            "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+            f"the model returned no loss (but a {type(outputs).__name__}). Let it return a dict with a loss, give it labels, or "
+            "pass loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
         )
-    return loss
+    if loss.numel() != 1:
+        raise LossNotAdditive(f"the model's loss has shape {list(loss.shape)}, but must be one number: pass loss_fn.")
+    return loss.reshape(())
 
 
 def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
@@ -75,6 +77,11 @@ def _has_float64(tensor: Tensor) -> bool:
     return tensor.device.type != "mps"
 
 
+def module_modes(model: nn.Module) -> tuple[bool, ...]:
+    """Of every module, whether it is in training mode."""
+    return tuple(module.training for module in model.modules())
+
+
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Every module gets its own training or evaluation mode back at the end."""
@@ -84,3 +91,20 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Start without gradients. At the end those that were there before are added; after an error only they are there again."""
+    earlier = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -39,6 +39,7 @@ class Place:
     """Where a mask is drawn: the module's name, the mask's shapes seen while probing, the sample axis found from them."""
 
     name: str
+    module: nn.Module
     shapes: list[torch.Size] = field(default_factory=list)
     axis: int | None = None
     can_be_keyed: bool = True
@@ -58,6 +59,7 @@ class KeyedPlaces:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.places: dict[int, Place] = {}
+        self.unkeyed: list[nn.Module] = []  # modules that draw in another way, where that was allowed
         self._names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self._names.items()}
         self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
@@ -89,6 +91,7 @@ class KeyedPlaces:
                 for num_samples in (SMALL, LARGE):
                     self._recorder.start()
                     forward(num_samples)
+                    self._recorder.boundary(self.model)  # what a loss function drew behind the last module
         finally:
             recorder, self._recorder = self._recorder, None
         problems = [f"{self._names[m]} ({type(m).__name__}) draws from {g}" for m, g in recorder.unkeyed.items()]
@@ -105,6 +108,7 @@ class KeyedPlaces:
                 + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or "
                 "accept that the split changes the randomness with allow_unkeyed (--allow_unkeyed)."
             )
+        self.unkeyed = [*recorder.unkeyed, *(place.module for place in recorder.places.values() if not place.can_be_keyed)]
         self.places = recorder.places
         self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
 
@@ -231,7 +235,7 @@ class _Recorder:
             self._states = random_states()
 
     def record(self, key: int, name: str, shape: torch.Size, stack: list[Frame]) -> None:
-        self.places.setdefault(key, Place(name)).shapes.append(shape)
+        self.places.setdefault(key, Place(name, stack[-1].module)).shapes.append(shape)
         self.on_the_way.update(frame.module for frame in stack)
 
 

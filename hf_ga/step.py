@@ -3,25 +3,26 @@
 loss of the window = sum over its micro-batches of (mean loss x targets of the micro-batch) / targets of the window
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.batches import IGNORED_LABEL
 from hf_ga.errors import ConfigError, UnkeyedRandomness
-from hf_ga.forward import LossFunction, run_forward, unwrapped
+from hf_ga.forward import LossFunction, gradients_apart, module_modes, run_forward, unwrapped
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.reduce import check_supported, sum_over_processes
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import MicroBatch, Window
 
-MAX_PROOF_SAMPLES = 32
+NUM_PROOF_SAMPLES = 64  # from all over the dataset
 
 
 @dataclass
@@ -76,9 +77,12 @@ def backward_window(
         result.loss, result.num_targets
     """
     check_supported(accelerator)
-    if loss_fn is None and _has_no_labels_that_count(window):
-        return StepResult(torch.zeros((), device=accelerator.device), 0, skipped=True)
     rule = targets or _proven(model, window, loss_fn, allow_unkeyed)
+    if rule.modes != module_modes(unwrapped(model)):
+        raise ConfigError(
+            "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
+            "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
+        )
     if rule.pad_to_window:
         window = window.padded_to_window()
     before = random_states()
@@ -86,6 +90,7 @@ def backward_window(
         stack.enter_context(_undivided(accelerator))
         stack.enter_context(accelerator.no_sync(model))
         stack.enter_context(rule.places.active())
+        stack.enter_context(gradients_apart([p for p in model.parameters() if p.requires_grad]))
         if loss_fn is None:
             result = _backward_head(accelerator, model, window, rule)
         else:
@@ -114,19 +119,23 @@ def train_step(
 
     Args:
         optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it once per process); it moves only
-            when the optimizer did. max_grad_norm: global L2 norm to clip to; None: no clipping, and no norm is computed.
+            when the optimizer did. max_grad_norm: global L2 norm to clip to; None or 0: no clipping, and no norm is computed.
         The others: see `backward_window`.
 
     Example:
         for window in windows:
             result = train_step(accelerator, model, optimizer, window, scheduler=scheduler, max_grad_norm=1.0)
     """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau wants a metric in every step: step it yourself after an evaluation, not in train_step."
+        )
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
     result = backward_window(accelerator, model, window, targets=targets, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
     if result.skipped:
         return result
-    if max_grad_norm is not None:
+    if max_grad_norm:
         result.grad_norm_tensor = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
     result.skipped = accelerator.optimizer_step_was_skipped
@@ -160,33 +169,21 @@ def _backward_sums(
     accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, loss_fn: LossFunction
 ) -> StepResult:
     """An own loss counts during its forward, so the divisor is known at the end: gradients are divided by the samples first (which
-    keeps their size) and corrected once. Gradients that were there before are put aside meanwhile.
+    keeps their size) and corrected once.
 
     A count that is a number, not a tensor on the device, saves waiting for the device.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    earlier = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
     loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
     total = 0.0
-    try:
-        for batch in _keyed_batches(accelerator, window, rule, window.micro_batches):
-            with accelerator.autocast():
-                loss, count = run_forward(model, batch, loss_fn)
-            if count := float(count):  # without targets the sum may be 0 / 0: it contributes nothing and is left out
-                accelerator.backward(loss / window.num_samples)
-                loss_sum += loss.detach().to(loss_sum.dtype)
-                total += count
-        if gradients := [p.grad for p in parameters if p.grad is not None]:
-            torch._foreach_mul_(gradients, window.num_samples / total)
-    except BaseException:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
-        raise
-    for parameter, gradient in zip(parameters, earlier, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for batch in _keyed_batches(accelerator, window, rule, window.micro_batches):
+        with accelerator.autocast():
+            loss, count = run_forward(model, batch, loss_fn)
+        if count := float(count):  # without targets the sum may be 0 / 0: it contributes nothing and is left out
+            accelerator.backward(loss / window.num_samples)
+            loss_sum += loss.detach().to(loss_sum.dtype)
+            total += count
+    if gradients := [p.grad for p in model.parameters() if p.grad is not None]:
+        torch._foreach_mul_(gradients, window.num_samples / total)
     return StepResult(loss_sum / (total or 1.0), int(total) if total.is_integer() else total, skipped=total == 0)
 
 
@@ -202,22 +199,23 @@ def _keyed_batches(
 
 
 def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool) -> TargetRule:
-    """The rule kept on the window's loader, proven now if this model and loss are new to it."""
-    # A lambda written in the loop is a new object in every window, with the same code.
-    new = (unwrapped(model), getattr(loss_fn, "__code__", loss_fn))
+    """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it."""
+    base, identity = unwrapped(model), _identity(loss_fn)
     for known_model, known_loss, rule in window.proofs:
-        if known_model is new[0] and known_loss is new[1]:
+        if known_model is base and known_loss == identity and rule.modes == module_modes(base):
             return rule
-    samples = window.samples()[:MAX_PROOF_SAMPLES]
+    samples = window.probe_samples(NUM_PROOF_SAMPLES)
     rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
-    window.proofs.append((*new, rule))
+    window.proofs[:] = [proof for proof in window.proofs if proof[0] is not base] + [(base, identity, rule)]
     return rule
 
 
-def _has_no_labels_that_count(window: Window) -> bool:
-    """Whether all labels of the window are to be ignored, so that nothing could be proven on it and there is nothing to learn."""
-    labels = [m.batch.get("labels") for m in window.micro_batches]
-    return bool(labels) and all(isinstance(v, Tensor) and bool((v == IGNORED_LABEL).all()) for v in labels)
+def _identity(function: Callable | None) -> Any:
+    """What makes a loss function the same: a lambda written in the loop is a new object in every window, with the same code."""
+    if isinstance(function, partial):
+        return _identity(function.func), function.args, tuple(sorted(function.keywords.items()))
+    closure = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    return getattr(function, "__code__", function), closure, getattr(function, "__defaults__", None)
 
 
 @contextmanager

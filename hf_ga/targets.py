@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_ga.batches import IGNORED_LABEL, Batch
-from hf_ga.forward import LossFunction
+from hf_ga.forward import LossFunction, module_modes
 from hf_ga.places import KeyedPlaces
 from hf_ga.proof import Prover
 
@@ -51,6 +51,7 @@ class TargetRule:
             then padding is kept equal too.
         places: where randomness is drawn.
         residual: the largest relative residual of the identity above, as measured.
+        modes: of every module, whether it was in training mode.
     """
 
     name: str
@@ -58,13 +59,18 @@ class TargetRule:
     width_matters: bool | None
     places: KeyedPlaces
     residual: float
+    modes: tuple[bool, ...]
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked)."""
         return RULES[self.name](batch, num_samples)
 
     def __str__(self) -> str:
-        width = "padding width does not matter" if not self.pad_to_window else "micro-batches padded to the window's width"
+        width = {
+            True: "micro-batches padded to the window's width, which matters",
+            False: "padding width does not matter",
+            None: "micro-batches padded alike, as it cannot be told whether that matters",
+        }[self.width_matters]
         return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}"
 
 
@@ -83,10 +89,11 @@ def prove_targets(
         samples: some samples of the dataset; the shortest and the longest tell whether padding matters.
         collate_fn: list of samples -> arguments of the model.
         loss_fn: own loss; then its own count is checked.
-        allow_unkeyed: accept draws that cannot be keyed; then the proof runs in evaluation mode.
+        allow_unkeyed: accept draws that cannot be keyed; in the proof the modules that draw them are in evaluation mode.
 
     Raises:
-        LossNotAdditive: no rule fits, or several that differ, or no sample has a target. UnkeyedRandomness: a draw of the model
+        LossNotAdditive: no rule fits, or several that differ, or no sample has a target. ConfigError: nothing is
+            trainable, or not in float32. UnkeyedRandomness: a draw of the model
             cannot be tied to its sample.
 
     Example:
@@ -95,10 +102,11 @@ def prove_targets(
     """
     prover = Prover(model, samples, collate_fn, loss_fn, RULES)
     with prover.untouched():
+        modes = module_modes(prover.model)
         prover.places.find(prover.forward_copies, allow_unkeyed)
-        if allow_unkeyed:
-            prover.model.eval()
+        for module in prover.places.unkeyed:  # allowed to draw in training, but the proof needs equal forwards
+            module.training = False
         with prover.places.active():
             name, residual = prover.prove_rule()
             width_matters = prover.width_matters()
-    return TargetRule(name, width_matters is not False, width_matters, prover.places, residual)
+    return TargetRule(name, width_matters is not False, width_matters, prover.places, residual, modes)

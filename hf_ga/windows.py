@@ -1,7 +1,7 @@
 """WindowLoader: dataset + order + plan -> Window objects, with workers that prefetch the next windows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class MicroBatch:
 
     Attributes:
         batch: what the collate function returned (CPU tensors, sample axis first).
-        positions: int64, shape (n,): places of the samples in the order of the epoch; they key all randomness.
+        positions: int64, shape (n,): where the samples come in the order of the epoch; they key all randomness.
         sample_ids: int64, shape (n,): indices in the dataset.
     """
 
@@ -92,15 +92,22 @@ class Window:
         return len(self.request.positions)
 
     def samples(self) -> list[Any]:
-        """All samples of the window, not collated, for a proof."""
+        """All samples of the window, not collated."""
         with preserved_random_states():
             return self.fetcher.samples(self.request, np.arange(self.num_samples))
+
+    def probe_samples(self, count: int) -> list[Any]:
+        """About `count` samples from all over the dataset, not collated, for a proof: this window's may be too few or too alike."""
+        dataset = self.fetcher.dataset
+        ids = np.unique(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
+        request = replace(self.request, positions=ids, sample_ids=ids)
+        with preserved_random_states():
+            return self.fetcher.samples(request, np.arange(len(ids)))
 
     def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
         whole = self.request.whole_window if whole_window is None else whole_window
-        fields = {**self.request.__dict__, "micro_batches": micro_batches, "whole_window": whole}
-        request = WindowRequest(**fields)
+        request = replace(self.request, micro_batches=micro_batches, whole_window=whole)
         return Window(request, self.fetcher, self.fetcher[request], self.expected_targets, self.proofs)
 
     def padded_to_window(self) -> "Window":
@@ -110,6 +117,8 @@ class Window:
 
 class WindowLoader:
     """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on the layout.
+
+    A window counts as consumed when it is handed out, so a loop that was left goes on behind it (`set_epoch` begins anew).
 
     Args:
         dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword arguments of the model.

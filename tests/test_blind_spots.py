@@ -1,0 +1,222 @@
+"""Cases in which a proof on too similar samples would accept a wrong rule, or a slice that is none would prove anything."""
+
+import helpers
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+import hf_ga
+from hf_ga.batches import entries_of_samples, equal_batches, take_rows
+
+WINDOW = 16
+
+
+class TokenMean(nn.Module):
+    """A mean over the tokens whose target is not 0, under a name that no rule reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, idx, targets):
+        return {"loss": F.cross_entropy(self.head(self.embedding(idx)).flatten(0, 1), targets.flatten(), ignore_index=0)}
+
+
+class Weighted(nn.Module):
+    """Class weights: the mean divides by the sum of the weights, not by the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.head(x), labels, weight=torch.tensor([1.0, 10.0]))}
+
+
+def pad_tokens(samples):
+    rows = nn.utils.rnn.pad_sequence([torch.tensor(sample["idx"]) for sample in samples], batch_first=True)
+    return {"idx": rows, "targets": rows}
+
+
+def stack(samples):
+    return {"x": torch.stack([s["x"] for s in samples]), "labels": torch.tensor([s["y"] for s in samples])}
+
+
+def features(count=64, minority=8):
+    return [{"x": torch.randn(4), "y": int(i % minority == 0)} for i in range(count)]
+
+
+def one_window(samples, collate, **more):
+    loader = hf_ga.WindowLoader(samples, collate, accelerator=Accelerator(), global_batch_size=WINDOW, **more)
+    return next(iter(loader))
+
+
+def test_most_rows_cut_at_one_length():
+    """Probe rows of one length would make the samples a right count of a mean over tokens."""
+    samples = [{"idx": list(range(1, 1 + (20 if i % 3 else 2 + i % 11)))} for i in range(32)]
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(TokenMean(), samples, pad_tokens)
+
+
+def test_class_weights():
+    """Probe rows of one class would hide that the classes weigh differently."""
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(Weighted(), features(), stack)
+
+
+def test_class_weights_with_a_loss_function():
+    """The remedy that the error names: sum and number of the weights."""
+
+    def loss_fn(outputs, batch):
+        weights = torch.tensor([1.0, 10.0])
+        return F.cross_entropy(outputs, batch["labels"], weight=weights, reduction="sum"), weights[batch["labels"]].sum()
+
+    model, samples, found = nn.Sequential(nn.Linear(4, 2)), features(), []
+    model.forward = lambda x: model[0](x)
+    for size in (WINDOW, 3):
+        model.zero_grad()
+        hf_ga.backward_window(Accelerator(), model, one_window(samples, stack, per_device_batch_size=size), loss_fn=loss_fn)
+        found.append(model[0].weight.grad.clone())
+    assert helpers.relative_error({"w": found[1]}, {"w": found[0]}) < 1e-6
+
+
+def test_pixels_are_counted():
+    """Labels with two axes beyond the samples: every pixel that is not ignored is a target."""
+
+    class Segmenter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(1, 3, 1)
+
+        def forward(self, x, labels):
+            return {"loss": F.cross_entropy(self.head(x), labels)}
+
+    def collate(samples):
+        return {name: torch.stack([s[name] for s in samples]) for name in ("x", "labels")}
+
+    samples = [{"x": torch.randn(1, 5, 5), "labels": torch.randint(0, 3, (5, 5))} for _ in range(8)]
+    samples[0]["labels"][:4] = -100
+    assert hf_ga.prove_targets(Segmenter(), samples, collate).name == "labels"
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda samples: {"x": torch.stack([s["x"] for s in samples], 1)}, "samples on the first axis"),
+        (lambda samples: {"batch": stack(samples)}, "dict in a dict"),
+        (lambda samples: {"x": object()}, "one row a sample"),
+        (lambda samples: (stack(samples)["x"], stack(samples)["labels"]), "must return a dict"),
+    ],
+    ids=["time first", "nested", "object", "tuple"],
+)
+def test_batches_that_cannot_be_cut(collate, message):
+    """A slice that leaves everything as it is would make any loss additive."""
+    with pytest.raises(hf_ga.DataError, match=message):
+        hf_ga.prove_targets(Weighted(), features(), collate)
+
+
+def test_entries_of_samples_and_rows():
+    def collate(samples):
+        return {"x": torch.zeros(len(samples), 2), "names": ["a"] * len(samples), "table": torch.arange(3)}
+
+    entries = entries_of_samples(collate, {})
+    assert entries == {"x", "names"}
+    taken = take_rows(collate([{}] * 3), [0, 2], entries)  # a table of 3 rows in a batch of 3 samples stays whole
+    assert (len(taken["x"]), len(taken["names"]), len(taken["table"])) == (2, 2, 3)
+
+
+def test_equal_batches():
+    nan = {"x": torch.tensor([1.0, float("nan")]), "nested": {"y": [1, "a"]}}
+    assert equal_batches(nan, {"x": nan["x"].clone(), "nested": {"y": [1, "a"]}})
+    assert not equal_batches(nan, {"x": nan["x"], "nested": {"y": [2, "a"]}})
+    assert not equal_batches({"x": torch.zeros(2)}, {"x": torch.zeros(3)})
+
+
+def test_another_mode_than_in_the_proof():
+    """BatchNorm that was frozen when the rule was proven and trains now: refused with the rule, found without it."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model.forward = lambda x, labels: {"loss": F.cross_entropy(model[2](model[1](model[0](x))), labels)}
+    model.train()[1].eval()
+    samples = features()
+    rule, window = hf_ga.prove_targets(model, samples, stack), one_window(samples, stack)
+    hf_ga.backward_window(Accelerator(), model, window, targets=rule)
+    hf_ga.backward_window(Accelerator(), model, window)
+    model.train()
+    with pytest.raises(hf_ga.ConfigError, match="modes"):
+        hf_ga.backward_window(Accelerator(), model, window, targets=rule)
+    with pytest.raises(hf_ga.LossNotAdditive, match="normalises by the statistics"):
+        hf_ga.backward_window(Accelerator(), model, window)
+
+
+def test_allow_unkeyed_still_finds_batch_norm():
+    """Only the module that draws is quiet in the proof, not everything that behaves otherwise in training."""
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x) if self.training else x
+
+    layers = nn.ModuleList([nn.Linear(4, 8), Noisy(), nn.BatchNorm1d(8), nn.Linear(8, 2)])
+    for kept in (layers, nn.ModuleList([layers[0], layers[1], layers[3]])):
+        model = nn.Sequential(*kept)
+        model.forward = lambda x, labels, model=model: {"loss": F.cross_entropy(nn.Sequential.forward(model, x), labels)}
+        if kept is layers:
+            with pytest.raises(hf_ga.LossNotAdditive, match="normalises"):
+                hf_ga.prove_targets(model, features(), stack, allow_unkeyed=True)
+        else:
+            assert hf_ga.prove_targets(model, features(), stack, allow_unkeyed=True).name == "labels"
+
+
+def test_a_loss_function_of_another_closure_is_proven_anew():
+    """Equal code is not an equal function; a lambda written in the loop is not a new one either."""
+
+    def make(reduction):
+        return lambda outputs, batch: (F.cross_entropy(outputs, batch["labels"], reduction=reduction), len(batch["labels"]))
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.forward = lambda x: model[0](x)
+    window = one_window(features(), stack)
+    for _ in range(3):
+        hf_ga.backward_window(Accelerator(), model, window, loss_fn=make("sum"))
+    assert len(window.proofs) == 1
+    with pytest.raises(hf_ga.LossNotAdditive):
+        hf_ga.backward_window(Accelerator(), model, window, loss_fn=make("mean"))
+
+
+def test_earlier_gradients_survive_an_error_of_the_head():
+    """A failure in the second micro-batch leaves what was there before, not half a window."""
+    model, calls = nn.Sequential(nn.Linear(4, 2)), []
+
+    def forward(x, labels):
+        calls.append(1)
+        if len(calls) > limit:
+            raise ZeroDivisionError
+        return {"loss": F.cross_entropy(model[0](x), labels)}
+
+    model.forward, limit = forward, 1000
+    window = one_window(features(), stack, per_device_batch_size=4)
+    hf_ga.backward_window(Accelerator(), model, window)
+    before, limit = model[0].weight.grad.clone(), len(calls) + 1
+    with pytest.raises(ZeroDivisionError):
+        hf_ga.backward_window(Accelerator(), model, window)
+    assert torch.equal(model[0].weight.grad, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_weights_are_refused(dtype):
+    with pytest.raises(hf_ga.ConfigError, match="must be float32"):
+        hf_ga.prove_targets(Weighted().to(dtype), features(), stack)
+
+
+def test_nothing_trainable():
+    with pytest.raises(hf_ga.ConfigError, match="trainable"):
+        hf_ga.prove_targets(Weighted().requires_grad_(False), features(), stack)
+
+
+def test_plateau_schedule_is_refused():
+    model = Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(hf_ga.ConfigError, match="ReduceLROnPlateau"):
+        hf_ga.train_step(Accelerator(), model, optimizer, one_window(features(), stack), scheduler=schedule)
