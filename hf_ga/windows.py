@@ -216,11 +216,16 @@ class WindowLoader:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
         )
-        for batches in loader:
-            self.num_consumed += 1
-            request = in_flight.pop(0)
-            targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-            yield Window(request, self.fetcher, batches, targets, self.proofs)
+        iterator = iter(loader)
+        try:
+            for batches in iterator:
+                self.num_consumed += 1
+                request = in_flight.pop(0)
+                targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
+                yield Window(request, self.fetcher, batches, targets, self.proofs)
+        finally:
+            if self.num_workers:  # now, not when the garbage collector comes: the loop was left early, or by an error
+                iterator._shutdown_workers()
         self.set_epoch(self.epoch + 1)
 
     def _requests(self) -> Iterator[WindowRequest]:
