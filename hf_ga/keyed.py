@@ -2,7 +2,7 @@
 
 No generator, so no state: the bits of a sample do not depend on which samples stand beside it, on how wide the batch is padded
 or on what ran before. Each axis is hashed by itself (not the flat index), so padding moves no coordinate.
-Only integer arithmetic modulo 2**32 and 2**64 is used: CPU and GPU draw the same bits.
+Only integer arithmetic modulo 2**32 and 2**64 is used, so that a GPU draws the bits of a CPU.
 """
 
 from collections.abc import Sequence
