@@ -64,7 +64,8 @@ def backward_window(
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
-        targets: what `prove_targets` returned; left out, it is proven on the first window and kept on the loader.
+        targets: what `prove_targets` returned; left out, it is proven with the first window, on samples of the whole dataset, and
+            kept on the loader.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); wins over the head's own loss.
         allow_unkeyed: go on although some draws depend on the split.
 
@@ -182,7 +183,7 @@ def _backward_sums(
             accelerator.backward(loss / window.num_samples)
             loss_sum += loss.detach().to(loss_sum.dtype)
             total += count
-    if gradients := [p.grad for p in model.parameters() if p.grad is not None]:
+    if gradients := [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]:
         torch._foreach_mul_(gradients, window.num_samples / total)
     return StepResult(loss_sum / (total or 1.0), int(total) if total.is_integer() else total, skipped=total == 0)
 
@@ -202,7 +203,7 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
     """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it."""
     base, identity = unwrapped(model), _identity(loss_fn)
     for known_model, known_loss, rule in window.proofs:
-        if known_model is base and known_loss == identity and rule.modes == module_modes(base):
+        if known_model is base and _same(known_loss, identity) and rule.modes == module_modes(base):
             return rule
     samples = window.probe_samples(NUM_PROOF_SAMPLES)
     rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
@@ -215,7 +216,15 @@ def _identity(function: Callable | None) -> Any:
     if isinstance(function, partial):
         return _identity(function.func), function.args, tuple(sorted(function.keywords.items()))
     closure = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    return getattr(function, "__code__", function), closure, getattr(function, "__defaults__", None)
+    names = ("__self__", "__defaults__")
+    return getattr(function, "__code__", function), closure, *(getattr(function, name, None) for name in names)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal numbers and texts, else the same objects: tensors in a closure have no single truth value to compare by."""
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    return value is other or (isinstance(value, int | float | str) and type(value) is type(other) and value == other)
 
 
 @contextmanager

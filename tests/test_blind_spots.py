@@ -184,6 +184,42 @@ def test_a_loss_function_of_another_closure_is_proven_anew():
         hf_ga.backward_window(Accelerator(), model, window, loss_fn=make("mean"))
 
 
+def test_tensors_in_a_closure_and_bound_methods_are_told_apart():
+    """A new tensor of equal values is proven anew, not compared by `==`; a method of another object is another function."""
+
+    class Loss:
+        def __init__(self, reduction):
+            self.reduction = reduction
+
+        def compute(self, outputs, batch):
+            return F.cross_entropy(outputs, batch["labels"], reduction=self.reduction), len(batch["labels"])
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.forward = lambda x: model[0](x)
+    window = one_window(features(), stack)
+    for _ in range(2):
+        weights = torch.tensor([1.0, 1.0])
+        weighted = lambda o, b, w=weights: (F.cross_entropy(o, b["labels"], weight=w, reduction="sum"), len(b["labels"]))  # noqa: E731
+        hf_ga.backward_window(Accelerator(), model, window, loss_fn=weighted)
+    hf_ga.backward_window(Accelerator(), model, window, loss_fn=Loss("sum").compute)
+    with pytest.raises(hf_ga.LossNotAdditive):
+        hf_ga.backward_window(Accelerator(), model, window, loss_fn=Loss("mean").compute)
+
+
+def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
+    """Only what is trained is divided by the targets."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.forward = lambda x: model[0](x)
+    model[0].bias.grad = torch.ones(2)
+    model[0].bias.requires_grad_(False)
+
+    def loss_fn(outputs, batch):
+        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), 0.5 * len(batch["labels"])
+
+    hf_ga.backward_window(Accelerator(), model, one_window(features(), stack), loss_fn=loss_fn)
+    assert model[0].bias.grad.tolist() == [1.0, 1.0]
+
+
 def test_earlier_gradients_survive_an_error_of_the_head():
     """A failure in the second micro-batch leaves what was there before, not half a window."""
     model, calls = nn.Sequential(nn.Linear(4, 2)), []
