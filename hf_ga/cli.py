@@ -4,6 +4,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,10 +89,13 @@ def _flags_of_file(path: Path) -> list[str]:
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
-    if lists := [f"{name} ({type(value).__name__})" for name, value in values.items() if isinstance(value, list | dict)]:
-        raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(lists)}.")
+    takes_list = {field.name for field in fields(FinetuneConfig) if "list[" in str(field.type)}
+    nested = {name: value for name, value in values.items() if isinstance(value, list | dict)}
+    if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or isinstance(v, dict)]:
+        raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(wrong)}.")
     # One argument each: a value of its own that begins with a dash (-1e-4) would be read as a flag.
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    single = [f"--{name}={value}" for name, value in values.items() if value is not None and name not in nested]
+    return single + [word for name, listed in nested.items() for word in (f"--{name}", *map(str, listed))]
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_ga.errors import ConfigError
-from hf_ga.layout import Layout
+from hf_ga.layout import SCALING_RULES, Layout
+from hf_ga.metrics import is_lower_better
 from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
@@ -30,6 +31,11 @@ class FinetuneConfig:
     model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
+    freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
+    lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
+    lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
+    lora_dropout: float = option(0.0, "Dropout in the adapters.")
+    lora_target_modules: list[str] | None = option(None, "Names of the linear layers that get adapters. Default: all of them.")
     # data
     dataset_name: str = option(
         "stdlib", "stdlib (embedded: documentation strings of Python), hub id, file (json, jsonl, csv, txt, parquet), or folder."
@@ -40,8 +46,17 @@ class FinetuneConfig:
     validation_split_percentage: float = option(5.0, "Percent of the training rows to validate on where there is no split.")
     task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
     text_column: str | None = option(None, "Column with the text. Default: `text`, or the only column of strings.")
-    label_column: str | None = option(None, "Column with the label. Default: `label` or `labels`.")
+    text_pair_column: str | None = option(
+        None, "Column with a second text. Default: that of well-known pairs (sentence1, sentence2)."
+    )
+    label_column: str | None = option(None, "Column with the label. Default: `label`, `labels`, or what is usual for the task.")
     max_length: int = option(128, "Tokens a sample is cut at; how many were cut is reported.")
+    block_size: int | None = option(
+        None, "causal-lm: put all texts together and cut them every so many tokens, instead of row by row."
+    )
+    mlm_probability: float = option(0.15, "masked-lm: share of the tokens that are predicted.")
+    label_smoothing: float = option(0.0, "Share of the target that is spread over all classes; validation losses are without it.")
+    class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
     per_device_train_batch_size: int = option(8, "Most samples in one micro-batch.")
     gradient_accumulation_steps: int | None = option(
@@ -53,11 +68,17 @@ class FinetuneConfig:
     drop_last_window: bool = option(False, "Leave the short last window of each epoch out.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
-    learning_rate: float | None = option(None, "Peak rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch.")
+    learning_rate: float | None = option(
+        None, "Peak rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, 2e-4 for LoRA."
+    )
+    scale_learning_rate: str | None = option(
+        None, f"Rule for a rate that was found with base_batch_size samples a step, one of: {', '.join(SCALING_RULES)}."
+    )
+    base_batch_size: int | None = option(None, "Samples in one optimizer step that learning_rate was found with.")
     weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
-    warmup_steps: int = option(20, "Optimizer steps of linear warm-up.")
+    warmup_steps: float = option(20.0, "Optimizer steps of linear warm-up; below 1: a share of all steps.")
     num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
@@ -67,8 +88,17 @@ class FinetuneConfig:
     # evaluation and output
     per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
+    eval_on_start: bool = option(False, "Evaluate before the first step too.")
+    eval_only: bool = option(False, "Train nothing: evaluate the model, predict, and write evaluation.json.")
+    predict_file: str | None = option(None, "File with rows to predict at the end; written to predictions.jsonl in output_dir.")
+    max_new_tokens: int = option(64, "causal-lm: tokens to generate for a row of predict_file.")
+    metric_for_best_model: str = option(
+        "loss", "Validation metric that chooses `best/` and stops early: loss, or one of the task's."
+    )
+    early_stopping_patience: int | None = option(None, "Stop after so many evaluations without a better metric. Default: never.")
     save_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: once per epoch.")
     save_total_limit: int = option(2, "Checkpoints to keep.")
+    report_to: str = option("none", "Trackers, with commas between: tensorboard, wandb, ...; `all` that are installed, or none.")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
     overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
     resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir) or the folder of a checkpoint.")
@@ -98,6 +128,16 @@ class FinetuneConfig:
             steps = DEFAULT_ACCUMULATION_STEPS
         return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
 
+    @property
+    def sequence_length(self) -> int:
+        """Most tokens in a sample."""
+        return self.block_size or self.max_length
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Of `metric_for_best_model`."""
+        return is_lower_better(self.metric_for_best_model)
+
     def check(self) -> None:
         """Check everything that can be checked without data.
 
@@ -114,13 +154,46 @@ class FinetuneConfig:
                 raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
         if self.seed >= 2**32:
             raise ConfigError(f"seed must be at most {2**32 - 1}, got {self.seed}.")
-        for name in ("learning_rate", "num_train_epochs", "validation_split_percentage"):
+        for name in ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
         if self.validation_split_percentage >= 100:
             raise ConfigError(f"validation_split_percentage must be below 100, got {self.validation_split_percentage}.")
+        for name in ("label_smoothing", "lora_dropout", "mlm_probability"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}.")
+        self._check_of_task()
         self._check_output_dir()
+
+    def _check_of_task(self) -> None:
+        """Flags that only some tasks know, and flags that need each other."""
+        of_tasks = {
+            "block_size": ("causal-lm",),
+            "label_smoothing": ("causal-lm", "masked-lm", "text-classification", "token-classification"),
+            "class_weights": ("text-classification", "token-classification"),
+            "text_pair_column": ("text-classification", "regression", "multi-label"),
+        }
+        for name, tasks in of_tasks.items():
+            if getattr(self, name) and self.task not in tasks:
+                raise ConfigError(f"{name} is for the task {' or '.join(tasks)}, not {self.task}: leave it out.")
+        task_metrics = TASKS[self.task].metrics or ("perplexity",)
+        _one_of("metric_for_best_model", self.metric_for_best_model.removeprefix("eval_"), ("loss", *task_metrics))
+        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
+        if (self.scale_learning_rate is None) != (self.base_batch_size is None):
+            raise ConfigError("scale_learning_rate and base_batch_size need each other: give both, or neither.")
+        if self.scale_learning_rate is not None:
+            _one_of("scale_learning_rate", self.scale_learning_rate, SCALING_RULES)
+            if self.learning_rate is None:
+                raise ConfigError("scale_learning_rate needs the learning_rate that was found with base_batch_size.")
+        if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
+            raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
+        if self.lora_r is not None and self.freeze:
+            raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
+        if self.eval_only and self.resume_from_checkpoint is not None:
+            raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
+        if self.eval_only and self.model_name_or_path is None:
+            raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
 
     def _check_output_dir(self) -> None:
         folder = Path(self.output_dir)
@@ -130,6 +203,8 @@ class FinetuneConfig:
         if not os.access(existing, os.W_OK):
             raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
         used = folder.is_dir() and any(folder.iterdir())
+        if self.eval_only:  # writes files of its own beside a run's
+            return
         if used and not self.overwrite_output_dir and self.resume_from_checkpoint is None:
             raise ConfigError(
                 f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
@@ -154,6 +229,13 @@ _AT_LEAST = {
     "max_steps": 1,
     "max_grad_norm": 0,
     "seed": 0,
+    "block_size": 2,
+    "label_smoothing": 0,
+    "lora_r": 1,
+    "lora_dropout": 0,
+    "base_batch_size": 1,
+    "max_new_tokens": 1,
+    "early_stopping_patience": 1,
     "eval_steps": 1,
     "save_steps": 1,
     "save_total_limit": 1,

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, Value, load_from_disk
@@ -50,15 +51,24 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     than once (a property's getter and setter, definitions under `if` and `else`): the split follows the name, so
     such rows stay together.
     """
-    folder = folder or _stdlib_folder()
     seen = set()
-    for path in _source_files(folder):
-        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+    for module, path in modules(folder):
         tree = _parse(path)
         for name, text in _docstrings(tree, module) if tree else ():
             if text not in seen:
                 seen.add(text)
                 yield {"name": name, "package": module.partition(".")[0], "text": text}
+
+
+def modules(folder: Path | None = None) -> Iterator[tuple[str, Path]]:
+    """Yield dotted name and path of every module below `folder` (default: the standard library), always in the same order.
+
+    >>> [name for name, path in modules()][:3]
+    ['__future__', '__hello__', '__phello__']
+    """
+    folder = folder or _stdlib_folder()
+    for path in _source_files(folder):
+        yield ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"), path
 
 
 def split_of(name: str) -> str:
@@ -83,9 +93,7 @@ def load_stdlib(cache_dir: Path | None = None) -> DatasetDict:
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
     """
-    folder = _cache_folder(cache_dir, "corpus")
-    _build_once(folder, lambda new: _split_rows(stdlib_rows()).save_to_disk(new))
-    return load_from_disk(folder)
+    return load_from_disk(kept_folder(cache_dir, "corpus", lambda new: split_rows(stdlib_rows(), FEATURES).save_to_disk(new)))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
@@ -116,13 +124,38 @@ def load_stdlib_tokenizer(vocab_size: int = 4000, cache_dir: Path | None = None)
     >>> load_stdlib_tokenizer().decode(load_stdlib_tokenizer()("Return the queue.")["input_ids"])
     'Return the queue.'
     """
-    folder = _cache_folder(cache_dir, f"tokenizer-{vocab_size}")
 
     def build(new: Path) -> None:
         train_tokenizer(load_stdlib(cache_dir)["train"]["text"], vocab_size).save_pretrained(new)
 
+    return AutoTokenizer.from_pretrained(kept_folder(cache_dir, f"tokenizer-{vocab_size}", build))
+
+
+def split_rows(rows: Iterable[dict[str, Any]], features: Features) -> DatasetDict:
+    """Return `rows` as splits train, validation and test, by `split_of` of a row's name.
+
+    Of a name such as "asyncio.queues:99", a line, only the module counts: what stands before the colon.
+    Raises DataError where a split would have no row.
+    """
+    by_split = {split: [] for split in SPLITS}
+    for row in rows:
+        by_split[split_of(row["name"].partition(":")[0])].append(row)
+    if not all(by_split.values()):
+        raise DataError(
+            f"too few rows in {_stdlib_folder()} for three splits: this Python seems to come without "
+            "the sources of its library; use one that has them, or another dataset"
+        )
+    return DatasetDict({split: Dataset.from_list(rows, features=features) for split, rows in by_split.items()})
+
+
+def kept_folder(cache_dir: Path | None, content: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder in `cache_dir` that keeps `content` of this library; where it is missing, `build` writes it first.
+
+    `build` gets the path to write to. Concurrent processes may call it.
+    """
+    folder = _cache_folder(cache_dir, content)
     _build_once(folder, build)
-    return AutoTokenizer.from_pretrained(folder)
+    return folder
 
 
 def package_labels(dataset: DatasetDict, minimum_rows: int = 100) -> list[str]:
@@ -198,18 +231,6 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _docstrings(child, f"{name}.{child.name}")
         elif not isinstance(child, ast.expr):  # definitions stand under if, try, with, ..., never in an expression
             yield from _docstrings(child, name)
-
-
-def _split_rows(rows: Iterable[dict[str, str]]) -> DatasetDict:
-    by_split = {split: [] for split in SPLITS}
-    for row in rows:
-        by_split[split_of(row["name"])].append(row)
-    if not all(by_split.values()):
-        raise DataError(
-            f"too few documentation strings in {_stdlib_folder()} for three splits: this Python seems to come without "
-            "the sources of its library; use one that has them, or another dataset"
-        )
-    return DatasetDict({split: Dataset.from_list(rows, features=FEATURES) for split, rows in by_split.items()})
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -1,28 +1,28 @@
 """Datasets -> tokenised samples. Everything that is wrong with the data is found here, before a model is built."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Value
 from datasets.fingerprint import Hasher
-from datasets.utils import logging
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga import corpus
+from hf_ga import corpus, source_lines
+from hf_ga.batches import IGNORED_LABEL
+from hf_ga.chat import chat_columns
+from hf_ga.columns import choose_columns
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import DataError
-from hf_ga.order import epoch_order
+from hf_ga.labels import encode_labels
+from hf_ga.masking import KeyedMasks
+from hf_ga.sources import SPLITS, load_file, load_rows
 from hf_ga.tasks import TASKS, Task
-
-FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
-SPLITS = ("train", "validation", "test")
-VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
+from hf_ga.tokenization import cut_into_blocks, tokenize_completions
 
 
 @dataclass
@@ -31,170 +31,174 @@ class PreparedData:
 
     Attributes:
         splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenisation returns.
-        labels: names of the labels, in the order of their ids; empty for language models.
+        columns: which column of the rows has which role.
+        labels: names of the labels, in the order of their ids; empty for language models and regression.
         description: one line on where the rows come from. facts: lines on rows that were cut, left out or have no target.
-        unigram_entropy: of the training tokens, nats per token. content_hash: of the training samples, wherever they came from.
+        unigram_entropy: of the training tokens that may be targets, nats per token; None where tokens are not predicted.
+        content_hash: of the training samples, wherever they came from.
     """
 
     task: Task
     splits: dict[str, Dataset]
     tokenizer: PreTrainedTokenizerBase
-    labels: list[str]
+    columns: dict[str, str]
+    mlm_probability: float
     description: str
+    labels: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    unigram_entropy: float = 0.0
+    unigram_entropy: float | None = None
     content_hash: str = ""
 
-    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def collate(self) -> Any:
         """Samples -> arguments of the model."""
-        return self.task.collate(samples, self.tokenizer.pad_token_id)
+        return self.task.collator(self.tokenizer, len(self.labels), self.mlm_probability)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows are prompts with completions."""
+        return bool(chat_columns(self.columns, needs_completion=False))
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether targets are drawn anew in every epoch."""
+        return self.task.pipeline == "fill-mask"
+
+    def samples(self, split: str) -> Any:
+        """What a loader of windows reads: the samples of a split, for a masked LM with keys for their masks."""
+        return KeyedMasks(self.splits[split]) if self.is_masked else self.splits[split]
 
 
-def load_rows(config: FinetuneConfig) -> DatasetDict:
-    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenised.
-
-    Raises:
-        DataError: a missing or unreadable file, an unknown dataset, no training rows.
-    """
-    files = {"validation": config.validation_file, "test": config.test_file}
-    extra = {split: _load_file(file) for split, file in files.items() if file}
-    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
-    if name == "stdlib":
-        rows = corpus.load_stdlib()
-    elif _file_kind(path) or path.is_file():
-        rows = DatasetDict(train=_load_file(name))
-    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        loaded = _load(name, load_from_disk, path)
-        rows = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
-    elif name.startswith((".", "/", "~")) and not path.exists():
-        raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
-    else:
-        rows = _load(name, load_dataset, name, config.dataset_config_name)
-    renamed = {alias: "validation" for alias in VALIDATION_ALIASES if alias in rows and "validation" not in rows}
-    rows = DatasetDict({**{renamed.get(split, split): dataset for split, dataset in rows.items()}, **extra})
-    if "train" not in rows or not len(rows["train"]):
-        raise DataError(f"dataset_name {name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to train on.")
-    return _with_validation(DatasetDict({split: rows[split] for split in SPLITS if split in rows}), config)
-
-
-def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
     """Load, check and tokenise. Rows that are cut, empty or without target are counted and said, never silently dropped.
+
+    Args:
+        known: label names that the model has already, in its order.
 
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
     task, rows = TASKS[config.task], load_rows(config)
     _complete_tokenizer(tokenizer, task)
-    prepared = PreparedData(task, {}, tokenizer, [], f"{config.dataset_name}: {dict(rows.num_rows)} rows")
-    if config.dataset_name == "stdlib":
-        prepared.description = corpus.describe(rows)
-    rows = _select_columns(rows, config, prepared)
+    prepared = PreparedData(task, {}, tokenizer, {}, config.mlm_probability, _describe(rows, config))
+    prepared.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
+    if rows:
+        prepared.columns = choose_columns(rows, config, task)
+        rows = _labelled(_renamed(rows, prepared.columns), config, prepared, known)
     for split in SPLITS:
-        if split in rows:
+        if split in rows and not (config.eval_only and split == "train"):
             prepared.splits[split] = _tokenised(rows[split], split, config, prepared)
     for split, dataset in prepared.splits.items():
         if not sum(dataset["num_targets"]):
             raise DataError(
-                f"none of the {len(dataset)} {split} rows has a target: for causal-lm a row needs at least 2 tokens, the "
-                "end-of-text token included."
+                f"none of the {len(dataset)} {split} rows has a target: a language model needs at least 2 tokens in a row, the "
+                "end-of-text token included, and a completion that max_length does not cut off."
             )
-    _measure(prepared)
+    if "train" in prepared.splits:
+        _measure(prepared)
     return prepared
 
 
-def _measure(prepared: PreparedData) -> None:
-    """What a model must beat (unigram entropy, majority class), and a hash of what it will be trained on."""
-    train = prepared.splits["train"].with_format("numpy")
-    ids = np.concatenate(train["input_ids"][:])
-    prepared.unigram_entropy = corpus.unigram_entropy(np.bincount(ids, minlength=len(prepared.tokenizer)))
-    columns = [ids, train["length"][:]]
-    if prepared.labels:
-        columns.append(train["label"][:])
-        labels, counts = np.unique(prepared.splits["validation"]["label"], return_counts=True)
-        name, share = prepared.labels[labels[counts.argmax()]], counts.max() / counts.sum()
-        prepared.facts.append(f"majority class of validation: {name}, {share:.1%} of {counts.sum()} rows")
-    prepared.content_hash = Hasher.hash([prepared.labels, *(np.asarray(c, np.int64).tobytes() for c in columns)])
+def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) -> tuple[Dataset, Dataset, Dataset]:
+    """A file of rows to predict.
+
+    Returns:
+        (the rows as they are, their columns under the names of the roles, the samples: one a row, empty where the row is). For
+        token classification `label` is the number of the word, at its first piece.
+
+    Raises:
+        DataError: the file cannot be read, or lacks a column.
+    """
+    rows = load_file(file)
+    if not data.columns:  # nothing else was read
+        data.columns = choose_columns(DatasetDict(predict=rows), config, data.task, needs_label=False)
+    roles = data.columns
+    completions = {"completion", "output", "label"}  # what is asked for
+    roles = {role: column for role, column in roles.items() if role not in completions}
+    for role, column in roles.items():
+        if column not in rows.column_names:
+            raise DataError(f"predict_file {file} lacks the column {column!r} ({role}); it has: {', '.join(rows.column_names)}.")
+    named = _renamed(DatasetDict(predict=rows), roles)["predict"]
+    inputs = named
+    if data.task.labels == "tags":
+        inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
+    tokenize = _no_samples if data.task.pipeline == "text-generation" else data.task.tokenize
+    samples = inputs.map(
+        partial(tokenize, tokenizer=data.tokenizer, max_length=config.max_length),
+        batched=True,
+        remove_columns=inputs.column_names,
+        load_from_cache_file=False,
+        desc="tokenising rows to predict",
+    )
+    return rows, named, samples
 
 
-def _select_columns(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
-    """Keep the text as `text` and, where the task needs it, the label as an integer in `label`."""
-    columns = rows["train"].column_names
-    text = config.text_column or _default_text_column(rows["train"])
-    wanted = {"text": text}
-    if prepared.task.needs_labels:
-        default = "package" if config.dataset_name == "stdlib" else next((c for c in ("label", "labels") if c in columns), "label")
-        wanted["label"] = config.label_column or default
-    for split, dataset in rows.items():
-        for role, column in wanted.items():
-            if column not in dataset.column_names:
-                raise DataError(
-                    f"{role}_column {column!r} is not in the {split} rows, which have: {', '.join(dataset.column_names)}. Name it "
-                    f"with --{role}_column."
-                )
-    if len(set(wanted.values())) < len(wanted):
-        raise DataError(f"text_column and label_column are both {text!r}: name two columns.")
-    # Kept under their new names; a column that is called `text` or `label` but is not the chosen one must go first.
-    rows = rows.select_columns(list(wanted.values()))
-    rows = rows.rename_columns({column: role for role, column in wanted.items() if column != role})
-    _check_texts(rows)
-    return _with_label_ids(rows, config, prepared) if prepared.task.needs_labels else rows
+def _no_samples(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> dict[str, list]:
+    """Of prompts, which are tokenised when they are continued."""
+    return {"length": [0] * len(next(iter(rows.values())))}
 
 
-def _with_label_ids(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData) -> DatasetDict:
-    if config.dataset_name == "stdlib" and config.label_column in (None, "package"):
+def _describe(rows: DatasetDict, config: FinetuneConfig) -> str:
+    if config.dataset_name != "stdlib":
+        return f"{config.dataset_name}: {dict(rows.num_rows)} rows"
+    if "train" in rows:
+        return source_lines.describe_source_lines(rows) if config.task == "token-classification" else corpus.describe(rows)
+    files = {"validation": config.validation_file, "test": config.test_file}
+    return ", ".join(f"{files[split]}: {len(rows[split])} {split} rows" for split in rows) or "no rows to evaluate"
+
+
+def _labelled(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData, known: Sequence[str] | None) -> DatasetDict:
+    if prepared.task.labels == "none":
+        return rows
+    if config.dataset_name == "stdlib" and prepared.columns["label"] == "package" and "train" in rows:
         kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
         before = sum(rows.num_rows.values())
         rows = rows.filter(set(kept).__contains__, input_columns="label")
         left_out = before - sum(rows.num_rows.values())
         prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
-    if "test" in rows and set(rows["test"]["label"]) == {-1}:
+    if "test" in rows and prepared.task.labels in ("class", "number") and all(value == -1 for value in rows["test"]["label"]):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
         prepared.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
-    feature = rows["train"].features["label"]
-    values = {split: _label_values(dataset, split, feature) for split, dataset in rows.items()}
-    if isinstance(feature, ClassLabel):
-        prepared.labels = feature.names
-        ids = {value: index for index, name in enumerate(feature.names) for value in (name, index)}
-    else:
-        names = sorted(set(values["train"]), key=lambda value: (str(type(value)), value))
-        prepared.labels = [str(name) for name in names]
-        ids = {name: index for index, name in enumerate(names)}
-    if len(prepared.labels) < 2:
-        raise DataError(f"all training rows have the label {prepared.labels[0]!r}: there is nothing to tell apart.")
-    for split in rows:
-        if unknown := set(values[split]) - set(ids):
-            shown = ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
+        if not rows:
+            raise DataError("all labels of the test rows are -1, which means unlabelled: there is nothing to evaluate.")
+    rows, prepared.labels = encode_labels(rows, prepared.task.labels, known)
+    return rows
+
+
+def _renamed(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
+    """The chosen columns under the names of their roles; others that have such a name go first.
+
+    Raises:
+        DataError: texts are not strings, or words not lists of them.
+    """
+    rows = rows.select_columns(list(roles.values()))
+    rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
+    for split, dataset in rows.items():
+        for role in {"text", "text_pair"} & set(dataset.column_names):
+            feature = dataset.features[role]
+            if not (isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")):
+                raise DataError(f"the text column of the {split} rows holds {feature}, not strings: choose with --{role}_column.")
+        if "tokens" in dataset.column_names and not _are_words(dataset.features["tokens"]):
             raise DataError(
-                f"labels of the {split} rows that training does not know: {shown}; it knows {len(prepared.labels)}, such as "
-                f"{', '.join(prepared.labels[:5])}. Every label must occur in training: leave other rows out."
+                f"the words of the {split} rows must be lists of strings, but their column holds {dataset.features['tokens']}: "
+                "choose with --text_column."
             )
-    return DatasetDict(
-        {
-            split: dataset.remove_columns("label").add_column("label", [ids[v] for v in values[split]])
-            for split, dataset in rows.items()
-        }
-    )
+    return rows
 
 
-def _label_values(dataset: Dataset, split: str, train_feature: Any) -> list[Any]:
-    """The label of each row: a name or a whole number."""
-    feature, values = dataset.features["label"], list(dataset["label"])
-    if not isinstance(feature, Value | ClassLabel) or any(v is None or isinstance(v, float) for v in values):
-        raise DataError(
-            f"the labels must be names or whole numbers, but the label column of the {split} rows holds {feature}, such as "
-            f"{values[:3]}: choose with --label_column."
-        )
-    if isinstance(feature, ClassLabel) and feature != train_feature:  # other numbers for the names: go by the names
-        return [feature.names[v] if 0 <= v < len(feature.names) else v for v in values]
-    return values
+def _are_words(feature: Any) -> bool:
+    inner = getattr(feature, "feature", None)
+    return isinstance(inner, Value) and ("string" in inner.dtype or inner.dtype == "null")
 
 
 def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
-    tokenizer = prepared.tokenizer
+    tokenizer, is_chat = prepared.tokenizer, bool(chat_columns(rows.column_names))
+    tokenize = tokenize_completions if is_chat else prepared.task.tokenize
+    max_length = None if config.block_size else config.max_length
     # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
-    key = [rows._fingerprint, config.task, config.max_length, _contents(tokenizer)]
+    key = [rows._fingerprint, config.task, is_chat, max_length, _contents(tokenizer), _FORMAT]
     dataset = rows.map(
-        partial(prepared.task.tokenize, tokenizer=tokenizer, max_length=config.max_length),
+        partial(tokenize, tokenizer=tokenizer, max_length=max_length),
         batched=True,
         remove_columns=rows.column_names,
         new_fingerprint=Hasher.hash(key),
@@ -212,71 +216,60 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
     prepared.facts += [f"{split}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
     if not len(dataset):
         raise DataError(f"all {len(lengths)} {split} rows are empty: there is nothing to use.")
+    if config.block_size:
+        num_rows, dataset = len(dataset), cut_into_blocks(dataset, config.block_size)
+        sizes = f"{len(dataset)} blocks of {config.block_size} tokens (the last has {dataset['length'][-1]})"
+        prepared.facts.append(f"{split}: {num_rows} rows, {sum(dataset['length'])} tokens, put together and cut into {sizes}")
     return dataset
 
 
-def _with_validation(rows: DatasetDict, config: FinetuneConfig) -> DatasetDict:
-    if "validation" in rows:
-        return rows
-    train, seed = rows["train"], 0  # not the run's seed: runs with other seeds must stay comparable
-    size = max(1, round(len(train) * config.validation_split_percentage / 100))
-    if size >= len(train):
-        raise DataError(f"{len(train)} training rows are too few to take validation rows from: give --validation_file.")
-    order = epoch_order(len(train), seed, 0)
-    parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
-    return DatasetDict({**rows, **parts})
+def _measure(prepared: PreparedData) -> None:
+    """What a model must beat (unigram entropy, the most frequent label), and a hash of what it will be trained on."""
+    train = prepared.splits["train"].with_format("numpy")
+    ids = np.concatenate(train["input_ids"][:])
+    columns = [ids, train["length"][:]]
+    if "token_type_ids" in train.column_names:
+        columns.append(np.concatenate(train["token_type_ids"][:]))
+    if prepared.task.labels == "none":
+        counts = np.bincount(ids, minlength=len(prepared.tokenizer))
+        if "labels" in train.column_names:  # of a completion: only its tokens are predicted
+            columns.append(np.concatenate(train["labels"][:]))
+            counts = np.bincount(columns[-1][columns[-1] != IGNORED_LABEL], minlength=len(prepared.tokenizer))
+        if prepared.is_masked:
+            counts[list(prepared.tokenizer.all_special_ids)] = 0
+        prepared.unigram_entropy = corpus.unigram_entropy(counts)
+    else:
+        labels = list(train["label"][:])
+        columns += [_flat(labels), np.array([np.size(of_row) for of_row in labels])]
+        _say_baseline(prepared)
+    hashed = [np.asarray(c, np.float64 if c.dtype.kind == "f" else np.int64).tobytes() for c in columns]
+    prepared.content_hash = Hasher.hash([prepared.labels, *hashed])
 
 
-def _load_file(file: str) -> Dataset:
-    path = Path(file).expanduser()
-    kind = _file_kind(path)
-    if not path.is_file():
-        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
-    if kind is None:
-        raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
-    if path.stat().st_size == 0:
-        raise DataError(f"the file {file} is empty.")
-    return _load(file, load_dataset, kind, data_files=str(path), split="train")
+def _say_baseline(prepared: PreparedData) -> None:
+    """What the simplest guess reaches on the validation rows."""
+    labels = _flat(prepared.splits["validation"].with_format("numpy")["label"][:])
+    if prepared.task.labels == "number":
+        mean = _flat(prepared.splits["train"].with_format("numpy")["label"][:]).mean()
+        prepared.facts.append(f"guessing the mean of training, {mean:.4g}: mean absolute error {np.abs(labels - mean).mean():.4g}")
+        return
+    names, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)
+    if not len(names):
+        return
+    total = len(prepared.splits["validation"]) if prepared.task.labels == "classes" else counts.sum()
+    share, kind = counts.max() / total, {"tags": "tags"}.get(prepared.task.labels, "rows")
+    prepared.facts.append(f"majority class of validation: {prepared.labels[names[counts.argmax()]]}, {share:.1%} of {total} {kind}")
 
 
-def _load(name: str, load: Callable, *args: Any, **kwargs: Any) -> Any:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
-    try:
-        return load(*args, **kwargs)
-    except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
-        cause = error.__cause__ or error
-        if "corresponds to no data" in str(cause):
-            raise DataError(f"cannot load {name}: it has no rows.") from error
-        reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
-        raise DataError(f"cannot load {name}: {type(cause).__name__}: {reason}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def _file_kind(path: Path) -> str | None:
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return FILE_KINDS.get(suffixes[-1]) if suffixes else None
-
-
-def _default_text_column(dataset: Dataset) -> str:
-    strings = [name for name, feature in dataset.features.items() if isinstance(feature, Value) and "string" in feature.dtype]
-    if "text" in dataset.column_names or not strings:
-        return "text"
-    if len(strings) > 1 and not {"label", "labels"} & set(strings):
-        return "text"
-    return next(name for name in strings if name not in ("label", "labels"))
-
-
-def _check_texts(rows: DatasetDict) -> None:
-    for split, dataset in rows.items():
-        feature = dataset.features["text"]
-        if not (isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")):
-            raise DataError(f"the text column of the {split} rows holds {feature}, not strings: choose with --text_column.")
+def _flat(column: Any) -> np.ndarray:
+    """A column of numbers or of lists of numbers as one vector."""
+    values = list(column)
+    parts = [np.atleast_1d(v) for v in values if np.size(v)]  # an empty list has no type, or another
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
-    """A padding token where there is none, and for a classifier <cls> and <sep> where the tokenizer has them but adds nothing (that
+    """A padding token where there is none, and for an encoder <cls> and <sep> where the tokenizer has them but adds nothing (that
     of the embedded corpus; pretrained ones add theirs).
     """
     if tokenizer.pad_token_id is None:
@@ -284,14 +277,20 @@ def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
     special = [
         (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
     ]
-    if task.needs_labels and tokenizer.num_special_tokens_to_add() == 0 and len(special) == 2:
-        template = f"{special[0][0]} $A {special[1][0]}"
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    if task.pipeline != "text-generation" and tokenizer.num_special_tokens_to_add() == 0 and len(special) == 2:
+        first, end = special[0][0], special[1][0]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
+        )
 
 
 def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
+    extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return str(sorted(tokenizer.get_vocab().items())) + str(tokenizer.special_tokens_map)
+        return str(sorted(tokenizer.get_vocab().items())) + extra
     content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by its last use
-    return json.dumps(content) + str(tokenizer.special_tokens_map)
+    return json.dumps(content) + extra
+
+
+_FORMAT = 3  # part of the cache key: raise it whenever tokenisation would give other samples

@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from hf_ga.forward import LossFunction, accepted_arguments, head_loss, restored_modes
-from hf_ga.metrics import METRICS
+from hf_ga.metrics import METRICS, predictions_and_references
 from hf_ga.plan import plan_by_sizes
 from hf_ga.targets import TargetRule
 from hf_ga.windows import WindowLoader
@@ -50,8 +50,8 @@ def evaluate(
     """Evaluate in evaluation mode; the modes of all modules are put back.
 
     Args:
-        windows: see `evaluation_windows`. rule: counts targets as training does. metrics: keys of `METRICS`, on the argmax of
-            `outputs.logits` against `labels`.
+        windows: see `evaluation_windows`. rule: counts targets as training does. metrics: keys of `METRICS`; what they compare is
+            said in `metrics.predictions_and_references`.
 
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics; without
@@ -73,8 +73,11 @@ def evaluate(
                     total, count = loss_fn(outputs, batch)
                 loss_sum += total.double().cpu()
                 num_targets += float(count)
-                for metric in objects:
-                    metric.add_batch(predictions=outputs.logits.argmax(-1).cpu().numpy(), references=batch["labels"].cpu().numpy())
+                if objects:
+                    logits, labels = outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy()
+                    predictions, references = predictions_and_references(logits, labels)
+                    for metric in objects if len(references) else ():
+                        metric.add_batch(predictions=predictions, references=references)
     loss = float(loss_sum) / num_targets if num_targets else float("nan")
     results = {"loss": loss, "num_targets": num_targets}
     if not metrics:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_ga.batches import Batch
 from hf_ga.errors import LossNotAdditive
+from hf_ga.precision import at_least_float32
 
 # (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
@@ -38,6 +39,8 @@ def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def head_loss(outputs: Any) -> Tensor:
     """The loss that the model's own head computed, a scalar: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
 
+    One in half precision comes as float32: it is going to be weighted and scaled.
+
     Raises:
         LossNotAdditive: there is none, or it is not one number.
     """
@@ -51,7 +54,7 @@ def head_loss(outputs: Any) -> Tensor:
         )
     if loss.numel() != 1:
         raise LossNotAdditive(f"the model's loss has shape {list(loss.shape)}, but must be one number: pass loss_fn.")
-    return loss.reshape(())
+    return at_least_float32(loss.reshape(()))
 
 
 def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +73,9 @@ def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) ->
     total, count = loss_fn(outputs, batch)
     if not isinstance(total, Tensor) or total.dim():
         raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
-    return total, torch.as_tensor(count, device=total.device, dtype=torch.float64 if _has_float64(total) else None)
+    return at_least_float32(total), torch.as_tensor(
+        count, device=total.device, dtype=torch.float64 if _has_float64(total) else None
+    )
 
 
 def _has_float64(tensor: Tensor) -> bool:

@@ -1,8 +1,26 @@
-"""Batch arithmetic: processes x micro-batch size x accumulation steps, and the window they make."""
+"""Batch arithmetic: processes x micro-batch size x accumulation steps, the window they make, and rates for another window."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_ga.errors import ConfigError
+
+# Factor of the learning rate for k times the batch. linear: of SGD (Goyal et al. 2017, arXiv:1706.02677); sqrt: of Adam and its kin
+# (Malladi et al. 2022, arXiv:2205.10287).
+SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+
+
+def scaled_learning_rate(learning_rate: float, rule: str, base_batch_size: int, window_size: int) -> float:
+    """The rate for windows of `window_size` samples, given one that was found with `base_batch_size`.
+
+    Raises:
+        KeyError: the rule is not in `SCALING_RULES`.
+
+    >>> scaled_learning_rate(1e-3, "sqrt", base_batch_size=32, window_size=128)
+    0.002
+    """
+    return learning_rate * SCALING_RULES[rule](window_size / base_batch_size)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm.auto import tqdm
 
+from hf_ga.adapters import part_to_keep
 from hf_ga.batches import count_tokens
 from hf_ga.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.errors import CheckpointError, DataError
-from hf_ga.forward import unwrapped
+from hf_ga.forward import LossFunction
+from hf_ga.precision import load_scaler_state, scaler_state
 from hf_ga.report import MetricsFile
-from hf_ga.step import train_step
+from hf_ga.step import StepResult, train_step
 from hf_ga.targets import TargetRule
 from hf_ga.windows import Window, WindowLoader
 
@@ -31,14 +33,16 @@ class Progress:
 
     Attributes:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
-        best_loss: lowest validation loss so far. metrics_size: bytes of metrics.jsonl.
+        best_metric: best value of the metric that chooses the best model. evaluations_since_best: how many came after it.
+        metrics_size: bytes of metrics.jsonl.
     """
 
     step: int = 0
     num_windows: int = 0
     num_skipped: int = 0
     skipped_in_a_row: int = 0
-    best_loss: float = math.inf
+    best_metric: float | None = None
+    evaluations_since_best: int = 0
     metrics_size: int = 0
 
 
@@ -47,7 +51,9 @@ class Run:
     """All that `fit` puts together. Steps are optimizer steps.
 
     Attributes:
-        evaluate: () -> metrics with `loss`. save_best: called when the validation loss is the lowest so far.
+        loss_fn: None: the head's own loss. evaluate: (split, by default validation) -> metrics with `loss`.
+        save_best: called when the metric of the best model is the best so far.
+        patience: evaluations without a better metric after which the run stops; None: it does not.
         max_windows, max_steps: where to stop, whichever comes first. identity: what must be equal for a resumed run to be the same.
     """
 
@@ -57,12 +63,17 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader
     rule: TargetRule
-    evaluate: Callable[[], dict[str, float]]
+    loss_fn: LossFunction | None
+    evaluate: Callable[..., dict[str, float]]
     save_best: Callable[[], None]
+    metric_for_best_model: str
+    lower_is_better: bool
+    patience: int | None
     output_dir: Path
     max_windows: int
     max_steps: int
     eval_steps: int
+    eval_on_start: bool
     save_steps: int
     save_total_limit: int
     max_grad_norm: float | None
@@ -86,6 +97,8 @@ def fit(run: Run, progress: Progress) -> Progress:
     )
     run.model.train()
     with closing(MetricsFile(run.output_dir / "metrics.jsonl", progress.metrics_size)) as metrics, bar:
+        if run.eval_on_start and not progress.num_windows:
+            metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
         while not _finished(run, progress):
             for window in run.windows:
                 line = _train_on(run, progress, window)
@@ -97,6 +110,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
+                run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
                 if due and (progress.step % run.save_steps == 0 or _finished(run, progress)):
                     save(run, progress)
                 if _finished(run, progress):
@@ -110,9 +124,10 @@ def save(run: Run, progress: Progress) -> Path:
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
         "scheduler": run.scheduler.state_dict(),
+        "scaler": scaler_state(run.accelerator),
         "identity": run.identity,
     }
-    return save_checkpoint(run.output_dir, progress.step, unwrapped(run.model), run.optimizer, state, keep=run.save_total_limit)
+    return save_checkpoint(run.output_dir, progress.step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
 
 
 def resume(run: Run, folder: Path) -> Progress:
@@ -121,7 +136,7 @@ def resume(run: Run, folder: Path) -> Progress:
     Raises:
         CheckpointError: the checkpoint is damaged or of a run with other settings.
     """
-    state = load_checkpoint(folder, unwrapped(run.model), run.optimizer)
+    state = load_checkpoint(folder, part_to_keep(run.model), run.optimizer)
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
     saved = state["identity"]
@@ -129,6 +144,7 @@ def resume(run: Run, folder: Path) -> Progress:
         raise CheckpointError(f"{folder} is of another run; changed: {', '.join(changed)}. Use the same settings, or start anew.")
     run.windows.load_state_dict(state["windows"])
     run.scheduler.load_state_dict(state["scheduler"])
+    load_scaler_state(run.accelerator, state.get("scaler"))
     return Progress(**state["progress"])
 
 
@@ -143,6 +159,7 @@ def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:
         scheduler=run.scheduler,
         max_grad_norm=run.max_grad_norm,
         targets=run.rule,
+        loss_fn=run.loss_fn,
         allow_unkeyed=run.allow_unkeyed,
     )
     loss, grad_norm = result.loss, result.grad_norm  # waits for the device
@@ -152,28 +169,41 @@ def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:
     progress.num_skipped += result.skipped
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-        raise DataError(
-            f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: their "
-            "samples have no targets. Look at the labels, or leave such rows out."
-        )
-    return {
+        raise DataError(_why_skipped(window, result))
+    line = {
         "step": progress.step,
         "epoch": window.epoch + (window.index + 1) / len(run.windows),
         "loss": None if result.skipped else loss,
-        "grad_norm": grad_norm,
+        "grad_norm": None if result.skipped else grad_norm,  # of an overflow it is no number
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
         "tokens_per_second": round(sum(count_tokens(m.batch, len(m)) for m in window.micro_batches) / seconds, 1),
         "skipped": result.skipped,
     }
+    return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}
+
+
+def _why_skipped(window: Window, result: StepResult) -> str:
+    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: "
+    if result.overflowed:
+        return where + (
+            f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}. Lower the learning rate, or train "
+            "in bf16 or float32."
+        )
+    return where + "their samples have no targets. Look at the labels, or leave such rows out."
 
 
 def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
-    if progress.step % run.eval_steps and not _finished(run, progress):
-        return {}
+    return {} if progress.step % run.eval_steps and not _finished(run, progress) else _evaluate(run, progress)
+
+
+def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
+    """Measure, keep the best model, say it; returns what metrics.jsonl gets."""
     results = run.evaluate()
-    if results["loss"] < progress.best_loss:
-        progress.best_loss = results["loss"]
+    value, best = results[run.metric_for_best_model], progress.best_metric
+    progress.evaluations_since_best += 1
+    if not math.isnan(value) and (best is None or (value < best if run.lower_is_better else value > best)):
+        progress.best_metric, progress.evaluations_since_best = value, 0
         run.save_best()
     if run.accelerator.is_main_process:  # above the progress bar
         shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
@@ -182,4 +212,9 @@ def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
 
 
 def _finished(run: Run, progress: Progress) -> bool:
-    return progress.step >= run.max_steps or progress.num_windows >= run.max_windows
+    return progress.step >= run.max_steps or progress.num_windows >= run.max_windows or stopped_early(run, progress)
+
+
+def stopped_early(run: Run, progress: Progress) -> bool:
+    """Whether the metric of the best model has not become better for as many evaluations as the run has patience for."""
+    return run.patience is not None and progress.evaluations_since_best >= run.patience

@@ -1,6 +1,7 @@
 """Probe batches of one model and the comparisons on them, for `targets.prove_targets`.
 
-All probes run in float32 without autocast: the question is what the loss is a mean of, not how precisely it is computed.
+All probes run in float32 without autocast, frozen parameters in half precision too: the question is what the loss is a mean of,
+not how precisely it is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, res
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.places import KeyedPlaces, restored_buffers
+from hf_ga.precision import LOW_PRECISION, at_least_float32, frozen_in_float32
 
 # Right rules leave rounding: at most TOLERANCE, or 20 times what the same samples in another order differ by. A parameter whose
 # gradient is small is judged against FLOOR of the norm over all parameters.
@@ -162,7 +164,7 @@ class Prover:
         return float(loss.detach()), float(count) if count is not None else 0.0, kept
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:
-        return {name: v.to(self.device) if isinstance(v, Tensor) else v for name, v in batch.items()}
+        return {name: at_least_float32(v.to(self.device)) if isinstance(v, Tensor) else v for name, v in batch.items()}
 
     def _explanation(self, fitting: list[str], residuals: dict, counts: dict, probes: dict[str, Probe]) -> str:
         if fitting:
@@ -233,7 +235,8 @@ def _applicable(arguments: Batch) -> list[str]:
 
 def _residual(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
     """How far the weighted A and B together are from the weighted A+B."""
-    if not all(counts) or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
+    counted = counts[2] if is_sum else all(counts)  # a part of a sum may weigh nothing (a class weight of 0), a mean may not
+    if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
         return float("inf")
     a, b, whole = (
         (loss * weight, 0.0, torch._foreach_mul(gradients, weight))
@@ -258,7 +261,7 @@ def _check_model(model: nn.Module, trainable: list[nn.Parameter]) -> None:
         raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
-    if low := {str(p.dtype) for p in trainable if p.dtype in (torch.float16, torch.bfloat16)}:
+    if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
         raise ConfigError(
             f"trainable parameters must be float32, some are {', '.join(sorted(low))}, in which updates get lost: call "
             "model.float(), or load it with dtype=torch.float32."
@@ -267,13 +270,15 @@ def _check_model(model: nn.Module, trainable: list[nn.Parameter]) -> None:
 
 @contextmanager
 def _full_precision(model: nn.Module) -> Iterator[None]:
-    """The forward without the autocast that Accelerate put around it."""
+    """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
     prepared = model.__dict__.get("forward")
-    if prepared is None or not hasattr(model, "_original_forward"):
-        yield
-        return
-    model.forward = model._original_forward
-    try:
-        yield
-    finally:
-        model.forward = prepared
+    device_type = next(model.parameters()).device.type
+    with torch.autocast(device_type, enabled=False), frozen_in_float32(model):
+        if prepared is None or not hasattr(model, "_original_forward"):
+            yield
+            return
+        model.forward = model._original_forward
+        try:
+            yield
+        finally:
+            model.forward = prepared

@@ -18,6 +18,7 @@ from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.forward import LossFunction, gradients_apart, module_modes, run_forward, unwrapped
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.keyed import sample_keys, window_key
+from hf_ga.precision import check_optimizer, check_precision
 from hf_ga.reduce import check_supported, sum_over_processes
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import MicroBatch, Window
@@ -31,22 +32,29 @@ class StepResult:
 
     Attributes:
         num_targets: targets of the window over all processes.
-        skipped: nothing was updated (a window without targets, or gradients that overflowed under fp16).
+        skipped: nothing was updated: a window without targets, gradients that overflowed under fp16, or an optimizer none of
+            whose parameters got a gradient.
+        overflowed: it was skipped because a gradient was not finite under fp16; the scale was lowered once.
+        loss_scale: under fp16 the scale that the gradients of this window had, on the host; None else, or where nothing was scaled.
     """
 
     loss_tensor: Tensor
     num_targets: int | float
     grad_norm_tensor: Tensor | None = None
     skipped: bool = False
+    overflowed: bool = False
+    loss_scale: float | None = None
 
     @property
     def loss(self) -> float:
-        """Mean loss over the targets of the window."""
+        """Mean loss over the targets of the window; inf or NaN if a forward overflowed."""
         return float(self.loss_tensor)
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the gradient before clipping; None if it was not asked for."""
+        """Global L2 norm of the gradient before clipping, without the loss scale; None if it was not asked for. That of a window
+        that overflowed is inf or NaN: look at `overflowed` before averaging it.
+        """
         return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 
 
@@ -61,6 +69,10 @@ def backward_window(
 ) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. Clipping, the optimizer and zeroing are the caller's.
 
+    Under fp16 `.grad` holds the gradient times the loss scale: `accelerator.clip_grad_norm_` or `accelerator.unscale_gradients`
+    removes it, once, after the last window that is added and before anything reads the gradient; the prepared optimizer's step does
+    so if nobody did. Windows may be added only while the scale is the same: until the next step of any prepared optimizer.
+
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
@@ -70,14 +82,15 @@ def backward_window(
         allow_unkeyed: go on although some draws depend on the split.
 
     Raises:
-        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: more than one process, or the loader's
-            `target_counts` contradict the proven rule.
+        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: more than one process, a precision that would not
+            be the one asked for, or the loader's `target_counts` contradict the proven rule.
 
     Example:
         result = backward_window(accelerator, model, window)
         result.loss, result.num_targets
     """
     check_supported(accelerator)
+    check_precision(accelerator)
     rule = targets or _proven(model, window, loss_fn, allow_unkeyed)
     if rule.modes != module_modes(unwrapped(model)):
         raise ConfigError(
@@ -118,10 +131,17 @@ def train_step(
 ) -> StepResult:
     """One update: gradient of the window, clip once, optimizer, scheduler, zero the gradients.
 
+    Under fp16 the gradients of all micro-batches are summed before the loss scale is removed once: an overflow in any of them
+    skips the whole window, and lowers the scale once.
+
     Args:
         optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it once per process); it moves only
-            when the optimizer did. max_grad_norm: global L2 norm to clip to; None or 0: no clipping, and no norm is computed.
+            when the optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's step was replaced.
+        max_grad_norm: L2 norm of all gradients of the optimizer to clip to; None or 0: no clipping, and no norm is computed.
         The others: see `backward_window`.
+
+    Raises:
+        ConfigError: also a ReduceLROnPlateau, and under fp16 an optimizer that was not prepared.
 
     Example:
         for window in windows:
@@ -131,19 +151,50 @@ def train_step(
         raise ConfigError(
             "ReduceLROnPlateau wants a metric in every step: step it yourself after an evaluation, not in train_step."
         )
+    check_optimizer(accelerator, optimizer)
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
     result = backward_window(accelerator, model, window, targets=targets, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
     if result.skipped:
         return result
-    if max_grad_norm:
-        result.grad_norm_tensor = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    result.skipped = accelerator.optimizer_step_was_skipped
+    _update(accelerator, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
     return result
+
+
+def _update(accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult) -> None:
+    """Remove the loss scale, clip, step; `result` is told.
+
+    Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not parameters:  # there is nothing to update; a scaler would raise an AssertionError
+        result.skipped = True
+        return
+    accelerator.unscale_gradients(optimizer)
+    if max_grad_norm:
+        result.grad_norm_tensor = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    if accelerator.scaler is None:
+        optimizer.step()
+        return
+    # Read before the step, where the scaler waits for the device anyway to see whether a gradient is not finite. Behind it, it
+    # would wait for the optimizer too.
+    result.loss_scale = accelerator.scaler.get_scale()
+    optimizer.step()
+    # Of this optimizer: `accelerator.optimizer_step_was_skipped` tells of the last steps of all of them.
+    result.overflowed = optimizer.step_was_skipped
+    if _skips_by_itself(optimizer):
+        result.overflowed = accelerator.scaler.get_scale() < result.loss_scale
+    result.skipped = result.overflowed
+
+
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Fused optimizers are called whether or not a gradient overflowed, so Accelerate takes every step for one that was made."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _backward_head(accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule) -> StepResult:
@@ -160,7 +211,8 @@ def _backward_head(accelerator: Accelerator, model: nn.Module, window: Window, r
     counted = [(m, count) for m, count in zip(window.micro_batches, counts, strict=True) if count]
     batches = _keyed_batches(accelerator, window, rule, [m for m, _ in counted])
     for batch, (_, count) in zip(batches, counted, strict=True):
-        loss, _ = run_forward(model, batch, None)
+        with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+            loss, _ = run_forward(model, batch, None)
         accelerator.backward(loss * (count / total))
         loss_sum += loss.detach().to(loss_sum.dtype) * count
     return StepResult(loss_sum / max(total, 1), total, skipped=total == 0)

@@ -1,22 +1,23 @@
-"""One small Task per kind of head: which columns it reads, how rows become samples, samples a batch, outputs metrics."""
+"""One small Task per kind of head: which rows it reads, how they become samples, samples a batch, outputs metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     GPT2Config,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
-from hf_ga.batches import IGNORED_LABEL
+from hf_ga import collation, tokenization
+from hf_ga.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,63 +26,27 @@ class Task:
 
     Attributes:
         auto_class: the transformers class that loads the model.
-        needs_labels: whether rows have a label column.
-        tokenize: (rows with `text` and maybe `label`, tokenizer, max_length) -> columns of samples, with `length` (tokens),
-            `num_targets` and `was_cut`.
-        collate: samples -> model arguments (right-padded).
-        small_config: (vocabulary size, tokenizer, labels) -> configuration of the model that is built where none is named.
+        labels: what a row's label is: "none", one "class", a "number", a set of "classes", or "tags" (a class for each word).
+        tokenize: a function of `tokenization`.
+        collator: (tokenizer, number of labels, share of tokens that a masked LM predicts) -> collate function.
+        small_config: (tokenizer, max_length) -> configuration of the model that is built where none is named.
+        problem_type: what transformers calls the loss of a sequence classifier.
         metrics: names of the metrics beside the loss.
+        pipeline: the transformers pipeline that a trained model serves. lora_type: what PEFT calls the head, where it has a name.
     """
 
     auto_class: Any
-    needs_labels: bool
-    tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int], dict[str, list]]
-    collate: Callable[[list[dict[str, Any]], int], dict[str, Tensor]]
-    small_config: Callable[[PreTrainedTokenizerBase, int, list[str]], PretrainedConfig]
+    labels: str
+    tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
+    collator: Callable[[PreTrainedTokenizerBase, int, float], Callable]
+    small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig]
+    problem_type: str | None = None
     metrics: tuple[str, ...] = ()
+    pipeline: str = "text-classification"
+    lora_type: str | None = "SEQ_CLS"
 
 
-def pad(rows: list[list[int]], value: int) -> Tensor:
-    """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
-    padded = np.full((len(rows), max(map(len, rows), default=0)), value, dtype=np.int64)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = row
-    return torch.from_numpy(padded)
-
-
-def tokenize_causal(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list]:
-    """Text, then the end-of-text token; cut at `max_length`. Every token but the first is a target."""
-    texts = [text or "" for text in rows["text"]]
-    end = tokenizer.eos_token_id
-    ended = [[*ids, end] if end is not None and ids[-1:] != [end] else ids for ids in tokenizer(texts, verbose=False)["input_ids"]]
-    whole = [ids if text else [] for ids, text in zip(ended, texts, strict=True)]
-    return _columns(whole, [ids[:max_length] for ids in whole], lambda ids: max(0, len(ids) - 1))
-
-
-def tokenize_classification(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, list]:
-    """Text between the tokenizer's special tokens, cut at `max_length` (the special tokens stay). One target a sample."""
-    texts = [text or "" for text in rows["text"]]
-    whole = tokenizer(texts, verbose=False)["input_ids"]
-    cut = tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
-    empty = [not text for text in texts]
-    cut = [[] if nothing else ids for ids, nothing in zip(cut, empty, strict=True)]
-    whole = [[] if nothing else ids for ids, nothing in zip(whole, empty, strict=True)]
-    return {**_columns(whole, cut, lambda ids: int(bool(ids))), "label": rows["label"]}
-
-
-def collate_causal(samples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask`, `labels` (the ids themselves, padding ignored), each int64 of shape (samples, longest)."""
-    batch = _collate_ids(samples, pad_token_id)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
-    return {**batch, "labels": labels}
-
-
-def collate_classification(samples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` of shape (samples, longest), `labels` of shape (samples,); all int64."""
-    return {**_collate_ids(samples, pad_token_id), "labels": torch.tensor([sample["label"] for sample in samples])}
-
-
-def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int, labels: list[str]) -> PretrainedConfig:
+def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
     """A GPT-2 of about 1.3 million parameters."""
     special = {
         "bos_token_id": tokenizer.bos_token_id,
@@ -92,7 +57,7 @@ def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int, labels: list[
     return GPT2Config(vocab_size=len(tokenizer), **size, **special)
 
 
-def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int, labels: list[str]) -> PretrainedConfig:
+def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
     """A BERT of about 1.3 million parameters."""
     return BertConfig(
         vocab_size=len(tokenizer),
@@ -105,28 +70,59 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int, labels: list
     )
 
 
+def _padding(collate: Callable) -> Callable[[PreTrainedTokenizerBase, int, float], Callable]:
+    return lambda tokenizer, num_labels, probability: partial(collate, pad_token_id=tokenizer.pad_token_id)
+
+
+def _masking(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
+    if tokenizer.mask_token_id is None:
+        raise ConfigError("masked-lm needs a tokenizer with a mask token, which this one lacks: take a BERT-like model.")
+    return partial(
+        collation.collate_masked,
+        pad_token_id=tokenizer.pad_token_id,
+        special_ids=tuple(tokenizer.all_special_ids),
+        mask_token_id=tokenizer.mask_token_id,
+        vocab_size=len(tokenizer),
+        probability=probability,
+    )
+
+
+def _label_sets(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
+    return partial(collation.collate_label_sets, pad_token_id=tokenizer.pad_token_id, num_labels=num_labels)
+
+
+def _of_texts(labels: str, collator: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
+    """A head with one prediction for a text or a pair of texts."""
+    tokenize = tokenization.tokenize_texts
+    return Task(AutoModelForSequenceClassification, labels, tokenize, collator, small_bert, problem_type, metrics)
+
+
 TASKS: dict[str, Task] = {
-    "causal-lm": Task(AutoModelForCausalLM, False, tokenize_causal, collate_causal, small_gpt),
-    "text-classification": Task(
-        AutoModelForSequenceClassification,
-        True,
-        tokenize_classification,
-        collate_classification,
+    "causal-lm": Task(
+        AutoModelForCausalLM,
+        "none",
+        tokenization.tokenize_causal,
+        _padding(collation.collate_causal),
+        small_gpt,
+        pipeline="text-generation",
+        lora_type="CAUSAL_LM",
+    ),
+    "masked-lm": Task(
+        AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, None, (), "fill-mask", None
+    ),
+    "text-classification": _of_texts(
+        "class", _padding(collation.collate_classes), "single_label_classification", ("accuracy", "f1")
+    ),
+    "regression": _of_texts("number", _padding(collation.collate_numbers), "regression", ("mae", "pearson")),
+    "multi-label": _of_texts("classes", _label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
+    "token-classification": Task(
+        AutoModelForTokenClassification,
+        "tags",
+        tokenization.tokenize_words,
+        _padding(collation.collate_tags),
         small_bert,
         metrics=("accuracy", "f1"),
+        pipeline="token-classification",
+        lora_type="TOKEN_CLS",
     ),
 }
-
-
-def _collate_ids(samples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    rows = [sample["input_ids"] for sample in samples]
-    return {"input_ids": pad(rows, pad_token_id), "attention_mask": pad([[1] * len(row) for row in rows], 0)}
-
-
-def _columns(whole: list[list[int]], cut: list[list[int]], num_targets: Callable[[list[int]], int]) -> dict[str, list]:
-    return {
-        "input_ids": cut,
-        "length": [len(ids) for ids in cut],
-        "num_targets": [num_targets(ids) for ids in cut],
-        "was_cut": [len(short) < len(full) for short, full in zip(cut, whole, strict=True)],
-    }

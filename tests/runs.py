@@ -1,7 +1,7 @@
 """Small whole runs for the tests of the loop and of checkpoints: data, models, settings, comparisons."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,3 +101,152 @@ def saved_weights(folder: Path) -> torch.Tensor:
 def relative_distance(folder: Path, other: Path) -> float:
     """Global L2 norm of the difference of two saved models, relative to the second."""
     return float((saved_weights(folder) - saved_weights(other)).norm() / saved_weights(other).norm())
+
+
+# One small job for every task: the model it starts from, its rows, its flags. `save_jobs` writes what they need.
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COLOURS = {"the": "red", "window": "green", "of": "blue"}  # what a text is about, by its first word
+
+
+def told(i: int, rng: np.random.Generator, least: int = 0, most: int = 8) -> list[str]:
+    """Words of a text, of which the first tells what it is about."""
+    return [list(COLOURS)[i % 3], *rng.choice(WORDS[3:], rng.integers(least, most)).tolist()]
+
+
+def rows_of(make: Callable[[int, np.random.Generator], dict]) -> Callable[[int, int], list[dict]]:
+    """(count, seed) -> rows, from a function that makes one."""
+
+    def rows(count: int, seed: int) -> list[dict]:
+        rng = np.random.default_rng(seed)
+        return [make(i, rng) for i in range(count)]
+
+    return rows
+
+
+def conversation(i: int, rng: np.random.Generator) -> dict:
+    """One or two turns, each answered by the colour."""
+    turns = [told(i + k, rng, most=3) for k in range(1 + i % 2)]
+    pairs = [(" ".join(words), COLOURS[words[0]]) for words in turns]
+    return {"messages": [{"role": r, "content": c} for pair in pairs for r, c in zip(("user", "assistant"), pair, strict=True)]}
+
+
+def completion(i: int, rng: np.random.Generator) -> dict:
+    words = told(i, rng)
+    return {"prompt": " ".join(words) + " :", "completion": " " + " ".join([COLOURS[words[0]]] * (1 + i % 4))}
+
+
+def instruction(i: int, rng: np.random.Generator) -> dict:
+    words = told(i, rng, most=3)
+    return {
+        "instruction": " ".join(words),
+        "input": "dropout" if i % 2 else "",
+        "output": " ".join([COLOURS[words[0]]] * (1 + i % 3)),
+    }
+
+
+def cycle(i: int, rng: np.random.Generator) -> dict:
+    """A piece of the endless sentence: every word follows from the one before it."""
+    start, length = rng.integers(len(WORDS)), rng.integers(4, 16)
+    return {"text": " ".join(WORDS[(start + k) % len(WORDS)] for k in range(length))}
+
+
+def repeated(i: int, rng: np.random.Generator) -> dict:
+    """One word over and over: what is hidden is what stands around it."""
+    return {"text": " ".join([["red", "green", "blue", "dropout"][i % 4]] * rng.integers(3, 13))}
+
+
+def of_text(label: Callable[[list[str]], object], name: str = "label") -> Callable[[int, np.random.Generator], dict]:
+    def make(i: int, rng: np.random.Generator) -> dict:
+        words = told(i, rng)
+        return {"text": " ".join(words), name: label(words)}
+
+    return make
+
+
+def pair(i: int, rng: np.random.Generator) -> dict:
+    first, second = told(i // 3, rng, most=5), told(i, rng, most=5)
+    return {"sentence1": " ".join(first), "sentence2": " ".join(second), "label": COLOURS[second[0]]}
+
+
+def tagged(i: int, rng: np.random.Generator) -> dict:
+    words = rng.permutation(told(i, rng)).tolist()
+    return {"tokens": words, "tags": [COLOURS.get(word, "other") for word in words]}
+
+
+def label_set(words: list[str]) -> list[str]:
+    return [COLOURS[words[0]], "long"] if len(words) > 5 else [COLOURS[words[0]]]
+
+
+CLASSES = rows_of(of_text(lambda words: COLOURS[words[0]]))
+JOBS = {
+    "causal LM, row by row": ("gpt", rows_of(cycle), {}),
+    "causal LM, blocks": ("gpt", rows_of(cycle), {"block_size": 16}),
+    "messages": ("chat", rows_of(conversation), {"max_length": 48}),
+    "prompt and completion": ("chat", rows_of(completion), {"max_length": 48}),
+    "instruction": ("gpt", rows_of(instruction), {"max_length": 48}),
+    "masked LM": ("bert", rows_of(repeated), {"task": "masked-lm", "mlm_probability": 0.3}),
+    "classes": ("bert", CLASSES, {"task": "text-classification"}),
+    "pairs": ("bert", rows_of(pair), {"task": "text-classification"}),
+    "numbers": ("bert", rows_of(of_text(lambda words: len(COLOURS[words[0]]) - 2.0)), {"task": "regression"}),
+    "label sets": ("bert", rows_of(of_text(label_set, "labels")), {"task": "multi-label"}),
+    "tags": ("bert", rows_of(tagged), {"task": "token-classification"}),
+    "class weights": ("bert", CLASSES, {"task": "text-classification", "class_weights": "0.5,3,1"}),
+    "smoothed and weighted tags": (
+        "bert",
+        rows_of(tagged),
+        {"task": "token-classification", "label_smoothing": 0.2, "class_weights": "balanced"},
+    ),
+    "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing": 0.1}),
+    "LoRA": ("gpt", rows_of(cycle), {"lora_r": 4, "lora_dropout": 0.1}),
+}
+
+
+def save_jobs(folder: Path) -> None:
+    """Train, validation and test rows of every job, and models whose tokenizer has a token for each word: `job-gpt`, `job-bert`,
+    and `job-chat` (a GPT-2 with a chat template). Those without dropout end in `-still`.
+    """
+    text = " ".join([SENTENCE, *COLOURS.values(), *COLOURS, "dropout :"])
+    ends = ["<|user|>", "<|assistant|>", "<|end|>"]
+    for name in ("gpt", "bert", "chat"):
+        tokenizer = corpus.train_tokenizer([text] * 3, 420)
+        if name == "chat":
+            tokenizer.add_special_tokens({"additional_special_tokens": ends})
+            tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|end|>"
+        plain = folder / name.replace("chat", "gpt")
+        more = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        for dropout, end in ((0.1, ""), (0.0, "-still")):
+            places = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+            config = tf.AutoConfig.from_pretrained(plain, **more)
+            for place in places:
+                if hasattr(config, place):
+                    setattr(config, place, dropout)
+            torch.manual_seed(6)
+            (tf.BertForMaskedLM if name == "bert" else tf.GPT2LMHeadModel)(config).save_pretrained(folder / f"job-{name}{end}")
+            tokenizer.save_pretrained(folder / f"job-{name}{end}")
+    for name, (_, make, _) in JOBS.items():
+        for seed, (split, count) in enumerate({"train": TRAIN, "validation": VALIDATION, "test": 7}.items()):
+            write_rows(folder / f"{name}.{split}.jsonl", make(count, seed))
+
+
+def job_config(place: Path, output: Path, name: str, **more) -> hf_ga.FinetuneConfig:
+    """`small_config` of a job; `still=True` starts from the model without dropout."""
+    model, _, flags = JOBS[name]
+    model = f"job-{model}{'-still' * more.pop('still', False)}"
+    files = {split: str(place / f"{name}.{split}.jsonl") for split in ("train", "validation", "test")}
+    settings = {"dataset_name": files["train"], "validation_file": files["validation"], "test_file": files["test"]}
+    settings |= {"model_name_or_path": str(place / model), "text_column": None}
+    return small_config(place, output, **{**settings, **flags, **more})
+
+
+def train_job(place: Path, output: Path, name: str, **more) -> dict:
+    return hf_ga.finetune(job_config(place, output, name, **more))
+
+
+def learn_job(place: Path, output: Path, name: str, **more) -> dict:
+    """120 steps without dropout, which are enough to learn the job."""
+    settings = {"still": True, "max_steps": 120, "eval_steps": 40, "save_steps": 120, "warmup_steps": 10}
+    return train_job(place, output, name, **{**settings, "learning_rate": 1e-2, "lr_scheduler_type": "linear", **more})

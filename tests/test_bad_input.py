@@ -42,6 +42,10 @@ FILES = {
     "null_labels.jsonl": rows(*({"text": "a b c", "label": None} for i in range(9))),
     "one_label.jsonl": rows(*({"text": "a b c", "label": "same"} for i in range(9))),
     "one_row.jsonl": rows({"text": "a b c"}),
+    "numbers_wanted.jsonl": rows(*({"text": "a b c", "label": f"{i} stars"} for i in range(9))),
+    "no_number.jsonl": rows(*({"text": "a b c", "label": None if i == 4 else i / 2} for i in range(9))),
+    "tags.jsonl": rows(*({"tokens": ["a", "b"], "tags": ["x", "y"][: 1 + i % 2]} for i in range(9))),
+    "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
     "good.xyz": "some text\n",
     "good.yaml": "max_steps: 3\n",
     "malformed.yaml": "max_steps: [3\nseed: 1\n",
@@ -93,6 +97,93 @@ CASES = {
     "save_steps 0": ("--save_steps 0", ["save_steps must be at least 1", "got 0"]),
     "no checkpoints to keep": ("--save_total_limit 0", ["save_total_limit must be at least 1", "got 0"]),
     "all rows for validation": ("--validation_split_percentage 100", ["validation_split_percentage must be below 100", "100"]),
+    "metric of another task": (
+        "--metric_for_best_model accuracy",
+        ["unknown metric_for_best_model 'accuracy'", "loss, perplexity"],
+    ),
+    "unknown metric": (
+        f"{CLASSIFY} --metric_for_best_model eval_acc",
+        ["unknown metric_for_best_model 'acc'", "loss, accuracy, f1"],
+    ),
+    "no patience": ("--early_stopping_patience 0", ["early_stopping_patience must be at least 1", "got 0"]),
+    "unknown scaling rule": (
+        "--scale_learning_rate cubic --base_batch_size 8 --learning_rate 1e-3",
+        ["unknown scale_learning_rate 'cubic'", "linear, sqrt"],
+    ),
+    "scaling without a base": ("--scale_learning_rate sqrt --learning_rate 1e-3", ["need each other", "base_batch_size", "both"]),
+    "base without scaling": ("--base_batch_size 8 --learning_rate 1e-3", ["need each other", "scale_learning_rate", "both"]),
+    "scaling without a rate": ("--scale_learning_rate sqrt --base_batch_size 8", ["scale_learning_rate needs the learning_rate"]),
+    "base batch 0": (
+        "--scale_learning_rate sqrt --base_batch_size 0 --learning_rate 1e-3",
+        ["base_batch_size must be at least 1", "got 0"],
+    ),
+    "unknown tracker": ("--report_to tensorbord", ["report_to knows no 'tensorbord'", "none, all", "tensorboard"]),
+    "missing tracker": ("--report_to tensorboard,comet_ml", ["report_to comet_ml needs its package", "pip install comet_ml"]),
+    "rank 0": ("--lora_r 0", ["lora_r must be at least 1", "got 0"]),
+    "scale of LoRA 0": ("--lora_r 2 --lora_alpha 0", ["lora_alpha must be greater than 0", "got 0"]),
+    "negative dropout in LoRA": ("--lora_r 2 --lora_dropout -0.1", ["lora_dropout must be at least 0", "got -0.1"]),
+    "dropout of all in LoRA": ("--lora_r 2 --lora_dropout 1", ["lora_dropout must be below 1", "got 1"]),
+    "dropout of LoRA alone": ("--lora_dropout 0.1", ["lora_dropout", "need lora_r"]),
+    "scale of LoRA alone": ("--lora_alpha 8", ["lora_alpha", "need lora_r"]),
+    "layers of LoRA alone": ("--lora_target_modules c_attn", ["lora_target_modules", "need lora_r"]),
+    "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no use with lora_r", "leave one"]),
+    "share of masks 0": ("--task masked-lm --mlm_probability 0", ["mlm_probability must be greater than 0", "got 0"]),
+    "share of masks 1": ("--task masked-lm --mlm_probability 1", ["mlm_probability must be below 1", "got 1"]),
+    "smoothing of all": ("--label_smoothing 1", ["label_smoothing must be below 1", "got 1"]),
+    "negative smoothing": ("--label_smoothing -0.1", ["label_smoothing must be at least 0", "got -0.1"]),
+    "smoothing nan": ("--label_smoothing nan", ["label_smoothing must be at least 0", "got nan"]),
+    "smoothing of numbers": ("--task regression --label_smoothing 0.1", ["label_smoothing is for the task", "not regression"]),
+    "weights of a language model": ("--class_weights balanced", ["class_weights is for the task", "not causal-lm", "leave it out"]),
+    "weights of numbers": ("--task regression --class_weights 1,2", ["class_weights is for the task", "not regression"]),
+    "weights of words": (f"{CLASSIFY} --class_weights equal", ["class_weights must be `balanced` or 2 numbers", "got equal"]),
+    "a weight too many": (f"{CLASSIFY} --class_weights 1,2,3", ["class_weights must be `balanced` or 2 numbers", "got 1,2,3"]),
+    "negative weight": (f"{CLASSIFY} --class_weights=-1,2", ["class_weights must be", "at least 0", "got -1,2"]),
+    "no weight at all": (f"{CLASSIFY} --class_weights 0,0", ["class_weights must be", "got 0,0"]),
+    "weight nan": (f"{CLASSIFY} --class_weights nan,1", ["class_weights must be", "got nan,1"]),
+    "pair of a language model": ("--text_pair_column label", ["text_pair_column is for the task", "not causal-lm"]),
+    "missing pair": (
+        f"{CLASSIFY} --text_pair_column second",
+        ["text_pair_column 'second' is not in the train rows", "text, label"],
+    ),
+    "pair of one column": (f"{CLASSIFY} --text_pair_column text", ["text_column and text_pair_column", "'text', 'text'"]),
+    "block of one token": ("--block_size 1", ["block_size must be at least 2", "got 1"]),
+    "blocks of a classifier": (f"{CLASSIFY} --block_size 16", ["block_size is for the task causal-lm", "leave it out"]),
+    "block beyond the positions": ("--block_size 65", ["block_size 65 is beyond the 64 positions", "at most 64"]),
+    "blocks of conversations": (
+        "--block_size 16 --dataset_name {d}/messages.jsonl",
+        ["block_size puts plain texts together", "messages", "leave block_size out"],
+    ),
+    "no new tokens": ("--max_new_tokens 0", ["max_new_tokens must be at least 1", "got 0"]),
+    "no room for a prompt": (
+        "--max_new_tokens 64 --predict_file {d}/good.jsonl",
+        ["max_new_tokens 64 leaves no room", "64 positions", "use less"],
+    ),
+    "missing file to predict": ("--max_new_tokens 8 --predict_file {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
+    "file to predict of another kind": ("--max_new_tokens 8 --predict_file {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl"]),
+    "file to predict without the column": (
+        "--max_new_tokens 8 --predict_file {d}/no_text.jsonl",
+        ["predict_file", "no_text.jsonl lacks the column 'text'", "body, title"],
+    ),
+    "evaluating and resuming": (
+        "--eval_only --resume_from_checkpoint auto",
+        ["eval_only does not resume", "model_name_or_path"],
+    ),
+    "evaluating a missing file": ("--eval_only --validation_file {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
+    "evaluating a missing column": (
+        f"{CLASSIFY} --eval_only --validation_file {{d}}/no_label.jsonl",
+        ["label_column 'label' is not in the validation rows", "--label_column"],
+    ),
+    "names for numbers": (
+        "--task regression --dataset_name {d}/numbers_wanted.jsonl",
+        ["regression must be finite numbers", "stars"],
+    ),
+    "a number missing": ("--task regression --dataset_name {d}/no_number.jsonl", ["regression must be finite numbers", "None"]),
+    "one label for a list": ("--task multi-label", ["labels must be lists", "int64", "--label_column"]),
+    "a tag missing": (
+        "--task token-classification --dataset_name {d}/tags.jsonl",
+        ["2 words but 1 tags", "every word needs one tag"],
+    ),
+    "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
     # the command line and its file
     "wrong type": ("--max_steps ten", ["--max_steps", "invalid int value", "'ten'"]),
     "wrong truth value": ("--deterministic perhaps", ["--deterministic", "perhaps"]),
@@ -153,7 +244,8 @@ CASES = {
     "missing model folder": ("--model_name_or_path {d}/absent", ["cannot load", "absent", "hub id or a folder"]),
     "folder without a model": ("--model_name_or_path {d}/no_folder", ["cannot load", "no_folder", "hub id or a folder"]),
     "model without weights": ("--model_name_or_path {d}/no_weights", ["cannot load the model", "no_weights", "safetensors"]),
-    "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm --max_length 999", ["999", "64 positions"]),
+    "more tokens than positions": ("--model_name_or_path {d}/gpt --task causal-lm --max_length 999", ["999", "64 positions"]),
+    "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm", ["a bert sees the tokens", "--task masked-lm"]),
     "max_length beyond the usable positions": (
         f"{CLASSIFY} --model_name_or_path {{d}}/roberta --max_length 63",
         ["max_length 63 is beyond the 62 positions"],
@@ -275,12 +367,11 @@ def test_accumulation_given_twice(files, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision(precision, files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+def test_mixed_precision(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        refused(arguments_of("", files, tmp_path / "out"), [precision, "not supported yet", "--mixed_precision no"], capsys)
+        refused(arguments_of("", files, tmp_path / "out"), ["Accelerate cannot start", "fp8"], capsys)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

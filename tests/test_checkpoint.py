@@ -13,7 +13,7 @@ import torch
 from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
 
 import hf_ga
-from hf_ga import checkpoint, finetuning, loop
+from hf_ga import building, checkpoint, loop
 from hf_ga.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
@@ -329,7 +329,7 @@ def test_weights_sha256_sees_every_bit():
 
 
 def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(finetuning, "load_model", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
     for wanted in ("auto", str(tmp_path / "absent")):
         with pytest.raises(hf_ga.CheckpointError):
             hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=wanted))

@@ -16,6 +16,11 @@ OTHER = {
     "model_name_or_path": ("gpt2", "gpt2"),
     "trust_remote_code": ("true", True),
     "gradient_checkpointing": ("yes", True),
+    "freeze": ("bert.embeddings.*", ["bert.embeddings.*"]),
+    "lora_r": ("8", 8),
+    "lora_alpha": ("12", 12.0),
+    "lora_dropout": ("0.1", 0.1),
+    "lora_target_modules": ("q_proj", ["q_proj"]),
     "dataset_name": ("a.jsonl", "a.jsonl"),
     "dataset_config_name": ("en", "en"),
     "validation_file": ("v.csv", "v.csv"),
@@ -23,18 +28,25 @@ OTHER = {
     "validation_split_percentage": ("7.5", 7.5),
     "task": ("text-classification", "text-classification"),
     "text_column": ("body", "body"),
+    "text_pair_column": ("second", "second"),
     "label_column": ("class", "class"),
     "max_length": ("64", 64),
+    "block_size": ("32", 32),
+    "mlm_probability": ("0.3", 0.3),
+    "label_smoothing": ("0.1", 0.1),
+    "class_weights": ("1,2.5", "1,2.5"),
     "per_device_train_batch_size": ("3", 3),
     "gradient_accumulation_steps": ("5", 5),
     "global_batch_size": ("15", 15),
     "drop_last_window": ("1", True),
     "dataloader_num_workers": ("2", 2),
     "learning_rate": ("1e-4", 1e-4),
+    "scale_learning_rate": ("sqrt", "sqrt"),
+    "base_batch_size": ("16", 16),
     "weight_decay": ("0.1", 0.1),
     "optim": ("sgd", "sgd"),
     "lr_scheduler_type": ("linear", "linear"),
-    "warmup_steps": ("0", 0),
+    "warmup_steps": ("0.1", 0.1),
     "num_train_epochs": ("0.5", 0.5),
     "max_steps": ("9", 9),
     "max_grad_norm": ("0", 0.0),
@@ -43,6 +55,13 @@ OTHER = {
     "deterministic": ("True", True),
     "per_device_eval_batch_size": ("6", 6),
     "eval_steps": ("4", 4),
+    "eval_on_start": ("true", True),
+    "eval_only": ("true", True),
+    "predict_file": ("p.jsonl", "p.jsonl"),
+    "max_new_tokens": ("7", 7),
+    "metric_for_best_model": ("accuracy", "accuracy"),
+    "early_stopping_patience": ("2", 2),
+    "report_to": ("tensorboard", "tensorboard"),
     "save_steps": ("2", 2),
     "save_total_limit": ("3", 3),
     "output_dir": ("elsewhere", "elsewhere"),
@@ -228,3 +247,27 @@ def test_output_folder(tmp_path):
     (tmp_path / "new" / "metrics.jsonl").touch()
     FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
     FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
+
+
+def test_an_evaluation_needs_a_model(tmp_path):
+    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: name it with model_name_or_path"):
+        FinetuneConfig(eval_only=True).check()
+
+
+def test_an_evaluation_may_write_beside_a_run(tmp_path):
+    """Even a configuration file that would replace it: nothing is deleted."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    for more in ({}, {"overwrite_output_dir": True}):
+        FinetuneConfig(eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run"), **more).check()
+
+
+def test_the_name_of_a_metric_may_be_that_of_the_log():
+    config = FinetuneConfig(task="text-classification", metric_for_best_model="eval_f1")
+    config.check()
+    assert config.metric_for_best_model == "f1" and not config.lower_is_better
+    lower = {"loss": "causal-lm", "perplexity": "masked-lm", "mae": "regression"}
+    for name, task in lower.items():
+        assert FinetuneConfig(task=task, metric_for_best_model=name).lower_is_better
+    for name, task in {"pearson": "regression", "accuracy": "token-classification", "exact_match": "multi-label"}.items():
+        assert not FinetuneConfig(task=task, metric_for_best_model=name).lower_is_better

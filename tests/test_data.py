@@ -9,13 +9,17 @@ from collections import Counter
 import datasets
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_ga import DataError, FinetuneConfig, corpus, tasks
-from hf_ga.data import load_rows, prepare_data
-from hf_ga.tasks import TASKS, pad
+from hf_ga.chat import prompts
+from hf_ga.collation import collate_causal, collate_classes, pad
+from hf_ga.columns import choose_columns
+from hf_ga.data import prepare_data, prepare_unlabelled
+from hf_ga.sources import load_rows
+from hf_ga.tasks import TASKS
 
 LETTERS = "abcdefghij"
 TEXTS = [" ".join(LETTERS[: 1 + i % 7]) for i in range(40)]
@@ -32,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 
 def letter_tokenizer(**special) -> PreTrainedTokenizerFast:
     """<pad> 0, <eos> 1, <unk> 2, a 3, b 4, ...: one token a letter, and no token is added."""
-    words = ["<pad>", "<eos>", "<unk>", *LETTERS, "<cls>", "<sep>"]
+    words = ["<pad>", "<eos>", "<unk>", *LETTERS, "<cls>", "<sep>", "<mask>"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"} | special
@@ -46,6 +50,20 @@ def write(path, rows):
 
 def prepared(dataset, tokenizer=None, **more):
     return prepare_data(FinetuneConfig(dataset_name=str(dataset), **more), tokenizer or letter_tokenizer())
+
+
+def rows_for(task: str) -> list[dict]:
+    """The same 40 texts with labels that fit the task."""
+    makers = {
+        "regression": lambda i, text: {"text": text, "label": i / 4},
+        "multi-label": lambda i, text: {"text": text, "labels": ["all", "odd"][: 1 + i % 2]},
+        "token-classification": lambda i, text: {
+            "tokens": text.split(),
+            "tags": ["V" if w in "aei" else "C" for w in text.split()],
+        },
+    }
+    make = makers.get(task, lambda i, text: {"text": text, "label": ("no", "yes")[i % 2]})
+    return [make(i, text) for i, text in enumerate(TEXTS)]
 
 
 def ids_of(text: str) -> list[int]:
@@ -236,6 +254,170 @@ def test_values_beyond_class_labels_are_refused(labels, tmp_path):
         prepared(tmp_path / "saved", task="text-classification", validation_file=file)
 
 
+# Which columns
+
+TASK_COLUMNS = {  # task: columns of a dataset (L: of lists, M: of messages, i: of numbers, others: strings), flags, what is chosen
+    "text": ("causal-lm", "text label", {}, {"text": "text"}),
+    "only strings": ("causal-lm", "i_n body", {}, {"text": "body"}),
+    "strings beside the label": ("text-classification", "label body", {}, {"text": "body", "label": "label"}),
+    "strings beside a named label": (
+        "text-classification",
+        "kind body",
+        {"label_column": "kind"},
+        {"text": "body", "label": "kind"},
+    ),
+    "strings beside a named second text": (
+        "regression",
+        "body more label",
+        {"text_pair_column": "more"},
+        {"text": "body", "text_pair": "more", "label": "label"},
+    ),
+    "named text wins over conversations": ("causal-lm", "prompt completion", {"text_column": "prompt"}, {"text": "prompt"}),
+    "conversation wins over text": ("causal-lm", "text M_messages", {}, {"M_messages": "M_messages"}),
+    "prompts": ("causal-lm", "text prompt completion", {}, {"prompt": "prompt", "completion": "completion"}),
+    "masked-lm reads no conversations": ("masked-lm", "text prompt completion", {}, {"text": "text"}),
+    "labels": ("text-classification", "text labels", {}, {"text": "text", "label": "labels"}),
+    "label before labels": ("text-classification", "text labels label", {}, {"text": "text", "label": "label"}),
+    "labels before label": ("multi-label", "text label L_labels labels", {}, {"text": "text", "label": "labels"}),
+    "score": ("regression", "text i_n score", {}, {"text": "text", "label": "score"}),
+    "ner_tags": ("token-classification", "words L_x pos_tags ner_tags", {}, {"tokens": "words", "label": "ner_tags"}),
+    "tags": ("token-classification", "words tokens tags ner_tags", {}, {"tokens": "tokens", "label": "tags"}),
+    "words by flag": (
+        "token-classification",
+        "tokens tags mine more",
+        {"text_column": "mine", "label_column": "more"},
+        {"tokens": "mine", "label": "more"},
+    ),
+    "a text alone": (
+        "text-classification",
+        "sentence1 sentence2 label",
+        {"text_column": "sentence1"},
+        {"text": "sentence1", "label": "label"},
+    ),
+    "a pair by flags": (
+        "regression",
+        "a b score",
+        {"text_column": "a", "text_pair_column": "b"},
+        {"text": "a", "text_pair": "b", "label": "score"},
+    ),
+    "a second text by flag": (
+        "regression",
+        "text b score",
+        {"text_pair_column": "b"},
+        {"text": "text", "text_pair": "b", "label": "score"},
+    ),
+}
+for first, second in [
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text1", "text2"),
+]:
+    for name in ("text-classification", "multi-label", "regression"):
+        TASK_COLUMNS[f"{first}, {name}"] = (
+            name,
+            f"{second} text {first} label",
+            {},
+            {"text": first, "text_pair": second, "label": "label"},
+        )
+    alone = {"label_column": "i_label"}
+    TASK_COLUMNS[f"{first} without {second}"] = ("regression", f"{first} i_label", alone, {"text": first, "label": "i_label"})
+    TASK_COLUMNS[f"{first} alone"] = ("regression", f"text {first} label", {}, {"text": "text", "label": "label"})
+
+
+def empty_splits(columns: str, *splits: str) -> DatasetDict:
+    kinds = {"L": List(Value("string")), "M": List({"role": Value("string"), "content": Value("string")}), "i": Value("int64")}
+    features = {
+        name.removeprefix("M_"): kinds.get(name[0] if name[1:2] == "_" else "", Value("string")) for name in columns.split()
+    }
+    return DatasetDict({s: Dataset.from_dict({c: [] for c in features}, Features(features)) for s in splits or ("train",)})
+
+
+@pytest.mark.parametrize("case", TASK_COLUMNS)
+def test_columns(case):
+    name, columns, flags, chosen = TASK_COLUMNS[case]
+    found = choose_columns(empty_splits(columns), FinetuneConfig(dataset_name="x", task=name, **flags), TASKS[name])
+    assert found == {role.removeprefix("M_"): column.removeprefix("M_") for role, column in chosen.items()}
+
+
+MISSING = {
+    "text": ("causal-lm", "body title", {}, "text_column 'text' is not in the train rows.*body, title.*--text_column"),
+    "several strings beside the label": (
+        "text-classification",
+        "title body label",
+        {},
+        "text_column 'text' is not in.*--text_column",
+    ),
+    "strings of the label alone": ("regression", "i_n label", {}, "text_column 'text' is not in.*i_n, label.*--text_column"),
+    "named text": ("masked-lm", "text", {"text_column": "b"}, "text_column 'b' is not in.*--text_column"),
+    "label": ("regression", "text", {}, "label_column 'label' is not in.*--label_column"),
+    "sets": ("multi-label", "text tags", {}, "label_column 'labels' is not in.*--label_column"),
+    "named label": ("text-classification", "text label", {"label_column": "y"}, "label_column 'y' is not in.*--label_column"),
+    "pair": (
+        "text-classification",
+        "text label",
+        {"text_pair_column": "text_pair"},
+        "text_pair_column 'text_pair' is not in.*--text_pair_column",
+    ),
+    "words": ("token-classification", "text tags", {}, "text_column 'tokens' is not in.*--text_column"),
+    "tags": ("token-classification", "tokens", {}, "label_column 'tags' is not in.*--label_column"),
+    "one column twice": (
+        "regression",
+        "text label",
+        {"label_column": "text"},
+        "text_column and label_column are not all different",
+    ),
+    "words that are the tags": (
+        "token-classification",
+        "tags",
+        {"text_column": "tags"},
+        "^text_column and label_column are not all",
+    ),
+    "blocks of conversations": (
+        "causal-lm",
+        "prompt completion",
+        {"block_size": 8},
+        "block_size puts plain texts together, but the columns prompt, completion are.*--text_column",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_columns_that_are_missing(case):
+    name, columns, flags, message = MISSING[case]
+    with pytest.raises(DataError, match=message):
+        choose_columns(empty_splits(columns), FinetuneConfig(dataset_name="x", task=name, **flags), TASKS[name])
+
+
+def test_columns_that_one_split_lacks():
+    """Those of conversations have no flag, so none is named."""
+    config = FinetuneConfig(dataset_name="x")
+    rows = DatasetDict(train=empty_splits("instruction output input")["train"], test=empty_splits("instruction output")["train"])
+    with pytest.raises(DataError, match="the column 'input' of the other rows is not in the test rows") as error:
+        choose_columns(rows, config, TASKS["causal-lm"])
+    assert "--" not in str(error.value)
+    rows = DatasetDict(train=empty_splits("text")["train"], validation=empty_splits("body")["train"])
+    with pytest.raises(DataError, match="text_column 'text' is not in the validation rows, which have: body"):
+        choose_columns(rows, config, TASKS["causal-lm"])
+
+
+def test_embedded_corpus_has_no_labels_but_packages():
+    rows = empty_splits("name package text")
+    for name in ("regression", "multi-label"):
+        with pytest.raises(DataError, match=f"the embedded corpus has no labels for {name}.*--dataset_name"):
+            choose_columns(rows, FinetuneConfig(task=name), TASKS[name])
+    assert choose_columns(rows, FinetuneConfig(task="text-classification"), TASKS["text-classification"])["label"] == "package"
+
+
+def test_majority_class_is_that_of_validation(tmp_path):
+    """Not of training, and counted by id: 2 of 3 are z, the last name."""
+    train = write(tmp_path / "d.jsonl", [{"text": "a", "label": label} for label in "xxxyz"])
+    other = write(tmp_path / "v.jsonl", [{"text": "a", "label": label} for label in "zyz"])
+    data = prepared(train, task="text-classification", validation_file=other)
+    assert data.facts == ["majority class of validation: z, 66.7% of 3 rows"]
+
+
 # Samples
 
 
@@ -304,7 +486,7 @@ def test_second_preparation_reads_the_cache(name, tmp_path, monkeypatch):
 
     task, special = TASKS[name], {"cls_token": "<cls>", "sep_token": "<sep>"}
     monkeypatch.setitem(TASKS, name, tasks.Task(**{**task.__dict__, "tokenize": tokenize}))
-    file, tokenizer = make_jsonl(tmp_path), letter_tokenizer(**special)
+    file, tokenizer = write(tmp_path / "d.jsonl", rows_for(name)), letter_tokenizer(**special)
     first = prepared(file, tokenizer, task=name)
     assert calls.read_text() == "xx"  # train and validation
     tokenizer(["a b", "c"], padding=True, truncation=True, max_length=1)
@@ -328,11 +510,373 @@ def test_content_hash_sees_rows_and_labels_but_no_paths(tmp_path):
         assert prepared(write(tmp_path / f"c{number}.jsonl", changed), **more).content_hash != reference
 
 
+# All tasks
+
+SPECIAL = {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ ('a ' if m['role'] == 'user' else 'b ') + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'b ' }}{% endif %}"
+)
+
+
+def test_completions(tmp_path):
+    """`a b` asks, `c <eos>` answers; cut at 4 the second row keeps no target, and unigram entropy is of the targets alone."""
+    rows = [{"prompt": "a b", "completion": " c"}, {"prompt": "a b c d", "completion": " e"}, {"prompt": "", "completion": ""}]
+    file = write(tmp_path / "d.jsonl", [*rows, {"prompt": "a", "completion": " c c"}])
+    data = prepared(file, validation_file=file, max_length=4)
+    assert data.splits["train"]["input_ids"][:] == [[3, 4, 5, 1], [3, 4, 5, 6], [3, 5, 5, 1]]
+    assert data.splits["train"]["labels"][:] == [[-100, -100, 5, 1], [-100] * 4, [-100, 5, 5, 1]]
+    assert data.splits["train"]["num_targets"][:] == [2, 0, 3] and data.has_conversations
+    assert [fact for fact in data.facts if fact.startswith("train")] == [
+        "train: 1 of 4 rows cut at 4 tokens",
+        "train: 1 of 4 rows left out because they are empty",
+        "train: 1 of 4 rows kept although they have no target (they add nothing)",
+    ]
+    counts = [3, 2]  # c, <eos>
+    assert data.unigram_entropy == pytest.approx(-sum(c / 5 * math.log(c / 5) for c in counts), rel=1e-12)
+    batch = data.collate([data.splits["train"][0], data.splits["train"][2]])
+    assert batch["labels"].tolist() == [[-100, -100, 5, 1], [-100, 5, 5, 1]]
+    with pytest.raises(DataError, match=r"none of the 3 train rows has a target.*a completion that max_length does not cut off"):
+        prepared(write(tmp_path / "e.jsonl", [rows[1]] * 3), validation_file=file, max_length=3)
+
+
+def test_conversations_with_a_template(tmp_path):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    turns = [{"role": role, "content": content} for role, content in [("user", "c"), ("assistant", "d e"), ("user", "f")]]
+    file = write(tmp_path / "d.jsonl", [{"messages": [*turns, {"role": "assistant", "content": "g"}]}, {"messages": turns}])
+    data = prepared(file, tokenizer, validation_file=file)
+    whole = [3, 5, 1, 4, 6, 7, 1, 3, 8, 1, 4, 9, 1]
+    assert data.splits["train"]["input_ids"][:] == [whole, whole[:10]]
+    targets = [-100, -100, -100, -100, 6, 7, 1, -100, -100, -100, -100, 9, 1]
+    assert data.splits["train"]["labels"][:] == [targets, targets[:10]]
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"number 0 of its batch.*has no chat template"):
+        prepared(file, tokenizer, validation_file=file)
+
+
+def test_masked_lm(tmp_path):
+    file = write(tmp_path / "d.jsonl", [{"text": "a b c"}, {"text": ""}, {"text": "<unk> a"}])
+    data = prepared(file, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
+    cls, sep = (data.tokenizer.convert_tokens_to_ids(token) for token in ("<cls>", "<sep>"))
+    assert data.splits["train"]["input_ids"][:] == [[cls, 3, 4, 5, sep], [cls, 2, 3, sep]]
+    assert data.splits["train"]["num_targets"][:] == [3, 1] and data.is_masked and not data.labels
+    counts = [2, 1, 1]  # a, b, c
+    assert data.unigram_entropy == pytest.approx(-sum(c / 4 * math.log(c / 4) for c in counts), rel=1e-12)
+    assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
+    nothing = write(tmp_path / "n.jsonl", [{"text": "<unk>"}])
+    with pytest.raises(DataError, match="none of the 1 train rows has a target"):
+        prepared(nothing, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
+
+
+def test_pairs(tmp_path):
+    rows = [{"premise": "a", "hypothesis": "b c", "label": "y"}, {"premise": "d", "hypothesis": "", "label": "x"}]
+    file = write(tmp_path / "d.jsonl", [*rows, {"premise": "", "hypothesis": None, "label": "x"}])
+    data = prepared(file, letter_tokenizer(**SPECIAL), task="text-classification", validation_file=file)
+    assert data.splits["train"]["input_ids"][:] == [[13, 3, 14, 4, 5, 14], [13, 6, 14, 14]]
+    assert data.splits["train"]["label"][:] == [1, 0] and data.labels == ["x", "y"]
+    assert "train: 1 of 3 rows left out because they are empty" in data.facts
+
+
+def test_regression(tmp_path):
+    """Guessing the mean of training, 2: by hand (|1 - 2| + |7 - 2|) / 2."""
+    train = write(tmp_path / "d.jsonl", [{"text": "a", "label": n} for n in (1, 2, 3)])
+    other = write(tmp_path / "v.jsonl", [{"text": "a", "label": n} for n in (1.0, 7.0)])
+    unlabelled = write(tmp_path / "t.jsonl", [{"text": "a", "label": -1.0}] * 3)
+    data = prepared(train, task="regression", validation_file=other, test_file=unlabelled)
+    assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0] and data.labels == []
+    assert data.facts == [
+        "left out the test rows: all their labels are -1, which means unlabelled",
+        "guessing the mean of training, 2: mean absolute error 3",
+    ]
+    assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
+    data = prepared(
+        train,
+        task="regression",
+        validation_file=other,
+        test_file=write(tmp_path / "u.jsonl", [{"text": "a", "label": -1}, {"text": "b", "label": 3}]),
+    )
+    assert data.splits["test"]["label"][:] == [-1.0, 3.0]  # the control
+
+
+def test_multi_label(tmp_path):
+    """Validation rows without any label are rows too: 2 of 4 have x."""
+    train = write(tmp_path / "d.jsonl", [{"text": "a", "labels": labels} for labels in (["x", "y"], [], ["z"])])
+    other = write(tmp_path / "v.jsonl", [{"text": "a", "labels": labels} for labels in ([], ["x"], ["x", "z"], [])])
+    data = prepared(train, task="multi-label", validation_file=other)
+    assert data.splits["train"]["label"][:] == [[0, 1], [], [2]] and data.labels == ["x", "y", "z"]
+    assert data.facts == ["majority class of validation: x, 50.0% of 4 rows"]
+    assert data.collate([data.splits["train"][i] for i in range(3)])["labels"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    none = write(tmp_path / "n.jsonl", [{"text": "a", "labels": []}] * 2)
+    assert prepared(train, task="multi-label", validation_file=other, test_file=none).splits["test"]["label"][:] == [[], []]
+    assert prepared(train, task="multi-label", validation_file=none).facts == []
+
+
+def test_token_classification(tmp_path):
+    rows = [{"tokens": ["a", "b c", "d"], "tags": ["N", "V", "N"]}, {"tokens": [], "tags": []}]
+    file = write(tmp_path / "d.jsonl", rows)
+    data = prepared(file, letter_tokenizer(**SPECIAL), task="token-classification", validation_file=file, max_length=5)
+    assert data.splits["train"]["input_ids"][:] == [[13, 3, 4, 5, 14]]
+    assert data.splits["train"]["label"][:] == [[-100, 0, 1, -100, -100]] and data.labels == ["N", "V"]
+    assert data.facts == [
+        "train: 1 of 2 rows cut at 5 tokens",
+        "train: 1 of 2 rows left out because they are empty",
+        "validation: 1 of 2 rows cut at 5 tokens",
+        "validation: 1 of 2 rows left out because they are empty",
+        "majority class of validation: N, 50.0% of 2 tags",
+    ]
+
+
+@pytest.mark.parametrize("words", ["ab", [1, 2], [["a"], ["b"]]], ids=str)
+def test_words_that_are_no_strings(words, tmp_path):
+    file = write(tmp_path / "d.jsonl", [{"tokens": words, "tags": ["N", "V"]}])
+    with pytest.raises(DataError, match=r"words of the train rows must be lists of strings.*--text_column"):
+        prepared(file, task="token-classification", validation_file=file)
+
+
+def test_blocks(tmp_path):
+    """By hand: 3 + 2 + 4 tokens with their ends, cut every 4; the empty row is left out, nothing is cut off."""
+    texts = ["a b", "c", "", "d e f"]
+    file = write(tmp_path / "d.jsonl", [{"text": text} for text in texts])
+    data = prepared(file, validation_file=file, block_size=4, max_length=2)
+    assert data.splits["train"]["input_ids"][:] == [[3, 4, 1, 5], [1, 6, 7, 8], [1]]
+    assert [fact for fact in data.facts if fact.startswith("train")] == [
+        "train: 1 of 4 rows left out because they are empty",
+        "train: 3 rows, 9 tokens, put together and cut into 3 blocks of 4 tokens (the last has 1)",
+    ]
+    again = prepared(file, validation_file=file, block_size=4, max_length=99)
+    assert again.content_hash == data.content_hash != prepared(file, validation_file=file, block_size=3).content_hash
+
+
+HASHED = {
+    "masked-lm": [{"text": "a b"}, {"text": "c"}],
+    "causal-lm": [{"prompt": "a b", "completion": " c"}, {"prompt": "a b", "completion": " d"}],
+    "text-classification": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
+    "regression": [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0}],
+    "multi-label": [{"text": "a", "labels": ["x"]}, {"text": "a", "labels": ["y", "x"]}],
+    "token-classification": [{"tokens": ["a", "b"], "tags": ["x", "y"]}, {"tokens": ["c"], "tags": ["y"]}],
+}
+CHANGED = {  # the same ids in `input_ids`, but for masked-lm, which has nothing else
+    "masked-lm": [{"text": "a"}, {"text": "b c"}],
+    "causal-lm": [{"prompt": "a", "completion": " b c"}, {"prompt": "a b", "completion": " d"}],
+    "text-classification": [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}],
+    "regression": [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0000001}],
+    "multi-label": [{"text": "a", "labels": ["x", "y"]}, {"text": "a", "labels": ["x"]}],  # flat the same: x y x
+    "token-classification": [{"tokens": ["a", "b"], "tags": ["y", "x"]}, {"tokens": ["c"], "tags": ["y"]}],
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_content_hash_sees_labels_tags_and_completions(name, tmp_path):
+    files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((HASHED[name], HASHED[name], CHANGED[name]))]
+    data = [prepared(file, letter_tokenizer(**SPECIAL), task=name, validation_file=files[0]) for file in files]
+    assert data[0].content_hash == data[1].content_hash != data[2].content_hash
+    if name == "causal-lm":
+        assert data[0].splits["train"]["input_ids"][:] == data[2].splits["train"]["input_ids"][:]
+
+
+def test_content_hash_sees_whose_labels_they_are(tmp_path):
+    """[[x], [y, x]] and [[x, y], [x]] are the same numbers one after the other, here with the same names too."""
+    hashes = set()
+    for number, labels in enumerate(([["x"], ["y", "x"]], [["x", "y"], ["x"]], [["x", "y", "x"], []])):
+        file = write(tmp_path / f"{number}.jsonl", [{"text": "a", "labels": row} for row in labels])
+        hashes.add(prepared(file, task="multi-label", validation_file=file).content_hash)
+    assert len(hashes) == 3
+
+
+def test_cache_of_completions_knows_the_template(tmp_path):
+    """Another template is another preparation."""
+    file, tokenizer = write(tmp_path / "d.jsonl", [{"prompt": "c", "completion": "d"}]), letter_tokenizer()
+    plain = prepared(file, tokenizer, validation_file=file)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    first = prepared(file, tokenizer, validation_file=file)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("'a '", "'j '")
+    second = prepared(file, tokenizer, validation_file=file)
+    ids = [data.splits["train"]["input_ids"][0] for data in (plain, first, second)]
+    assert ids == [[2, 1], [3, 5, 1, 4, 6, 1], [12, 5, 1, 4, 6, 1]]  # without a space `cd` is one unknown word
+
+
+def test_cache_knows_the_side_that_is_cut(tmp_path):
+    file, more = write(tmp_path / "d.jsonl", HASHED["text-classification"]), {"task": "text-classification", "max_length": 3}
+    long = write(tmp_path / "v.jsonl", [{"text": "a b c", "label": "x"}])
+    kept = []
+    for side in ("right", "left"):
+        data = prepared(file, letter_tokenizer(**SPECIAL, truncation_side=side), validation_file=long, **more)
+        kept.append(data.splits["validation"]["input_ids"][0])
+    assert kept == [[13, 3, 14], [13, 5, 14]]
+
+
+# Evaluation alone
+
+
+def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
+    """Not the embedded corpus, which is the default dataset; no training rows are needed."""
+    monkeypatch.setattr(corpus, "load_stdlib", lambda *_: pytest.fail("the embedded corpus was read"))
+    other = write(tmp_path / "v.jsonl", [{"text": "a b", "label": "pos"}, {"text": "c", "label": "pos"}])
+    test = write(tmp_path / "t.jsonl", [{"text": "d", "label": "neg"}])
+    config = FinetuneConfig(
+        eval_only=True, model_name_or_path="m", task="text-classification", validation_file=other, test_file=test
+    )
+    data = prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
+    assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0, 0], "test": [1]}
+    assert data.labels == ["pos", "neg"] and data.facts == [] and data.content_hash == ""
+    assert data.description == f"{other}: 2 validation rows, {test}: 1 test rows"
+    config.validation_file = None
+    assert set(prepare_data(config, letter_tokenizer(), known=["pos", "neg"]).splits) == {"test"}
+    config.test_file = write(tmp_path / "u.jsonl", [{"text": "d", "label": -1}])
+    with pytest.raises(DataError, match="all labels of the test rows are -1"):
+        prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
+
+
+def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
+    """Named datasets are read; of a file the rows that training would have validated on; training rows are not tokenised."""
+    file = make_jsonl(tmp_path)
+    config = FinetuneConfig(dataset_name=file, model_name_or_path="m", test_file=write(tmp_path / "t.jsonl", ROWS[:3]))
+    trained = prepare_data(config, letter_tokenizer())
+    config.eval_only = True
+    data = prepare_data(config, letter_tokenizer())
+    assert set(data.splits) == {"validation", "test"} and len(data.splits["test"]) == 3
+    assert data.splits["validation"]["input_ids"][:] == trained.splits["validation"]["input_ids"][:]
+    DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
+    config = FinetuneConfig(dataset_name=str(tmp_path / "saved"), model_name_or_path="m", eval_only=True)
+    assert set(prepare_data(config, letter_tokenizer()).splits) == {"test"}
+    DatasetDict(other=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "none")
+    config.dataset_name = str(tmp_path / "none")
+    with pytest.raises(DataError, match="there is nothing to evaluate"):
+        prepare_data(config, letter_tokenizer())
+
+
+def test_first_alias_of_validation_is_taken(tmp_path):
+    """In whatever order the splits are."""
+    splits = {"train": ROWS[:5], "dev": ROWS[5:7], "valid": ROWS[7:10]}
+    for number, names in enumerate((splits, reversed(splits))):
+        DatasetDict({name: Dataset.from_list(splits[name]) for name in names}).save_to_disk(tmp_path / str(number))
+        rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / str(number))))
+        assert rows.num_rows == {"train": 5, "validation": 3}
+
+
+# Rows to predict
+
+
+def to_predict(task, rows, train, tmp_path, tokenizer=None, known=None, **more):
+    """After training rows were read, or (None) alone, as an evaluation does."""
+    file = write(tmp_path / "p.jsonl", rows)
+    if train is None:
+        config = FinetuneConfig(task=task, eval_only=True, model_name_or_path="m", predict_file=file, **more)
+    else:
+        config = FinetuneConfig(task=task, dataset_name=write(tmp_path / "d.jsonl", train), predict_file=file, **more)
+        config.validation_file = config.dataset_name
+    data = prepare_data(config, tokenizer or letter_tokenizer(**SPECIAL), known)
+    return data, *prepare_unlabelled(config, data, file)
+
+
+PREDICTED = {
+    "masked-lm": ([{"id": 5, "text": "a <mask>"}, {"id": 6, "text": None}], [[13, 3, 15, 14], []]),
+    "text-classification": (
+        [{"id": 5, "text": "a b"}, {"id": 6, "text": ""}, {"id": 7, "text": "c"}],
+        [[13, 3, 4, 14], [], [13, 5, 14]],
+    ),
+    "regression": ([{"text": "a", "label": "whatever"}], [[13, 3, 14]]),
+    "multi-label": ([{"text": "a", "labels": None}], [[13, 3, 14]]),
+    "token-classification": ([{"tokens": ["a", "b c", "<gone>"]}, {"tokens": []}], [[13, 3, 4, 5, 2, 14], []]),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", PREDICTED)
+def test_rows_to_predict(name, alone, tmp_path):
+    """One sample a row, empty where the row is; labels are not needed; the rows come back as they are."""
+    rows, ids = PREDICTED[name]
+    train = None if alone else HASHED[name]
+    data, as_they_are, named, samples = to_predict(name, rows, train, tmp_path, known=["x", "y"])
+    assert samples["input_ids"][:] == ids and samples["length"][:] == [len(row) for row in ids]
+    assert as_they_are.to_list() == rows and len(named) == len(rows)
+    if name == "token-classification":
+        assert samples["label"][:] == [[-100, 0, 1, -100, 2, -100], []]
+        assert named["tokens"][:] == [row["tokens"] for row in rows]
+    else:
+        assert set(named.column_names) == {"text"} and "label" not in samples.column_names
+    assert data.labels == ([] if name in ("masked-lm", "regression") else ["x", "y"])
+
+
+def test_pairs_to_predict(tmp_path):
+    """Under the columns of training, whatever they are called, and cut as in training."""
+    train = [{"one": "a", "two": "b", "y": 1}, {"one": "c", "two": "d", "y": 2}]
+    flags = {"text_column": "one", "text_pair_column": "two", "label_column": "y"}
+    rows = [{"two": "d d", "one": "a b c", "text": "j"}, {"two": None, "one": None, "text": "j"}]
+    _, _, named, samples = to_predict("regression", rows, train, tmp_path, **flags, max_length=6)
+    assert samples["input_ids"][:] == [[13, 3, 4, 14, 6, 14], []]
+    assert named.to_list() == [{"text": "a b c", "text_pair": "d d"}, {"text": None, "text_pair": None}]
+    with pytest.raises(DataError, match=r"predict_file .*p.jsonl lacks the column 'two' \(text_pair\); it has: one"):
+        to_predict("regression", [{"one": "a"}], train, tmp_path, **flags)
+
+
+def with_template():
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+PROMPTS = {  # rows to predict, rows of training, whether they are conversations, the prompts with and without a template
+    "text": ([{"text": "a b"}, {"text": None}], [{"text": "a b c"}], False, ["a b", ""], ["a b", ""]),
+    "prompt": (
+        [{"prompt": "c"}, {"prompt": "d"}],
+        HASHED["causal-lm"],
+        True,
+        ["a c <eos> b ", "a d <eos> b "],
+        ["c", "d"],
+    ),
+    "prompt with a completion": ([{"prompt": "c", "completion": None}], HASHED["causal-lm"], True, ["a c <eos> b "], ["c"]),
+    "instruction": (
+        [{"instruction": "c", "input": "d"}, {"instruction": "e", "input": None}],
+        [{"instruction": "c", "input": "d", "output": "e"}],
+        True,
+        ["a c\n\nd <eos> b ", "a e <eos> b "],
+        ["c\n\nd\n\n", "e\n\n"],
+    ),
+    "messages": (
+        [{"messages": [{"role": "user", "content": "c"}]}],
+        [{"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}],
+        True,
+        ["a c <eos> b "],
+        None,
+    ),
+    "messages as a prompt": (
+        [{"prompt": [{"role": "user", "content": "c"}]}],
+        [{"prompt": [{"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}],
+        True,
+        ["a c <eos> b "],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_to_continue(name, alone, tmp_path):
+    """They are the same whether training rows were read or not."""
+    rows, train, are_conversations, templated, plain = PROMPTS[name]
+    for tokenizer, expected in ((with_template(), templated), (letter_tokenizer(), plain)):
+        if expected is None:
+            continue
+        data, as_they_are, named, samples = to_predict("causal-lm", rows, None if alone else train, tmp_path, tokenizer)
+        assert prompts(named[:], tokenizer) == expected
+        assert data.has_conversations == are_conversations
+        assert as_they_are.to_list() == rows and len(samples) == len(rows)
+
+
+def test_prompts_that_lack_a_column(tmp_path):
+    with pytest.raises(DataError, match=r"lacks the column 'prompt' \(prompt\); it has: text"):
+        to_predict("causal-lm", [{"text": "a"}], HASHED["causal-lm"], tmp_path)
+    with pytest.raises(DataError, match=r"text_column 'text' is not in the predict rows, which have: i, j.*--text_column"):
+        to_predict("causal-lm", [{"i": 1, "j": 2}], None, tmp_path)
+
+
 # Batches
 
 
 def test_causal_batch_by_hand():
-    batch = TASKS["causal-lm"].collate([{"input_ids": [5, 0, 1], "length": 3}, {"input_ids": [7]}], 0)
+    batch = collate_causal([{"input_ids": [5, 0, 1], "length": 3}, {"input_ids": [7]}], 0)
     assert batch["input_ids"].tolist() == [[5, 0, 1], [7, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[5, 0, 1], [7, -100, -100]]  # a real token with the padding's id stays a target
@@ -341,7 +885,7 @@ def test_causal_batch_by_hand():
 
 def test_classification_batch_by_hand():
     samples = [{"input_ids": [5, 6], "label": 2}, {"input_ids": [7], "label": 0}, {"input_ids": [8, 9, 3], "label": 1}]
-    batch = TASKS["text-classification"].collate(samples, 4)
+    batch = collate_classes(samples, 4)
     assert batch["input_ids"].tolist() == [[5, 6, 4], [7, 4, 4], [8, 9, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [2, 0, 1]

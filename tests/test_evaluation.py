@@ -199,7 +199,7 @@ def test_metrics_of_a_split(batch_size):
 
 def test_metrics_are_objects_of_evaluate():
     assert all(issubclass(metric, evaluate_library.Metric) for metric in METRICS.values())
-    both = evaluate_library.combine([metric() for metric in METRICS.values()])
+    both = evaluate_library.combine([METRICS[name]() for name in ("accuracy", "f1")])
     assert set(both.compute(predictions=[0, 1], references=[0, 0])) == {"accuracy", "f1"}
     assert Accuracy().inputs_description is not None
 

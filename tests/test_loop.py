@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -253,3 +254,23 @@ def test_text_classification(place, tmp_path):
     assert summary["eval_accuracy"] == pytest.approx(sum(hits) / VALIDATION) and summary["eval_accuracy"] > 0.6
     assert (summary["eval_num_targets"], summary["test_num_targets"]) == (VALIDATION, 11)
     assert {"test_accuracy", "test_f1", "test_loss"} <= set(summary)
+
+
+def test_an_evaluation_before_the_first_step_changes_no_update(place, tmp_path):
+    plain = train(place, tmp_path / "plain", max_steps=3)
+    summary = train(place, tmp_path / "early", max_steps=3, eval_on_start=True)
+    first, *others = lines_of(tmp_path / "early")
+    assert (first["step"], first["loss"]) == (0, None) and first["eval_loss"] > summary["eval_loss"]
+    assert [line["loss"] for line in others] == [line["loss"] for line in lines_of(tmp_path / "plain")]
+    assert summary["weights_sha256"] == plain["weights_sha256"]
+
+
+def test_an_encoder_is_no_causal_model(place, tmp_path):
+    """It would be trained with every token in sight; as a decoder it is welcome."""
+    with pytest.raises(hf_ga.ConfigError, match="a bert sees the tokens that causal-lm predicts"):
+        train(place, tmp_path / "out", model_name_or_path=str(place / "bert"))
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(place / "bert", tmp_path / "decoder")
+    settings = json.loads((tmp_path / "decoder/config.json").read_text())
+    (tmp_path / "decoder/config.json").write_text(json.dumps(settings | {"is_decoder": True}))
+    assert train(place, tmp_path / "out", model_name_or_path=str(tmp_path / "decoder"), max_steps=1)["steps"] == 1

@@ -30,7 +30,7 @@ def test_the_notebook_snippet_runs(capsys):
 
 def test_all_python_blocks_are_tried():
     assert len(PYTHON_BLOCKS) == 2
-    assert len(RUNS) == 4
+    assert len(RUNS) == 7
 
 
 @pytest.mark.launch

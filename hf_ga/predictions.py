@@ -1,0 +1,173 @@
+"""Predictions for the rows of a file: one JSON object a line, the row with `prediction` beside its columns, in the file's order."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from datasets import Dataset
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from hf_ga.chat import prompts
+from hf_ga.collation import collate_ids
+from hf_ga.config import FinetuneConfig
+from hf_ga.data import PreparedData, prepare_unlabelled
+from hf_ga.forward import accepted_arguments, restored_modes, unwrapped
+
+Prediction = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Rows to predict: as they are, their columns under the names of the roles, as samples, and for a causal LM as prompts.
+
+    Attributes:
+        tokenizer: of prompts: it pads and cuts at the left, and is saved nowhere.
+    """
+
+    rows: Dataset
+    named: Dataset
+    samples: Dataset
+    prompts: list[str] | None
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row (of prompts, characters); 0 where there is nothing to predict from."""
+        return np.asarray(self.samples["length"] if self.prompts is None else [len(text) for text in self.prompts])
+
+
+def read_unlabelled(config: FinetuneConfig, data: PreparedData) -> Unlabelled | None:
+    """The rows of `predict_file`, if it is given.
+
+    Raises:
+        DataError: the file is missing, lacks a column or has a malformed row.
+    """
+    if config.predict_file is None:
+        return None
+    rows, named, samples = prepare_unlabelled(config, data, config.predict_file)
+    tokenizer = copy.deepcopy(data.tokenizer)
+    tokenizer.padding_side = tokenizer.truncation_side = "left"  # what is generated follows the end of the text
+    asked = prompts(named[:], tokenizer) if data.task.pipeline == "text-generation" else None
+    return Unlabelled(rows, named, samples, asked, tokenizer)
+
+
+def write_predictions(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled, path: Path
+) -> int:
+    """Predict rows and write them to `path`. Returns how many.
+
+    A prediction holds: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`; regression
+    `value`; token classification `tags` (one for each word), masked LM `tokens` (one for each mask token of the text), both with
+    None for what was cut off; causal LM `completion`. It is None for a row without text.
+    """
+    rows, asked, lengths = unlabelled.rows, unlabelled.prompts, unlabelled.lengths
+    predictions: list[Prediction | None] = [None] * len(rows)
+    order = np.argsort(-lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    size = config.per_device_eval_batch_size
+    bar = tqdm(total=len(order), desc="predicting", unit="row", disable=not accelerator.is_main_process)
+    with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
+        model.eval()
+        for start in range(0, len(order), size):
+            ids = [int(i) for i in order[start : start + size]]
+            if asked is not None:
+                is_templated = bool(data.tokenizer.chat_template) and data.has_conversations
+                made = _completions(config, accelerator, model, unlabelled.tokenizer, [asked[i] for i in ids], is_templated)
+            else:
+                samples, named = ([dataset[i] for i in ids] for dataset in (unlabelled.samples, unlabelled.named))
+                made = _of_batch(accelerator, model, data, samples, named)
+            for index, prediction in zip(ids, made, strict=True):
+                predictions[index] = prediction
+            bar.update(len(ids))
+    with path.open("w", encoding="utf-8") as file:
+        for row, prediction in zip(rows, predictions, strict=True):
+            file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
+    return len(rows)
+
+
+def _of_batch(
+    accelerator: Accelerator, model: nn.Module, data: PreparedData, samples: list[dict], rows: list[dict]
+) -> Iterator[Prediction]:
+    batch = send_to_device(collate_ids(samples, data.tokenizer.pad_token_id), accelerator.device)
+    logits = model(**accepted_arguments(model, batch)).logits.float().cpu()
+    make = _MAKERS[data.task.labels]
+    return (make(data, of_sample, sample, row) for of_sample, sample, row in zip(logits, samples, rows, strict=True))
+
+
+def _one_label(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    probabilities = logits.softmax(-1)
+    best = int(probabilities.argmax())
+    return {"label": data.labels[best], "score": round(float(probabilities[best]), 6)}
+
+
+def _label_set(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    scores = {name: round(float(p), 6) for name, p in zip(data.labels, logits.sigmoid(), strict=True)}
+    return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
+
+
+def _number(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    return {"value": float(logits[0])}
+
+
+def _tags(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    """The sample's `label` holds, at the first piece of each word, the word's number."""
+    tags: list[str | None] = [None] * len(row["tokens"])
+    for piece, word in enumerate(sample["label"]):
+        if word >= 0:
+            tags[word] = data.labels[int(logits[piece].argmax())]
+    return {"tags": tags}
+
+
+def _masks(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    masked = [i for i, token in enumerate(sample["input_ids"]) if token == data.tokenizer.mask_token_id]
+    cut_off = row["text"].count(data.tokenizer.mask_token) - len(masked)
+    return {"tokens": [data.tokenizer.decode([int(logits[i].argmax())]).strip() for i in masked] + [None] * cut_off}
+
+
+_MAKERS: dict[str, Callable[..., Prediction]] = {
+    "class": _one_label,
+    "classes": _label_set,
+    "number": _number,
+    "tags": _tags,
+    "none": _masks,
+}
+
+
+def _completions(
+    config: FinetuneConfig,
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    is_templated: bool,
+) -> list[Prediction]:
+    """The most likely continuation of each text, token by token (greedy). Of a text that is too long the end is kept."""
+    base, most = unwrapped(model), config.sequence_length
+    positions = getattr(base.config, "max_position_embeddings", None)
+    batch = tokenizer(
+        texts,
+        add_special_tokens=not is_templated,
+        truncation=True,
+        max_length=min(most, positions - config.max_new_tokens) if positions else most,
+        padding=True,
+        return_tensors="pt",
+    )
+    ids, mask = (batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask"))
+    made = base.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=config.max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,  # a chat model may have several
+    )
+    return [{"completion": text} for text in tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)]

@@ -1,0 +1,110 @@
+"""Where rows come from: the embedded corpus, files, folders, the hub. Splits are named train, validation and test."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.utils import logging
+
+from hf_ga import corpus, source_lines
+from hf_ga.config import FinetuneConfig
+from hf_ga.errors import DataError
+from hf_ga.order import epoch_order
+
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
+SPLITS = ("train", "validation", "test")
+VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
+
+
+def load_rows(config: FinetuneConfig) -> DatasetDict:
+    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenised.
+
+    An evaluation alone needs no training rows, and where it is given files it does not read the default corpus.
+
+    Raises:
+        DataError: a missing or unreadable file, an unknown dataset, no training rows.
+    """
+    files = {"validation": config.validation_file, "test": config.test_file}
+    extra = {split: load_file(file) for split, file in files.items() if file}
+    has_own_rows = bool(extra) or config.predict_file is not None
+    if config.eval_only and has_own_rows and config.dataset_name == "stdlib" and config.model_name_or_path is not None:
+        return DatasetDict(extra)
+    rows = _named_rows(config)
+    aliases = [alias for alias in VALIDATION_ALIASES if alias in rows and "validation" not in rows]
+    renamed = dict.fromkeys(aliases[:1], "validation")
+    rows = DatasetDict({**{renamed.get(split, split): dataset for split, dataset in rows.items()}, **extra})
+    rows = DatasetDict({split: rows[split] for split in SPLITS if split in rows and (len(rows[split]) or split == "train")})
+    if not config.eval_only and not len(rows.get("train", ())):
+        raise DataError(
+            f"dataset_name {config.dataset_name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to "
+            "train on."
+        )
+    rows = _with_validation(rows, config)
+    if not rows and config.predict_file is None:
+        raise DataError(f"dataset_name {config.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
+    return rows
+
+
+def _named_rows(config: FinetuneConfig) -> DatasetDict:
+    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
+    if name == "stdlib":
+        return source_lines.load_source_lines() if config.task == "token-classification" else corpus.load_stdlib()
+    if _file_kind(path) or path.is_file():
+        return DatasetDict(train=load_file(name))
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        loaded = _load(name, load_from_disk, path)
+        return loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    if name.startswith((".", "/", "~")) and not path.exists():
+        raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
+    return _load(name, load_dataset, name, config.dataset_config_name)
+
+
+def load_file(file: str) -> Dataset:
+    """The rows of one file.
+
+    Raises:
+        DataError: it is missing, empty, of an unknown kind or not readable.
+    """
+    path = Path(file).expanduser()
+    kind = _file_kind(path)
+    if not path.is_file():
+        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
+    if kind is None:
+        raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
+    if path.stat().st_size == 0:
+        raise DataError(f"the file {file} is empty.")
+    return _load(file, load_dataset, kind, data_files=str(path), split="train")
+
+
+def _load(name: str, load: Callable, *args: Any, **kwargs: Any) -> Any:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    try:
+        return load(*args, **kwargs)
+    except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
+        cause = error.__cause__ or error
+        if "corresponds to no data" in str(cause):
+            raise DataError(f"cannot load {name}: it has no rows.") from error
+        reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(f"cannot load {name}: {type(cause).__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _with_validation(rows: DatasetDict, config: FinetuneConfig) -> DatasetDict:
+    if "validation" in rows or "train" not in rows:
+        return rows
+    train, seed = rows["train"], 0  # not the run's seed: runs with other seeds must stay comparable
+    size = max(1, round(len(train) * config.validation_split_percentage / 100))
+    if size >= len(train):
+        raise DataError(f"{len(train)} training rows are too few to take validation rows from: give --validation_file.")
+    order = epoch_order(len(train), seed, 0)
+    parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
+    return DatasetDict({**rows, **parts})
+
+
+def _file_kind(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    return FILE_KINDS.get(suffixes[-1]) if suffixes else None

@@ -1,0 +1,294 @@
+"""Training a part of a model: LoRA against PEFT's own way of loading, and parameters frozen by name."""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from runs import JOBS, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_ga
+from hf_ga import loop
+from hf_ga.adapters import freeze
+from hf_ga.building import build_model
+from hf_ga.data import prepare_data
+from hf_ga.models import complete_config, load_base_config, load_tokenizer, own_dtype
+from hf_ga.tasks import TASKS
+
+LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
+# What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does not have.
+NEW = {
+    "causal LM, row by row": [],
+    "messages": [],
+    "masked LM": [],
+    "classes": ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"],
+    "numbers": ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"],
+    "label sets": ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"],
+    "tags": ["classifier.bias", "classifier.weight"],
+}
+TEXT = "window samples is one step"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("adapters")) as folder:
+        save_jobs(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def adapted(place):
+    known = {}
+
+    def run(name):
+        if name not in known:
+            known[name] = train_job(place, place / "lora" / name, name, **LORA), place / "lora" / name
+        return known[name]
+
+    return run
+
+
+def auto_class(name):
+    return TASKS[JOBS[name][2].get("task", "causal-lm")].auto_class
+
+
+def base_of(place, name, **more):
+    return auto_class(name).from_pretrained(place / f"job-{JOBS[name][0]}", **more)
+
+
+@torch.no_grad()
+def logits_of(model, folder):
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    return model.eval()(**{k: v for k, v in tokenizer(TEXT, return_tensors="pt").items() if k != "token_type_ids"}).logits
+
+
+def peft_file(folder):
+    return {k.removeprefix("base_model.model."): v for k, v in load_file(folder / "adapter_model.safetensors").items()}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_adapters_and_new_weights_are_all_that_is_trained(name, adapted, place):
+    """The saved model by hand: base + alpha / r x B A where there is an adapter, new weights as in its file, else the base."""
+    _, output = adapted(name)
+    saved, base, adapter = load_file(output / "model.safetensors"), base_of(place, name).state_dict(), peft_file(output / "adapter")
+    assert sorted(key for key in adapter if "lora" not in key) == NEW[name]
+    settings = json.loads((output / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8, 0.1)
+    changed = []
+    for key, value in saved.items():
+        module = key.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in adapter:
+            update = 2 * adapter[f"{module}.lora_B.weight"].double() @ adapter[f"{module}.lora_A.weight"].double()
+            update = update.T if JOBS[name][0] != "bert" else update  # GPT-2 has its matrices the other way round
+            assert (value - base[key] - update).norm() <= 1e-6 * value.norm() and update.norm() > 1e-3
+            changed.append(module)
+        elif key in NEW[name]:
+            assert torch.equal(value, adapter[key])
+        else:
+            assert torch.equal(value, base[key]), key
+    assert len(changed) * 2 == sum("lora" in key for key in adapter) and len(changed) >= 8
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_adapter_on_its_base_is_the_saved_model(name, adapted, place):
+    summary, output = adapted(name)
+    merged = logits_of(auto_class(name).from_pretrained(output), output)
+    labels = {"num_labels": len(summary["labels"])} if summary["labels"] else {}
+    labels = {"num_labels": 1} if name == "numbers" else labels
+    for folder in ("adapter", "best"):
+        torch.manual_seed(99)  # new weights of the base are other ones than in the run
+        base = base_of(place, name, **labels)
+        alone = logits_of(base, output)
+        loaded = logits_of(peft.PeftModel.from_pretrained(base, output / folder), output)
+        if folder == "adapter":
+            assert (loaded - merged).norm() <= 1e-5 * merged.norm()
+        assert (alone - merged).norm() > 1e-3 * merged.norm()
+        card = (output / folder / "README.md").read_text()
+        assert "library_name: peft\n" in card and "| layout |" in card
+    assert "library_name: transformers\n" in (output / "README.md").read_text()
+
+
+def test_lora_learns(place, tmp_path):
+    """Tags, from a base that knows nothing: the head and the adapters are enough."""
+    summary = learn_job(place, tmp_path / "out", "tags", lora_r=8)
+    assert summary["eval_accuracy"] == 1.0
+    pipe = tf.pipeline("token-classification", str(tmp_path / "out"), device="cpu")
+    assert [hit["entity"] for hit in pipe("samples window step")] == ["other", "green", "other"]
+
+
+class Stopped(Exception):
+    """Where a test interrupts a run."""
+
+
+def interrupted(windows, start):
+    """A run that is stopped while it computes the window after the given number."""
+    done = 0
+
+    def step(*args, **kwargs):
+        nonlocal done
+        if done == windows:
+            raise Stopped
+        done += 1
+        return train_step(*args, **kwargs)
+
+    train_step = loop.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        with pytest.raises(Stopped):
+            start()
+
+
+@pytest.mark.parametrize("name", ["classes", "causal LM, row by row"])
+def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(name, adapted, place, tmp_path):
+    summary, output = adapted(name)
+    kept = load_file(output / "checkpoint-8" / "model.safetensors")
+    whole = [key.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for key in kept if "lora" not in key]
+    assert sorted(whole) == NEW[name]
+    assert len([key for key in kept if "lora" in key]) == len([key for key in peft_file(output / "adapter") if "lora" in key])
+    interrupted(5, lambda: train_job(place, tmp_path / "out", name, **LORA))
+    resumed = train_job(place, tmp_path / "out", name, **LORA, resume_from_checkpoint="auto")
+    assert resumed["weights_sha256"] == summary["weights_sha256"]
+    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(output)]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
+
+
+def test_another_base_under_the_same_name_is_refused(place, tmp_path):
+    """Its frozen weights are not in the checkpoint."""
+    shutil.copytree(place / "job-gpt", tmp_path / "base")
+    settings = {**LORA, "model_name_or_path": str(tmp_path / "base")}
+    train_job(place, tmp_path / "out", "causal LM, row by row", **settings)
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.bias[0] += 1e-3
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(hf_ga.CheckpointError, match="changed: base_model"):
+        train_job(place, tmp_path / "out", "causal LM, row by row", **settings, resume_from_checkpoint="auto")
+
+
+@pytest.fixture
+def bf16_base(place, tmp_path):
+    """Function of a job's name: its model in bf16, with its trained classifier if there is one."""
+
+    def save(name):
+        model = base_of(place, name, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / "bf16")
+        tf.AutoTokenizer.from_pretrained(place / f"job-{JOBS[name][0]}").save_pretrained(tmp_path / "bf16")
+        return str(tmp_path / "bf16")
+
+    return save
+
+
+@pytest.fixture
+def autocast():
+    """Function of a precision: an accelerator that computes in it."""
+
+    def accelerator(precision):
+        AcceleratorState._reset_state(True)
+        return Accelerator(mixed_precision=precision, cpu=True)
+
+    yield accelerator
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize(("precision", "frozen"), [("bf16", torch.bfloat16), ("no", torch.float32)])
+@pytest.mark.parametrize("name", ["classes", "causal LM, row by row"])
+def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, frozen, bf16_base, autocast, place, tmp_path):
+    config = job_config(place, tmp_path, name, **{**LORA, "model_name_or_path": bf16_base(name)})
+    base = load_base_config(config)
+    dtype, data = own_dtype(base), prepare_data(config, load_tokenizer(config))
+    assert dtype == torch.bfloat16
+    model = build_model(config, autocast(precision), data, complete_config(base, config, data), dtype)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {frozen}
+    summary = train_job(place, tmp_path / "out", name, **{**LORA, "model_name_or_path": config.model_name_or_path})
+    assert ("bf16 autocast" in summary["precision"]) == (precision == "bf16")
+    assert summary["skipped_windows"] == 0 and all(
+        line["loss"] < 10 and line["grad_norm"] > 0 for line in lines_of(tmp_path / "out")
+    )
+    assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_lora_on_layers_by_name(place, tmp_path):
+    train_job(place, tmp_path / "out", "causal LM, row by row", **LORA, lora_target_modules=["c_attn"], lora_alpha=3.0, max_steps=2)
+    adapter = peft_file(tmp_path / "out" / "adapter")
+    assert len(adapter) == 4 and all("c_attn" in key for key in adapter)
+    assert json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 3
+    with pytest.raises(hf_ga.ConfigError, match=r"LoRA cannot be added: Target modules .*q_proj.* not found"):
+        train_job(place, tmp_path / "new", "causal LM, row by row", **LORA, lora_target_modules=["q_proj"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_peft(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_ga.adapters.find_spec", lambda name: None)
+    with pytest.raises(hf_ga.ConfigError, match=r"lora_r needs the package peft: pip install 'hf_ga\[peft\]'"):
+        train_job(place, tmp_path / "out", "classes", lora_r=4)
+
+
+# -- freeze -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_frozen"),
+    [
+        (["bert.embeddings"], lambda name: name.startswith("bert.embeddings.")),
+        (["bert.embeddings.*", "*.layer.[1-9].*"], lambda name: "embeddings" in name or ".layer.1." in name),
+        (["bert"], lambda name: name.startswith("bert.")),
+        (["*.bias", "bert.encoder.layer.0.attention"], lambda name: name.endswith(".bias") or "layer.0.attention" in name),
+    ],
+    ids=["module", "patterns", "all but the head", "names in several modules"],
+)
+def test_frozen_by_name(patterns, is_frozen, place, tmp_path):
+    """Frozen weights keep their bits, weight decay included; all others move. Without the flag they all do."""
+    torch.manual_seed(7)
+    before = tf.AutoModelForSequenceClassification.from_pretrained(place / "job-bert", num_labels=3)
+    before.save_pretrained(tmp_path / "start")
+    tf.AutoTokenizer.from_pretrained(place / "job-bert").save_pretrained(tmp_path / "start")
+    settings = {"model_name_or_path": str(tmp_path / "start"), "max_steps": 2, "weight_decay": 0.1, "learning_rate": 1e-2}
+    train_job(place, tmp_path / "out", "classes", **settings, freeze=patterns)
+    train_job(place, tmp_path / "free", "classes", **settings)
+    after, free = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "free"))
+    names = [name for name, _ in before.named_parameters()]
+    assert any(map(is_frozen, names)) and not all(map(is_frozen, names))
+    for name, value in before.named_parameters():
+        assert torch.equal(after[name], value) == is_frozen(name), name
+        assert not torch.equal(free[name], value)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.output = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def test_a_shared_parameter_goes_by_all_its_names():
+    for name in ("embedding", "output", "output.weight"):
+        model = Shared()
+        freeze(model, [name])
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {"hidden.weight", "hidden.bias"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["embeding"], r"freeze: no parameter is named 'embeding'; the nearest is embedding\.weight\."),
+        (["hidden", "hiden.bias"], r"no parameter is named 'hiden\.bias'; the nearest is hidden\.bias\."),
+        (["embedding", "hidden.*"], r"freeze embedding hidden\.\* leaves nothing to train"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_all(patterns, words):
+    with pytest.raises(hf_ga.ConfigError, match=words):
+        freeze(Shared(), patterns)
+
+
+def test_an_unknown_pattern_leaves_no_files(place, tmp_path):
+    with pytest.raises(hf_ga.ConfigError, match=r"no parameter is named 'bert\.embedings'; the nearest is bert\."):
+        train_job(place, tmp_path / "out", "classes", freeze=["bert.embedings"])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,308 @@
+"""Conversations, prompts and instructions: what the model reads, and which characters of it are targets."""
+
+import re
+
+import pytest
+from test_data import letter_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from hf_ga import DataError, corpus
+from hf_ga.chat import chat_columns, prompts, rendered
+from hf_ga.tokenization import tokenize_completions
+
+IGNORED = -100
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Without a separate generation prompt, as Llama 2 and Mistral write it; it refuses two turns of one role.
+INSTRUCT = (
+    "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# Thoughts are left out of all but the last turn, as templates of reasoning models do.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content.split('</think>')[-1] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer_with(template):
+    tokenizer = corpus.train_tokenizer(["some words to train on"], 280)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns(*contents, system=None):
+    """Messages of user and assistant in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *messages] if system is not None else messages
+
+
+def targets(rows, tokenizer):
+    """Of each row the text, and the parts of it that are targets."""
+    return [(text, [text[start:end] for start, end in spans]) for text, spans, _ in rendered(rows, tokenizer)]
+
+
+def decoded_targets(rows, tokenizer):
+    """Of each row the labelled ids as text."""
+    labels = tokenize_completions(rows, tokenizer, 512)["labels"]
+    return [tokenizer.decode([i for i in row if i != IGNORED]) for row in labels]
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "chosen"),
+    [
+        (["messages", "prompt", "completion"], ["messages"]),
+        (["id", "completion", "prompt"], ["prompt", "completion"]),
+        (["output", "input", "instruction"], ["instruction", "output", "input"]),
+        (["output", "instruction"], ["instruction", "output"]),
+        (["prompt", "output"], []),
+        (["input", "output"], []),
+        (["text"], []),
+    ],
+)
+def test_columns_of_a_conversation(columns, chosen):
+    assert chat_columns(columns) == chosen
+
+
+def test_columns_without_completions():
+    assert chat_columns(["prompt"]) == [] and chat_columns(["prompt"], needs_completion=False) == ["prompt"]
+    assert chat_columns(["instruction", "input"], needs_completion=False) == ["instruction", "input"]
+    assert chat_columns(["messages"], needs_completion=False) == ["messages"]
+    assert chat_columns(["prompt", "completion"], needs_completion=False) == ["prompt", "completion"]
+
+
+# With a template
+
+
+def test_every_turn_of_the_assistant_is_a_target():
+    tokenizer = tokenizer_with(CHATML)
+    rows = {"messages": [turns("Hi", "Hello!", "How?", "Fine, é 日本."), turns("Hi", "Yes", system="Obey."), turns("Hi", "", "Hm")]}
+    expected = [["Hello!<|im_end|>\n", "Fine, é 日本.<|im_end|>\n"], ["Yes<|im_end|>\n"], ["<|im_end|>\n"]]
+    found = targets(rows, tokenizer)
+    assert [parts for _, parts in found] == expected
+    assert [text for text, _ in found] == [tokenizer.apply_chat_template(m, tokenize=False) for m in rows["messages"]]
+    assert found[0][0].startswith("<|im_start|>system\nBe kind.") and "Be kind" not in found[1][0]
+    assert decoded_targets(rows, tokenizer) == ["".join(parts) for parts in expected]
+
+
+def test_samples_of_a_template_have_its_ids_and_no_more():
+    """No second end of text, and no special tokens that the template did not write."""
+    tokenizer, messages = tokenizer_with(CHATML), turns("Hi", "Hello!")
+    out = tokenize_completions({"messages": [messages]}, tokenizer, 512)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert out["input_ids"] == [tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(out["input_ids"][0]) == text and out["input_ids"][0][-1] != tokenizer.eos_token_id
+    assert out["num_targets"] == [sum(label != IGNORED for label in out["labels"][0])] and out["was_cut"] == [False]
+
+
+def test_a_template_without_a_generation_prompt():
+    tokenizer = tokenizer_with(INSTRUCT)
+    rows = {"messages": [turns("Hi", "Hello!", "How?", "Fine.")]}
+    text = "<s>[INST] Hi [/INST] Hello!</s>[INST] How? [/INST] Fine.</s>"
+    assert targets(rows, tokenizer) == [(text, [" Hello!</s>", " Fine.</s>"])]
+    assert decoded_targets(rows, tokenizer) == [" Hello!</s> Fine.</s>"]
+
+
+def test_prompts_and_completions_of_strings():
+    tokenizer = tokenizer_with(CHATML)
+    rows = {"prompt": ["Hi", ""], "completion": ["Hello!", "Yes"]}
+    assert [parts for _, parts in targets(rows, tokenizer)] == [["Hello!<|im_end|>\n"], ["Yes<|im_end|>\n"]]
+    assert targets(rows, tokenizer)[0][0] == tokenizer.apply_chat_template(turns("Hi", "Hello!"), tokenize=False)
+
+
+def test_prompts_and_completions_of_messages():
+    """Turns of the assistant in the prompt were given, not asked for."""
+    tokenizer = tokenizer_with(CHATML)
+    whole = turns("Hi", "Hello!", "How?", "Fine.", "And?", "Well.")
+    rows = {"prompt": [whole[:3], whole[:5]], "completion": [whole[3:], whole[5:]]}
+    expected = [["Fine.<|im_end|>\n", "Well.<|im_end|>\n"], ["Well.<|im_end|>\n"]]
+    found = targets(rows, tokenizer)
+    assert [parts for _, parts in found] == expected and found[0][0] == found[1][0]
+    assert targets({"messages": [whole]}, tokenizer)[0][1] == ["Hello!<|im_end|>\n", *expected[0]]  # the control
+
+
+def test_instructions():
+    tokenizer = tokenizer_with(CHATML)
+    rows = {"instruction": ["Add", "Add", "Add"], "input": ["1 2", "", None], "output": ["3", "0", "none"]}
+    found = targets(rows, tokenizer)
+    asked = [re.search(r"user\n(.*?)<", text, re.DOTALL)[1] for text, _ in found]
+    assert asked == ["Add\n\n1 2", "Add", "Add"]
+    assert [parts for _, parts in found] == [["3<|im_end|>\n"], ["0<|im_end|>\n"], ["none<|im_end|>\n"]]
+    del rows["input"]
+    assert [parts for _, parts in targets(rows, tokenizer)] == [parts for _, parts in found]
+
+
+def test_no_messages_are_an_empty_row():
+    out = tokenize_completions({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
+    assert out["input_ids"][0] == [] and out["labels"][0] == [] and out["num_targets"][0] == 0 < out["num_targets"][1]
+    out = tokenize_completions({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
+    assert out["input_ids"] == [[]] and out["num_targets"] == [0]
+
+
+def test_a_conversation_without_an_answer_has_no_target():
+    out = tokenize_completions({"messages": [turns("Hi"), turns("Hi", system="Obey.")]}, tokenizer_with(CHATML), 64)
+    assert out["num_targets"] == [0, 0] and all(out["length"])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    """Where nothing is rewritten, or only one turn is a target, it can be used."""
+    tokenizer = tokenizer_with(FORGETFUL)
+    thought = turns("Hi", "<think>Hm.</think>Hello!", "How?", "<think>So.</think>Fine.")
+    with pytest.raises(DataError, match=r"writes a turn differently when others follow it.*keep one turn of the assistant"):
+        targets({"messages": [thought]}, tokenizer)
+    ((text, parts),) = targets({"messages": [thought[:2]]}, tokenizer)
+    assert parts == ["<think>Hm.</think>Hello!<end>"] and text.endswith(parts[0])
+    ((text, parts),) = targets({"prompt": [thought[:3]], "completion": [thought[3:]]}, tokenizer)
+    assert parts == ["<think>So.</think>Fine.<end>"] and "Hm." not in text
+    assert targets({"messages": [turns("Hi", "Yes", "How?", "Fine")]}, tokenizer)[0][1] == ["Yes<end>", "Fine<end>"]
+
+
+def test_a_template_whose_generation_prompt_is_not_what_a_turn_begins_with_is_refused():
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    with pytest.raises(DataError, match="cannot be told from prompts"):
+        targets({"messages": [turns("Hi", "Yes")]}, tokenizer)
+
+
+BROKEN = {
+    "no list": ({"messages": ["Hi"]}, r"columns messages .* list of messages is needed, but found 'Hi'"),
+    "None": ({"messages": [None]}, "list of messages is needed, but found None"),
+    "a dict of lists": ({"messages": [{"role": ["user"], "content": ["Hi"]}]}, "list of messages is needed"),
+    "no dict": ({"messages": [["Hi"]]}, "strings role and content, but one is 'Hi'"),
+    "no content": ({"messages": [[{"role": "user"}]]}, "strings role and content"),
+    "content of None": ({"messages": [[{"role": "user", "content": None}]]}, "strings role and content"),
+    "content in parts": ({"messages": [[{"role": "user", "content": [{"text": "Hi"}]}]]}, "strings role and content"),
+    "no role": ({"messages": [[{"role": None, "content": "Hi"}]]}, "strings role and content"),
+    "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "assistant has the first turn"),
+    "completion alone": ({"prompt": [[]], "completion": [turns("Hi", "Yes")[1:]]}, "assistant has the first turn"),
+    "prompt of None": ({"prompt": [None], "completion": ["b"]}, "columns prompt, completion .* string is needed, but found None"),
+    "completion of None": ({"prompt": ["a"], "completion": [None]}, "string is needed, but found None"),
+    "completion of numbers": ({"prompt": ["a"], "completion": [3]}, "string is needed, but found 3"),
+    "prompt of messages, completion of a string": ({"prompt": [turns("Hi")], "completion": ["Yes"]}, "list of messages is needed"),
+    "prompt of a string, completion of messages": ({"prompt": ["Hi"], "completion": [turns("a")]}, "string is needed"),
+    "instruction of None": ({"instruction": [None], "output": ["b"]}, "columns instruction, output .* string is needed"),
+    "input of a number": ({"instruction": ["a"], "input": [3], "output": ["b"]}, "string is needed, but found 3"),
+    "output of None": ({"instruction": ["a"], "output": [None]}, "string is needed, but found None"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_rows_are_refused(case):
+    rows, message = BROKEN[case]
+    with pytest.raises(DataError, match=rf"a row with {message}" if message.startswith("columns") else message):
+        list(rendered(rows, tokenizer_with(CHATML)))
+
+
+def test_what_a_template_raises_is_said():
+    rows = {"messages": [turns("Hi", "Yes"), [*turns("Hi"), *turns("Hi")]]}
+    with pytest.raises(DataError, match=r"columns messages cannot be used \(number 1 of its batch\): .*roles must alternate"):
+        list(rendered(rows, tokenizer_with(INSTRUCT)))
+    tokenizer = tokenizer_with("{% for m in messages %}")
+    with pytest.raises(DataError, match="cannot be used"):
+        list(rendered({"messages": [turns("Hi", "Yes")]}, tokenizer))
+
+
+# Without a template
+
+
+def test_strings_without_a_template_stand_as_they_are():
+    tokenizer = letter_tokenizer()
+    rows = {"prompt": ["a b", ""], "completion": [" c", "d"]}
+    assert list(rendered(rows, tokenizer)) == [("a b c", [(3, 5)], False), ("d", [(0, 1)], False)]
+    rows = {"instruction": ["a", "a", "a"], "input": ["b", "", None], "output": ["c"] * 3}
+    assert targets(rows, tokenizer) == [("a\n\nb\n\nc", ["c"]), ("a\n\nc", ["c"]), ("a\n\nc", ["c"])]
+
+
+@pytest.mark.parametrize("rows", [{"messages": [turns("a", "b")]}, {"prompt": [turns("a")], "completion": [turns("a", "b")[1:]]}])
+def test_messages_without_a_template_are_refused(rows):
+    with pytest.raises(DataError, match="no chat template"):
+        list(rendered(rows, letter_tokenizer()))
+    with pytest.raises(DataError, match="no chat template"):
+        prompts({name: values for name, values in rows.items() if name != "completion"}, letter_tokenizer())
+
+
+# What a model is asked to continue
+
+
+@pytest.mark.parametrize("template", [CHATML, INSTRUCT, FORGETFUL], ids=["chatml", "instruct", "forgetful"])
+def test_prompts_end_where_the_last_completion_begins(template):
+    tokenizer, whole = tokenizer_with(template), turns("Hi", "Hello!", "How?", "Fine.")
+    rows = [
+        ({"messages": [whole]}, {"messages": [whole]}),
+        ({"messages": [whole]}, {"messages": [whole[:3]]}),
+        ({"prompt": ["Hi"], "completion": ["Yes"]}, {"prompt": ["Hi"]}),
+        ({"prompt": [whole[:3]], "completion": [whole[3:]]}, {"prompt": [whole[:3]]}),
+        ({"instruction": ["Add"], "input": ["1"], "output": ["2"]}, {"instruction": ["Add"], "input": ["1"]}),
+        ({"instruction": ["Add"], "output": ["2"]}, {"instruction": ["Add"]}),
+    ]
+    for complete, asked in rows:
+        ((text, spans, _),) = rendered(complete, tokenizer)
+        assert prompts(asked, tokenizer) == [text[: spans[-1][0]]]
+
+
+def test_prompts_without_a_template():
+    tokenizer = letter_tokenizer()
+    assert prompts({"text": ["a b", None, ""]}, tokenizer) == ["a b", "", ""]
+    assert prompts({"prompt": ["a b", ""]}, tokenizer) == ["a b", ""]
+    assert prompts({"instruction": ["a", "a"], "input": ["b", None]}, tokenizer) == ["a\n\nb\n\n", "a\n\n"]
+    with pytest.raises(DataError, match=r"columns prompt .*number 1 .*string is needed"):
+        prompts({"prompt": ["a", None]}, tokenizer)
+
+
+def test_prompts_of_no_messages_are_empty():
+    assert prompts({"messages": [[], turns("a", "b")[1:]]}, tokenizer_with(CHATML)) == ["", ""]
+
+
+# By place, and whatever a template or a tokenizer does
+
+
+def test_equal_turns_are_found_at_their_own_places():
+    """Not by searching for the content: all turns have the same."""
+    header, end = "<|im_start|>{}\n", "yes<|im_end|>\n"
+    written = [header.format(role) + end for role in ("system", "user", "assistant", "user", "assistant")]
+    ((text, spans, _),) = rendered({"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML))
+    ends = [len("".join(written[: i + 1])) for i in range(5)]
+    assert text == "".join(written) and spans == [(ends[i] - len(end), ends[i]) for i in (2, 4)]
+
+
+def test_a_tokenizer_that_adds_tokens_adds_none_to_a_template():
+    """The control: it does to strings without a template."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<cls> $A", special_tokens=[("<cls>", tokenizer.cls_token_id)]
+    )
+    rows = {"prompt": ["Hi"], "completion": ["Hello!"]}
+    ids = tokenize_completions(rows, tokenizer, 512)["input_ids"][0]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns("Hi", "Hello!"), tokenize=False)
+    tokenizer.chat_template = None
+    assert tokenizer.decode(tokenize_completions(rows, tokenizer, 512)["input_ids"][0]) == "<cls>HiHello!<eos>"
+
+
+TEMPLATES = {
+    "raises": ("{{ raise_exception('no system turn, please') }}", "no system turn, please"),
+    "undefined": ("{{ messages[0]['name'].first }}", "has no attribute 'name'"),
+    "wrong type": ("{{ messages[0]['content'] + 1 }}", "can only concatenate"),
+    "not Jinja": ("{% for m in messages %}", "Unexpected end of template"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_templates_that_cannot_be_used_name_the_row(case):
+    """Where rows are trained on and where they are continued."""
+    template, message = TEMPLATES[case]
+    for use in (lambda rows, tokenizer: list(rendered(rows, tokenizer)), prompts):
+        with pytest.raises(DataError, match=rf"columns messages cannot be used \(number 0 of its batch\): .*{message}"):
+            use({"messages": [turns("Hi", "Yes")]}, tokenizer_with(template))
+
+
+def test_broken_prompts_name_the_row():
+    with pytest.raises(DataError, match=r"columns messages .*number 1 of its batch\): a message needs the strings"):
+        prompts({"messages": [turns("Hi"), [{"role": "user", "content": None}]]}, tokenizer_with(CHATML))

@@ -1,0 +1,251 @@
+"""Labels of all forms -> ids, names and weights, against mappings that are written by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+
+from hf_ga import DataError
+from hf_ga.labels import class_weights, encode_labels
+
+
+def split(labels, **columns):
+    return Dataset.from_dict({"text": ["a"] * len(labels), **columns, "label": labels})
+
+
+def typed(labels, feature):
+    features = Features({"text": Value("string"), "label": feature})
+    return Dataset.from_dict({"text": ["a"] * len(labels), "label": labels}, features=features)
+
+
+def encoded(kind, train, *others, known=None):
+    splits = dict(zip(("train", "validation", "test"), (train, *others), strict=False))
+    rows = DatasetDict({name: data if isinstance(data, Dataset) else split(data) for name, data in splits.items()})
+    result, names = encode_labels(rows, kind, known)
+    assert all(len(result[name]) == len(rows[name]) for name in rows)
+    return names, *(result[name]["label"][:] for name in result)
+
+
+# One class a row
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["b", "a", "b", "ß", "日"], ["a", "b", "ß", "日"]),
+        ([10, 9, 10, -1], ["-1", "9", "10"]),  # whole numbers of a dataset that does not name them are as they are
+        ([True, False], ["False", "True"]),
+        (["10", "9"], ["10", "9"]),  # strings sort as strings
+    ],
+    ids=["names", "integers", "truth values", "numeric strings"],
+)
+def test_classes_in_sorted_order(labels, names):
+    found, train, validation = encoded("class", labels, labels[:1])
+    assert found == names
+    assert [names[i] for i in train] == [str(label) for label in labels] and validation == train[:1]
+
+
+def test_class_labels_are_numbered_as_the_dataset_does():
+    """Another split may number the same names differently, or have the names themselves."""
+    train = typed([2, 0, 2], ClassLabel(names=["z", "unused", "a"]))
+    validation = typed([0, 1], ClassLabel(names=["a", "z"]))
+    names, *ids = encoded("class", train, validation, ["unused", "z"])
+    assert names == ["z", "unused", "a"] and ids == [[2, 0, 2], [2, 0], [1, 0]]
+    _, _, by_number = encoded("class", train, [0, 1, 2])
+    assert by_number == [0, 1, 2]
+
+
+def test_class_labels_named_by_digits():
+    """A whole number is a number of the dataset, also where it looks like a name; a string is a name."""
+    train = typed([0, 1], ClassLabel(names=["1", "2"]))
+    assert encoded("class", train, [0, 1], ["1", "2"]) == (["1", "2"], [0, 1], [0, 1], [0, 1])
+    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 2"):
+        encoded("class", train, [2])
+
+
+def test_numbers_that_another_file_wrote_as_names():
+    """A CSV file holds 0 where a JSON file holds "0"."""
+    assert encoded("class", ["0", "1", "10"], [10, 0]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
+    assert encoded("class", [0, 1, 10], ["10", "0"]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
+    with pytest.raises(DataError, match="2; it knows 2"):
+        encoded("class", ["0", "1"], [2])
+
+
+@pytest.mark.parametrize("unknown", [["c"], ["c", "a", "c"], ["A"], [""]], ids=str)
+def test_labels_that_training_does_not_know(unknown):
+    for others in ([unknown], [["a"], unknown]):
+        name = ("validation", "test")[len(others) - 1]
+        with pytest.raises(DataError, match=f"labels of the {name} rows that training does not know: {unknown[0]!r}; it knows 2"):
+            encoded("class", ["a", "b"], *others)
+
+
+def test_unlabelled_rows_of_class_labels():
+    train = typed([0, -1, 1], ClassLabel(names=["a", "b"]))
+    with pytest.raises(DataError, match=r"labels of the train rows.*-1"):
+        encoded("class", train)
+
+
+WRONG_CLASSES = {
+    "None": [0, None, 1],
+    "None among names": ["a", None, "b"],
+    "fractions": [0.0, 1.0],
+    "NaN": [0.0, math.nan],
+    "lists": [[0], [1]],
+    "structs": [{"a": 1}, {"a": 2}],
+    "only None": [None, None],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CLASSES)
+def test_what_is_no_class(name):
+    with pytest.raises(DataError, match=r"the labels must be names or whole numbers.*train rows.*--label_column"):
+        encoded("class", WRONG_CLASSES[name])
+    with pytest.raises(DataError, match="validation rows"):
+        encoded("class", ["a", "b"], WRONG_CLASSES[name])
+
+
+def test_one_class_alone():
+    for kind, labels in (("class", ["same"] * 3), ("classes", [["same"], []]), ("classes", [[], []])):
+        with pytest.raises(DataError, match=r"all training rows have the label '(same|none)': there is nothing to tell apart"):
+            encoded(kind, split(labels))
+
+
+# What a trained head knows
+
+
+def test_known_names_keep_their_order():
+    """The control: without a head the order is that of the names."""
+    labels = ["neg", "pos", "neutral", "neg"]
+    assert encoded("class", labels) == (["neg", "neutral", "pos"], [0, 2, 1, 0])
+    head = ["pos", "neutral", "neg", "mixed"]
+    assert encoded("class", labels, known=head) == (head, [2, 0, 1, 2])
+    assert encoded("class", ["neg"], ["mixed", "pos"], known=head) == (head, [2], [3, 0])  # an evaluation may hold few
+    assert encoded("classes", split([["neg", "pos"], []]), known=head) == (head, [[2, 0], []])
+    tagged = split([["neg", "pos"]], tokens=[["a", "b"]])
+    assert encoded("tags", tagged, known=head) == (head, [[2, 0]])
+
+
+def test_known_names_of_another_task_are_dropped():
+    labels = ["neg", "pos"]
+    assert encoded("class", labels, known=["pos", "neutral"]) == (labels, [0, 1])
+
+
+def test_known_names_and_class_labels():
+    """The dataset's numbers stand for its names, which are the head's in another order."""
+    train = typed([0, 1, 2], ClassLabel(names=["neg", "neutral", "pos"]))
+    head = ["pos", "neg", "neutral"]
+    assert encoded("class", train, [0, 1, 2], ["neg", "neutral", "pos"], known=head) == (head, [1, 2, 0], [1, 2, 0], [1, 2, 0])
+
+
+def test_known_numbers():
+    """An evaluation need not hold all of them in its first split."""
+    head = ["0", "1", "2"]
+    assert encoded("class", [2, 0], [1], known=head) == (head, [2, 0], [1])
+    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 3"):
+        encoded("class", [2, 0], [3], known=head)
+
+
+# Sets of classes
+
+
+def test_sets_of_classes():
+    """None and an empty list are the empty set."""
+    names, train, validation = encoded("classes", split([["b", "a"], [], None, ["c"]]), split([["c", "b"], []]))
+    assert (names, train, validation) == (["a", "b", "c"], [[1, 0], [], [], [2]], [[2, 1], []])
+    assert encoded("classes", split([[3, 20], [1]])) == (["1", "3", "20"], [[1, 2], [0]])
+    assert encoded("classes", split([[3, 1]]), split([[], []]))[2] == [[], []]
+
+
+def test_lists_of_class_labels():
+    train = typed([[1, 0], [], [1]], List(ClassLabel(names=["z", "a", "unused"])))
+    assert encoded("classes", train, split([["unused", "z"]])) == (["z", "a", "unused"], [[1, 0], [], [1]], [[2, 0]])
+    fixed = typed([[1, 0], [0, 0]], List(ClassLabel(names=["z", "a"]), length=2))
+    assert encoded("classes", fixed) == (["z", "a"], [[1, 0], [0, 0]])
+    with pytest.raises(DataError, match=r"labels of the train rows.*-1"):
+        encoded("classes", typed([[-1], [0]], List(ClassLabel(names=["z", "a"]))))
+
+
+@pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]], [None, None]], ids=str)
+def test_what_is_no_set_of_classes(labels):
+    with pytest.raises(DataError, match=r"the labels must be lists of names or whole numbers.*train rows.*--label_column"):
+        encoded("classes", split(labels))
+
+
+def test_unknown_members_are_refused():
+    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 'c'"):
+        encoded("classes", split([["a"], ["b"]]), split([["a", "c"]]))
+
+
+# Tags
+
+
+def test_tags():
+    rows = split([["N", "V"], [], ["N"]], tokens=[["dogs", "bark"], [], ["dog"]])
+    validation = split([["V"]], tokens=[["go"]])
+    assert encoded("tags", rows, validation) == (["N", "V"], [[0, 1], [], [0]], [[1]])
+    features = Features({"tokens": List(Value("string")), "label": List(ClassLabel(names=["O", "B-X"]))})
+    named = Dataset.from_dict({"tokens": [["a", "b"]], "label": [[1, 0]]}, features=features)
+    assert encoded("tags", named, split([["O", "B-X"]], tokens=[["a", "b"]])) == (["O", "B-X"], [[1, 0]], [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("tags", "words", "message"),
+    [
+        ([["N"], ["N", "V"]], [["a"], ["a"]], "row 1 of train has 1 words but 2 tags"),
+        ([["N", "V"], []], [["a", "b"], ["a"]], "row 1 of train has 1 words but 0 tags"),
+        ([["N", "V"], ["N"]], [["a", "b"], None], "row 1 of train has 0 words but 1 tags"),
+        ([["N", "V"], None], [["a", "b"], ["c"]], "row 1 of train has 1 words but 0 tags"),
+        ([["N", None]], [["a", "b"]], "the labels must be lists of names or whole numbers"),
+        (["NV"], [["a", "b"]], "the labels must be lists of names or whole numbers"),
+    ],
+)
+def test_every_word_needs_one_tag(tags, words, message):
+    with pytest.raises(DataError, match=message):
+        encoded("tags", split(tags, tokens=words))
+
+
+# Numbers
+
+
+def test_numbers():
+    """Whole numbers and those with a fraction; -1 is a number, and so are those of ClassLabels. There are no names."""
+    assert encoded("number", [1, -1, 3], [0.25]) == ([], [1.0, -1.0, 3.0], [0.25])
+    assert encoded("number", typed([1, 0], ClassLabel(names=["a", "b"]))) == ([], [1.0, 0.0])
+    _, numbers = encoded("number", [1, 2])
+    assert all(isinstance(number, float) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "labels", [[1.0, None], [1.0, math.nan], [math.inf, 1.0], [True, False], ["1.5", "2"], [[1.0]], [None]], ids=str
+)
+def test_what_is_no_number(labels):
+    with pytest.raises(DataError, match="the labels of a regression must be finite numbers, but the validation rows"):
+        encoded("number", [1.0, 2.0], split(labels))
+
+
+# Weights
+
+
+def test_balanced_weights():
+    """By hand: 6 targets, 3 classes: 6 / (3 x 1), 6 / (3 x 2), 6 / (3 x 3). Every class weighs 2 in total."""
+    counts = np.array([1, 2, 3])
+    weights = class_weights("balanced", ["a", "b", "c"], counts)
+    assert weights == [2.0, 1.0, 6 / 9] and all(isinstance(weight, float) for weight in weights)
+    assert np.allclose(counts * weights, 2.0)
+    with pytest.raises(DataError, match="class_weights balanced needs every class in training, but there is no b, c"):
+        class_weights("balanced", ["a", "b", "c"], np.array([4, 0, 0]))
+
+
+def test_given_weights():
+    counts = np.array([5, 0, 1])
+    assert class_weights("1, 2.5,0", ["a", "b", "c"], counts) == [1.0, 2.5, 0.0]
+    assert class_weights("1e-3,2,3", ["a", "b", "c"], counts) == [0.001, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["1,2", "1,2,3,4", "1,2,-1", "0,0,0", "1,2,nan", "1,2,inf", "1,2,x", "1;2;3", "", "Balanced", "1,2,"]
+)
+def test_wrong_weights(text):
+    with pytest.raises(DataError, match="class_weights must be `balanced` or 3 numbers of at least 0, for a, b, c in turn; got"):
+        class_weights(text, ["a", "b", "c"], np.array([1, 1, 1]))

@@ -1,0 +1,259 @@
+"""Class weights and label smoothing against torch's own mean in float64 and plain Python, alone and over splits of a window."""
+
+import copy
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import helpers as h
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+import hf_ga
+from hf_ga.losses import cross_entropy_sum, make_loss_fn
+from hf_ga.plan import plan_by_sizes
+
+WINDOW = 16
+WEIGHTS = [0.3, 1.0, 4.0]
+SETTINGS = {"weights": (0.0, WEIGHTS), "smoothing": (0.1, None), "both": (0.2, WEIGHTS), "neither": (0.0, None)}
+
+
+def computed(logits, labels, smoothing, weights, shifted=False):
+    tensor = None if weights is None else torch.tensor(weights)
+    loss, count = cross_entropy_sum(
+        SimpleNamespace(logits=logits), {"labels": labels}, label_smoothing=smoothing, weights=tensor, shifted=shifted
+    )
+    return loss, float(count)
+
+
+def torch_mean(logits, labels, smoothing, weights, shifted=False):
+    """torch's mean reduction in float64."""
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    weight = None if weights is None else torch.tensor(weights).double()  # float32 first, as in a model
+    return F.cross_entropy(logits.double().flatten(0, -2), labels.flatten(), weight, label_smoothing=smoothing)
+
+
+def loop(logits, labels, smoothing, weights):
+    """(sum, count) by the formula, one target at a time."""
+    total = count = 0.0
+    for row, label in zip(logits.double().tolist(), labels.tolist(), strict=True):
+        if label == h.IGNORED:
+            continue
+        log_sum = math.log(sum(math.exp(v) for v in row))
+        of_classes = [(1.0 if weights is None else weights[c]) * (log_sum - v) for c, v in enumerate(row)]
+        total += (1 - smoothing) * of_classes[label] + smoothing * sum(of_classes) / len(row)
+        count += 1.0 if weights is None else weights[label]
+    return total, count
+
+
+def data(shape, ignored_share=0.3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(*shape, h.NUM_CLASSES, generator=generator)
+    labels = torch.randint(h.NUM_CLASSES, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < ignored_share] = h.IGNORED
+    return logits, labels
+
+
+# -- one batch ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("shape", [(1,), (50,), (8, 9)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_sum_and_count(smoothing, weights, shape, dtype):
+    logits, labels = data(shape)
+    labels.view(-1)[0] = 1
+    logits = logits.to(dtype)
+    loss, count = computed(logits, labels, smoothing, weights)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.dim() == 0
+    tolerance = 1e-6 if dtype != torch.float64 else 1e-7  # the weights are float32
+    by_loop = loop(logits.flatten(0, -2), labels.flatten(), smoothing, weights)
+    assert (float(loss), count) == (pytest.approx(by_loop[0], rel=tolerance), pytest.approx(by_loop[1], rel=1e-6))
+    mean = float(loss.double()) / count
+    assert mean == pytest.approx(float(torch_mean(logits, labels, smoothing, weights)), rel=tolerance)
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("shape", [(8, 9), (1, 2)], ids=str)
+def test_shifted(smoothing, weights, shape):
+    logits, labels = data(shape)
+    labels[0, 1] = 1
+    loss, count = computed(logits, labels, smoothing, weights, shifted=True)
+    assert float(loss) / count == pytest.approx(float(torch_mean(logits, labels, smoothing, weights, shifted=True)), rel=1e-6)
+    labels[:, 0] = h.IGNORED  # never predicted: no matter
+    other = computed(logits, labels, smoothing, weights, shifted=True)
+    assert (float(other[0]), other[1]) == (float(loss), count)
+    if shape[0] > 1:  # control
+        assert abs(float(loss) - float(computed(logits, labels, smoothing, weights)[0])) > 1
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(("shape", "shifted"), [((5,), False), ((3, 4), True), ((3, 1), True), ((0,), False)], ids=str)
+def test_no_target_at_all(smoothing, weights, shape, shifted):
+    logits, labels = data(shape, ignored_share=1.1)
+    if shape == (3, 1):
+        labels[:] = 1  # but nothing predicts column 0
+    loss, count = computed(logits.requires_grad_(), labels, smoothing, weights, shifted)
+    loss.backward()
+    assert (float(loss.detach()), count) == (0.0, 0.0) and (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_a_class_of_weight_0_is_as_if_ignored(smoothing):
+    logits, labels = data((40,))
+    weights = [0.0, 1.0, 2.0]
+    expected = computed(logits, labels.masked_fill(labels == 0, h.IGNORED), smoothing, weights)
+    assert (labels == 0).any() and [float(v) for v in computed(logits, labels, smoothing, weights)] == [float(v) for v in expected]
+    if not smoothing:
+        mean = float(torch_mean(logits, labels, 0.0, weights))
+        assert float(expected[0]) / expected[1] == pytest.approx(mean, rel=1e-6)
+    alone = computed(logits, torch.zeros(40, dtype=torch.long), smoothing, weights)
+    assert (float(alone[0]), alone[1]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+def test_any_cut_adds_up(smoothing, weights):
+    logits, labels = data((24,))
+    whole = computed(logits.double(), labels, smoothing, weights)
+    for sizes in ([12, 12], [1] * 24, [7, 1, 13, 3]):
+        parts = [computed(a.double(), b, smoothing, weights) for a, b in zip(logits.split(sizes), labels.split(sizes), strict=True)]
+        assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole[0]), rel=1e-12)
+        assert sum(count for _, count in parts) == pytest.approx(whole[1], rel=1e-6)
+
+
+def test_the_arguments_stay():
+    logits, labels = data((8, 9))
+    before, weights = (logits.clone(), labels.clone()), torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    cross_entropy_sum(SimpleNamespace(logits=logits), {"labels": labels}, label_smoothing=0.1, weights=weights, shifted=True)
+    assert torch.equal(logits, before[0]) and torch.equal(labels, before[1]) and weights.dtype == torch.float64
+
+
+# -- the settings ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_defaults_leave_the_loss_to_the_head(shifted):
+    assert make_loss_fn(0.0, None, shifted=shifted) is None
+    assert make_loss_fn(0.1, None, shifted=shifted) is not None
+    assert make_loss_fn(0.0, [1, 1, 1], shifted=shifted) is not None
+
+
+@pytest.mark.parametrize(("smoothing", "weights"), [(0.1, None), (0.0, WEIGHTS), (0.1, [1, 2, 3])], ids=str)
+def test_made_function(smoothing, weights):
+    logits, labels = data((8, 9))
+    for shifted in (False, True):
+        loss, count = make_loss_fn(smoothing, weights, shifted=shifted)(SimpleNamespace(logits=logits), {"labels": labels})
+        assert float(loss) / float(count) == pytest.approx(float(torch_mean(logits, labels, smoothing, weights, shifted)), rel=1e-6)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_equal_weights_are_the_loss_of_the_head(shifted):
+    """Up to how much a target counts for."""
+    model, samples = (h.gpt2(), h.token_samples(5)) if shifted else (h.bert_token_classifier(), h.tag_samples(5))
+    batch = h.pad_right(samples)
+    outputs = model(**batch)
+    classes = outputs.logits.shape[-1]
+    loss, count = make_loss_fn(0.0, [2.0] * classes, shifted=shifted)(outputs, batch)
+    assert float(loss.detach()) / float(count) == pytest.approx(float(outputs.loss.detach()), rel=1e-6)
+    assert float(count) == 2 * h.num_targets(model, batch)
+
+
+# -- over the splits of a window --------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "1x16": {"per_device_batch_size": 16},
+    "4x4": {"per_device_batch_size": 4},
+    "16x1": {"per_device_batch_size": 1},
+    "uneven": {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3])},
+}
+SKEWED = [0.2 + 0.1 * (i % 7) ** 2 for i in range(h.VOCABULARY)]
+
+
+def few_targets():
+    """Whole micro-batches without a target, and one class in three only."""
+    samples = h.tag_samples(WINDOW)
+    return [h.without_targets(s) if 3 <= i < 8 else s for i, s in enumerate(samples)]
+
+
+# name: (builder, samples, smoothing, weights, whether the mean of means is wrong over equal micro-batches)
+CASES = {
+    "classifier, weights": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.0, WEIGHTS, True),
+    "classifier, smoothing": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, None, False),
+    "classifier, both": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, WEIGHTS, True),
+    "tags, weights": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.0, WEIGHTS, True),
+    "tags, smoothing": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.1, None, True),
+    "tags, both, few targets": (h.bert_token_classifier, few_targets, 0.1, WEIGHTS, True),
+    "GPT-2, smoothing": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, None, True),
+    "GPT-2, both": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, SKEWED, True),
+    "masked LM, smoothing": (h.bert_masked_lm, partial(h.token_samples, WINDOW), 0.1, None, True),
+}
+
+
+def window_of(samples, layout):
+    options = {**LAYOUTS[layout]}
+    if "planner" in options:
+        options["lengths"] = [len(s["input_ids"]) for s in samples]
+    (window,) = hf_ga.WindowLoader(
+        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=WINDOW, shuffle=False, **options
+    )
+    return window
+
+
+def of_torch(smoothing, weights, shifted):
+    """torch's own mean for the helpers, in the precision of the logits."""
+
+    def loss_fn(outputs, batch):
+        logits, labels = outputs.logits, batch["labels"]
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        weight = None if weights is None else torch.tensor(weights).to(logits.dtype)
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight, label_smoothing=smoothing), 1
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_of_any_split_is_the_full_batch(case):
+    build, make_samples, smoothing, weights, means_differ = CASES[case]
+    model, samples = build(), make_samples()
+    batch, shifted = h.pad_right(samples), isinstance(model, h.CAUSAL)
+    reference, loss_fn = of_torch(smoothing, weights, shifted), make_loss_fn(smoothing, weights, shifted=shifted)
+    grads64 = h.full_batch_gradient(model, batch, loss_fn=reference)
+    grads32 = h.full_batch_gradient(model, batch, torch.float32, loss_fn=reference)
+    with torch.no_grad():
+        mean = float(h.mean_loss(copy.deepcopy(model).double(), batch, reference))
+    labels = batch["labels"][:, 1:] if shifted else batch["labels"]
+    counted = labels[labels != h.IGNORED].tolist()
+    for layout in LAYOUTS:
+        window = window_of(samples, layout)
+        model.zero_grad()
+        result = hf_ga.backward_window(Accelerator(gradient_accumulation_steps=4), model, window, loss_fn=loss_fn)
+        h.assert_promise_1(h.gradients(model), grads32, grads64)
+        assert result.loss == pytest.approx(mean, rel=1e-6)
+        assert result.num_targets == pytest.approx(len(counted) if weights is None else sum(weights[v] for v in counted))
+        micro_batches = [m.batch for m in window.micro_batches if (m.batch["labels"] != h.IGNORED).any()]  # or the mean is 0 / 0
+        naive = h.relative_error(h.naive_gradient(model, micro_batches, len(micro_batches), reference), grads64)
+        if layout == "uneven" or (layout != "1x16" and means_differ):
+            assert naive > 1e-3
+        elif layout == "1x16":
+            assert naive < 1e-5  # the control itself is right where there is nothing to go wrong
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("head", ["bert_classifier", "bert_token_classifier"])
+def test_a_class_of_weight_0_over_any_split(head, smoothing):
+    """One-sample micro-batches count for nothing then."""
+    model, weights = getattr(h, head)(), [0.0, 1.0, 3.0]
+    samples = (h.class_samples if head == "bert_classifier" else h.tag_samples)(WINDOW)
+    left_out = h.pad_right(samples)
+    left_out["labels"] = left_out["labels"].masked_fill(left_out["labels"] == 0, h.IGNORED)
+    reference, loss_fn = of_torch(smoothing, weights, False), make_loss_fn(smoothing, weights, shifted=False)
+    grads64 = h.full_batch_gradient(model, left_out, loss_fn=reference)
+    grads32 = h.full_batch_gradient(model, left_out, torch.float32, loss_fn=reference)
+    for layout in LAYOUTS:
+        model.zero_grad()
+        hf_ga.backward_window(Accelerator(), model, window_of(samples, layout), loss_fn=loss_fn)
+        h.assert_promise_1(h.gradients(model), grads32, grads64)

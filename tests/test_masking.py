@@ -1,0 +1,393 @@
+"""Masks of masked LMs: BERT's rates, and one mask for a sample, whatever stands beside it, in every split of a window."""
+
+import itertools
+from functools import partial
+from types import SimpleNamespace
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from test_data import letter_tokenizer
+from transformers import DataCollatorForLanguageModeling
+
+from hf_ga import ConfigError, backward_window, masking
+from hf_ga.evaluation import evaluation_windows
+from hf_ga.masking import KeyedMasks, mask_tokens
+from hf_ga.plan import plan_by_sizes
+from hf_ga.tasks import TASKS
+from hf_ga.windows import WindowLoader
+
+PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14
+SPECIAL = {PAD, EOS, 2, CLS, SEP, MASK}
+SETTINGS = {"special_ids": (0, 1), "mask_token_id": 2, "vocab_size": 1000, "probability": 0.15, "ignored": h.IGNORED}
+LAYOUTS = {"1x16": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "16x1": [1]}
+
+
+def bert_like_tokenizer():
+    """<pad> 0, <eos> 1, <unk> 2, letters 3 to 12, <cls> 13, <sep> 14, <mask> 15."""
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert tokenizer.mask_token_id == MASK and set(tokenizer.all_special_ids) == SPECIAL
+    return tokenizer
+
+
+def samples_of(count, seed=3):
+    rng = np.random.default_rng(seed)
+    return [{"input_ids": [CLS, *rng.integers(3, 13, rng.integers(4, 40)).tolist(), SEP]} for _ in range(count)]
+
+
+def collate_masked(probability=0.4):
+    return TASKS["masked-lm"].collator(bert_like_tokenizer(), 0, probability)
+
+
+def loader(samples, sizes=(16,), seed=0, **more):
+    return WindowLoader(
+        KeyedMasks(samples),
+        collate_masked(),
+        accelerator=Accelerator(cpu=True),
+        per_device_batch_size=max(sizes),
+        global_batch_size=16,
+        seed=seed,
+        planner=partial(plan_by_sizes, sizes=list(sizes)),
+        lengths=[len(sample["input_ids"]) for sample in samples],
+        **more,
+    )
+
+
+def seen_in(windows) -> dict[int, tuple[int, list[int], list[int]]]:
+    """Position -> (sample, its ids as the model sees them, its labels), without padding."""
+    seen = {}
+    for window in windows:
+        for micro_batch in window.micro_batches:
+            batch = micro_batch.batch
+            for row, (position, sample_id) in enumerate(zip(micro_batch.positions, micro_batch.sample_ids, strict=True)):
+                kept = batch["attention_mask"][row].bool()
+                assert (batch["labels"][row][~kept] == h.IGNORED).all() and (batch["input_ids"][row][~kept] == PAD).all()
+                seen[int(position)] = int(sample_id), batch["input_ids"][row][kept].tolist(), batch["labels"][row][kept].tolist()
+    return seen
+
+
+# Rates
+
+
+def within(count: int, total: int, share: float) -> bool:
+    """Within five standard deviations of a binomial distribution."""
+    return abs(count - total * share) <= 5 * (total * share * (1 - share)) ** 0.5
+
+
+@pytest.mark.parametrize("probability", [0.15, 0.4])
+def test_rates_are_those_of_bert(probability):
+    rng = np.random.default_rng(0)
+    ids, keys = rng.integers(3, 1000, (2000, 128)), rng.integers(0, 2**63, 2000)
+    inputs, labels = mask_tokens(ids, keys, **{**SETTINGS, "probability": probability})
+    target = labels != h.IGNORED
+    assert np.array_equal(labels[target], ids[target]) and np.array_equal(inputs[~target], ids[~target])
+    hidden, kept = target & (inputs == 2), target & (inputs == ids)
+    other = target & ~hidden & ~kept
+    number = int(target.sum())
+    assert within(number, ids.size, probability) and not within(number, ids.size, probability * 1.02)  # the control
+    # A random token is the mask token or the same token once in 1000.
+    assert within(int(hidden.sum()), number, 0.8 + 0.1 / 1000)
+    assert within(int(kept.sum()), number, 0.1 + 0.1 / 1000)
+    assert within(int(other.sum()), number, 0.1 * 0.998)
+    random = inputs[other]
+    assert 0 <= random.min() < 10 and 990 < random.max() < 1000 and abs(random.mean() - 499.5) < 5 * 289 / len(random) ** 0.5
+    assert all(within(int(target[:, column].sum()), 2000, probability) for column in range(128))
+    assert within(int((target[:, 1:] & target[:, :-1]).sum()), 2000 * 127, probability**2)  # neighbours are independent
+    assert within(int((target[1:] & target[:-1]).sum()), 1999 * 128, probability**2)  # and so are samples
+
+
+def test_consecutive_keys_give_independent_masks():
+    ids = np.full((1000, 64), 5)
+    _, labels = mask_tokens(ids, np.arange(1000), **SETTINGS)
+    target = labels != h.IGNORED
+    assert within(int(target.sum()), target.size, 0.15) and len({row.tobytes() for row in target}) > 990
+    assert within(int((target[1:] & target[:-1]).sum()), 999 * 64, 0.15**2)
+    assert within(int((target[1:, 1:] & target[:-1, :-1]).sum()), 999 * 63, 0.15**2)
+
+
+def test_special_and_padding_tokens_are_never_targets():
+    samples = [{"input_ids": [CLS, EOS, 2, MASK, 5, SEP], "mask_key": 8}, {"input_ids": [CLS, 3], "mask_key": 9}]
+    batch = collate_masked(probability=1 - 1e-12)(samples)
+    assert batch["labels"].tolist() == [[-100] * 4 + [5, -100], [-100, 3] + [-100] * 4]
+    assert batch["input_ids"][0, [0, 1, 2, 3, 5]].tolist() == [CLS, EOS, 2, MASK, SEP]
+    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+
+
+def test_padding_with_an_ordinary_token_is_no_target():
+    """The place of padding decides, not only its id."""
+    settings = {"special_ids": (), "mask_token_id": MASK, "vocab_size": 16, "probability": 1 - 1e-12, "pad_token_id": 5}
+    collate = TASKS["masked-lm"].collator(bert_like_tokenizer(), 0, 0.5).func
+    batch = collate([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
+    assert batch["labels"].tolist() == [[3, 4], [7, -100]] and batch["input_ids"][1, 1] == 5
+
+
+def test_no_mask_token_is_refused():
+    with pytest.raises(ConfigError, match="mask token"):
+        TASKS["masked-lm"].collator(letter_tokenizer(), 0, 0.15)
+
+
+# A mask belongs to its sample
+
+
+def test_masks_know_neither_padding_nor_neighbours_nor_order():
+    rng = np.random.default_rng(1)
+    ids, keys = rng.integers(3, 1000, (50, 30)), rng.integers(0, 2**63, 50)
+    inputs, labels = mask_tokens(ids, keys, **SETTINGS)
+    wide = np.concatenate([ids, np.zeros((50, 17), np.int64)], axis=1)
+    for these, those in zip(mask_tokens(wide, keys, **SETTINGS), (inputs, labels), strict=True):
+        assert np.array_equal(these[:, :30], those)
+    order = rng.permutation(50)
+    for these, those in zip(mask_tokens(ids[order], keys[order], **SETTINGS), (inputs, labels), strict=True):
+        assert np.array_equal(these, those[order])
+    alone = mask_tokens(ids[7:8], keys[7:8], **SETTINGS)
+    assert np.array_equal(alone[0][0], inputs[7]) and np.array_equal(alone[1][0], labels[7])
+    other = mask_tokens(ids, keys ^ 1, **SETTINGS)  # the control
+    assert not np.array_equal(other[1], labels)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_split_of_a_window_has_the_same_masks(workers):
+    samples = samples_of(41)
+    reference = seen_in(loader(samples))
+    assert sorted(reference) == list(range(41))
+    for name, sizes in LAYOUTS.items():
+        if not workers or name == "uneven":
+            assert seen_in(loader(samples, sizes, num_workers=workers)) == reference, name
+    whole = seen_in(loader(samples, LAYOUTS["4x4"], pad_to_window=True))
+    assert whole == reference
+    for position, (sample_id, ids, labels) in reference.items():
+        own = samples[sample_id]["input_ids"]
+        assert [i if label == h.IGNORED else label for i, label in zip(ids, labels, strict=True)] == own, position
+
+
+def test_each_epoch_and_seed_has_its_own_masks_and_they_come_again():
+    samples, windows = samples_of(20), loader(samples_of(20), LAYOUTS["4x4"])
+    first, second = seen_in(windows), seen_in(windows)
+    labels = [{sample: labels for sample, _, labels in seen.values()} for seen in (first, second)]
+    assert all(labels[0][i] != labels[1][i] for i in range(20))
+    windows.set_epoch(0)
+    assert seen_in(windows) == first
+    windows = loader(samples, LAYOUTS["uneven"])
+    windows.set_epoch(1)
+    assert seen_in(windows) == second
+    other = {sample: labels for sample, _, labels in seen_in(loader(samples, seed=1)).values()}
+    assert all(labels[0][i] != other[i] for i in range(20))
+
+
+def test_masks_of_an_evaluation_stay():
+    samples = samples_of(20)
+    windows = loader(samples, LAYOUTS["4x4"], shuffle=False)
+    reference = seen_in(windows)
+    assert [reference[i][0] for i in range(20)] == list(range(20))
+    for again in (windows, loader(samples, LAYOUTS["uneven"], shuffle=False)):
+        again.set_epoch(0)
+        assert seen_in(again) == reference
+
+
+def test_global_generators_stay():
+    before = h.global_random_states()
+    windows = loader(samples_of(20), LAYOUTS["4x4"])
+    for window in windows:
+        window.split([np.arange(window.num_samples)])
+        assert h.global_random_states() == before
+    batch = KeyedMasks(samples_of(1))[0]
+    assert h.global_random_states() != before  # the control: without a loader the key is drawn from numpy's generator
+    moved = h.global_random_states()
+    collate_masked()([batch])
+    assert h.global_random_states() == moved
+
+
+def test_masks_drawn_for_each_micro_batch_depend_on_the_split():
+    """The control: transformers' collator, called as its documentation says, once a micro-batch, after the same seed."""
+    samples = samples_of(16)
+
+    def drawn(sizes) -> list[list[int]]:
+        collate = DataCollatorForLanguageModeling(bert_like_tokenizer(), mlm_probability=0.4, seed=5)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        batches = [collate(samples[a:b]) for a, b in itertools.pairwise(starts)]
+        rows = [row for batch in batches for row in batch["labels"].tolist()]
+        return [row[: len(sample["input_ids"])] for row, sample in zip(rows, samples, strict=True)]
+
+    assert drawn([16]) == drawn([16])
+    differing = sum(a != b for a, b in zip(drawn([16]), drawn([4] * 4), strict=True))
+    assert differing >= 12
+
+
+# The same masks in plain Python, one token at a time
+
+SIZE_OF_VOCABULARY, M = 16, 2**64
+KEYS = {
+    "random keys": np.random.default_rng(3).integers(0, 2**63 - 1, 4000),
+    "keys 0, 1, 2, ...": np.arange(4000),
+    "keys in steps of 4": np.arange(4000) * 4,  # as columns are
+}
+
+
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % M
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % M
+    return x ^ (x >> 31)
+
+
+def mask_key(seed: int, epoch: int, position: int) -> int:
+    """What `KeyedMasks` draws in a window: from numpy's generator, seeded by seed, epoch, position."""
+    key = 0
+    for part in (2, seed, epoch, position):
+        key = mix(((key ^ part) + 0x9E3779B97F4A7C15) % M)
+    return int(np.random.RandomState(key % 2**32).randint(0, 2**63 - 1, dtype=np.int64))
+
+
+def masked_by_hand(ids, key, vocab_size=SIZE_OF_VOCABULARY, probability=0.4, mask=MASK, special=SPECIAL):
+    inputs, labels = [], []
+    for column, token in enumerate(ids):
+        chosen, fate, other = (mix((mix((key + 0x9E3779B97F4A7C15) % M) + mix(4 * column + lane)) % M) for lane in range(3))
+        is_target = chosen / M < probability and token not in special
+        labels.append(token if is_target else h.IGNORED)
+        if not is_target or fate / M >= 0.9:
+            inputs.append(token)
+        else:
+            inputs.append(mask if fate / M < 0.8 else other % vocab_size)
+    return inputs, labels
+
+
+def test_one_call_against_plain_python():
+    rng = np.random.default_rng(0)
+    ids, keys = rng.integers(0, 1000, (30, 50)), rng.integers(0, 2**63 - 1, 30)
+    keys[:3] = 0, 1, 2**63 - 2
+    before = ids.copy(), keys.copy()
+    inputs, labels = mask_tokens(ids, keys, **SETTINGS)
+    assert inputs.dtype == labels.dtype == np.int64
+    assert np.array_equal(ids, before[0]) and np.array_equal(keys, before[1])
+    for row in range(30):
+        by_hand = masked_by_hand(ids[row].tolist(), int(keys[row]), 1000, 0.15, mask=2, special=(0, 1))
+        assert by_hand == (inputs[row].tolist(), labels[row].tolist())
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
+def test_nothing_to_mask(shape):
+    inputs, labels = mask_tokens(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64), **SETTINGS)
+    assert inputs.shape == labels.shape == shape
+
+
+def test_probability_1_and_0():
+    ids = np.random.default_rng(0).integers(0, 20, (200, 40))
+    everything = mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 1.0})[1]
+    assert np.array_equal(everything, np.where(ids > 1, ids, h.IGNORED))
+    assert np.array_equal(mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 1.0, "special_ids": ()})[1], ids)
+    assert (mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 0.0})[1] == h.IGNORED).all()
+
+
+@pytest.mark.parametrize("as_arrow", [False, True], ids=["list", "datasets"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_masks_of_a_window_are_those_of_seed_epoch_position(workers, as_arrow):
+    samples = samples_of(41)
+    windows = loader(Dataset.from_list(samples) if as_arrow else samples, LAYOUTS["uneven"], seed=5, num_workers=workers)
+    for epoch in range(2):  # the second begins by itself
+        for position, (sample, *masked) in seen_in(windows).items():
+            assert masked_by_hand(samples[sample]["input_ids"], mask_key(5, epoch, position)) == tuple(masked)
+
+
+def test_masks_of_epochs_and_seeds_are_independent():
+    samples = samples_of(400)
+    candidates, found = sum(len(s["input_ids"]) - 2 for s in samples), []
+    for seed, epoch in ((5, 0), (5, 1), (6, 0)):
+        windows = loader(samples, LAYOUTS["4x4"], seed=seed, shuffle=False)  # equal positions: not the order is what differs
+        windows.set_epoch(epoch)
+        labels = {sample: labels for sample, _, labels in seen_in(windows).values()}
+        found.append({(i, column) for i, row in labels.items() for column, label in enumerate(row) if label != h.IGNORED})
+        assert within(len(found[-1]), candidates, 0.4)
+    for a, b in itertools.combinations(found, 2):
+        assert within(len(a & b), candidates, 0.4**2)
+
+
+def test_an_epoch_that_goes_on_in_another_split_has_the_same_masks():
+    samples = samples_of(41)
+    reference = seen_in(loader(samples))
+    windows, rest = loader(samples, LAYOUTS["4x4"]), loader(samples, LAYOUTS["uneven"])
+    next(iter(windows))
+    rest.load_state_dict(windows.state_dict())
+    found = seen_in(rest)
+    assert sorted(found) == list(range(16, 41)) and all(found[position] == reference[position] for position in found)
+
+
+def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
+    samples = samples_of(41)
+
+    def windows_of(batch_size, pad_to_window=False):
+        rule, lengths = SimpleNamespace(pad_to_window=pad_to_window), [len(s["input_ids"]) for s in samples]
+        accelerator = Accelerator(cpu=True)
+        return evaluation_windows(
+            KeyedMasks(samples), collate_masked(), accelerator=accelerator, batch_size=batch_size, lengths=lengths, rule=rule
+        )
+
+    reference = {i: (i, *masked_by_hand(s["input_ids"], mask_key(0, 0, i))) for i, s in enumerate(samples)}
+    windows = windows_of(8)
+    assert seen_in(windows) == reference
+    assert seen_in(windows) != reference  # the control: it is `set_epoch(0)` that keeps them
+    np.random.seed(1)  # whatever training did to the generators
+    for again in (windows, windows_of(1), windows_of(5), windows_of(41, pad_to_window=True)):
+        again.set_epoch(0)
+        assert seen_in(again) == reference
+
+
+def test_masked_lm_gradient_of_any_split_is_the_full_batch():
+    samples, model = samples_of(16), h.bert_masked_lm()
+    samples = [{"input_ids": s["input_ids"][:30]} for s in samples]
+    by_hand = [masked_by_hand(s["input_ids"], mask_key(0, 0, i)) for i, s in enumerate(samples)]
+    batch = h.pad_right([{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels} for ids, labels in by_hand])
+    grads64, grads32 = h.full_batch_gradient(model, batch), h.full_batch_gradient(model, batch, torch.float32)
+    for name, sizes in LAYOUTS.items():
+        (window,) = loader(samples, sizes, shuffle=False)
+        model.zero_grad()
+        assert backward_window(Accelerator(), model, window).num_targets == int((batch["labels"] != h.IGNORED).sum())
+        h.assert_promise_1(h.gradients(model), grads32, grads64)
+        micro_batches = [m.batch for m in window.micro_batches]
+        naive = h.relative_error(h.naive_gradient(model, micro_batches, len(micro_batches)), grads64)
+        assert naive < 1e-5 if name == "1x16" else naive > 1e-2  # the control
+
+
+# Statistics of the draws
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_shares_within_four_sigma(keys):
+    """Ids outside of the vocabulary of the random tokens: hidden, kept and random tokens cannot be confused."""
+    size, ids = 97, np.full((len(keys), 128), 97)
+    inputs, labels = mask_tokens(ids, keys, **{**SETTINGS, "mask_token_id": 98, "vocab_size": size})
+    target = labels != h.IGNORED
+    others, number = inputs[target & (inputs < size)], int(target.sum())
+    counts = [(number, ids.size, 0.15), (int((inputs[target] == 98).sum()), number, 0.8)]
+    counts += [(int((inputs[target] == 97).sum()), number, 0.1), (len(others), number, 0.1)]
+    for count, total, share in counts:
+        assert abs(count - total * share) < 4 * (total * share * (1 - share)) ** 0.5
+    expected = len(others) / size  # about 80 of each token of the whole vocabulary
+    chi_square = float(((np.bincount(others, minlength=size) - expected) ** 2 / expected).sum())
+    assert abs(chi_square - (size - 1)) < 4 * (2 * (size - 1)) ** 0.5
+    for axis, count in ((0, len(keys)), (1, 128)):  # of each column and each sample the variance of a binomial
+        z = (target.sum(axis) - count * 0.15) / (count * 0.15 * 0.85) ** 0.5
+        assert np.abs(z).max() < 5 and abs(z.var() - 1) < 4 * (2 / len(z)) ** 0.5
+
+
+def largest_correlation(x, y):
+    """In standard errors, of two matrices of uniform numbers as they are, and of their lower bits."""
+    values = []
+    for a, b in ((x, y), (x * 1024 % 1, y * 1024 % 1)):
+        a, b = a.ravel() - a.mean(), b.ravel() - b.mean()
+        values.append(abs(float(a @ b / np.sqrt((a @ a) * (b @ b)))) * np.sqrt(a.size))
+    return max(values)
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_draws_of_columns_samples_and_lanes_are_uncorrelated(keys):
+    lanes, found = [masking._unit(masking._draws(keys[:2000], 128, lane)) for lane in range(3)], []
+    for (first, x), (second, y) in itertools.product(enumerate(lanes), repeat=2):
+        for rows, columns in [(0, 0), (0, 1), (0, 2), (0, 3), (0, 64), (1, 0), (2, 0), (4, 0), (1, 1), (1, 4)]:
+            if first != second or rows or columns:
+                found.append(largest_correlation(x[rows:, columns:], y[: 2000 - rows, : 128 - columns]))
+    assert len(found) == 87 and max(found) < 4.5
+    assert largest_correlation(lanes[0], 0.02 * lanes[0] + 0.98 * lanes[1]) > 8  # the controls: weak ones are found
+    assert largest_correlation(lanes[0], (lanes[0] + 1 / 4096) % 1) > 8

@@ -1,0 +1,267 @@
+"""Metrics against plain Python loops, and what they are computed from."""
+
+import math
+import random
+
+import datasets
+import evaluate
+import helpers as h
+import numpy as np
+import pytest
+
+from hf_ga.metrics import METRICS, is_lower_better, predictions_and_references
+
+
+@pytest.fixture(autouse=True)
+def metrics_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_progress_bars():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def computed(name, predictions, references, batch_sizes=None):
+    """In one call, or in batches of the given sizes, as evaluation does."""
+    metric = METRICS[name]()
+    if batch_sizes is None:
+        result = metric.compute(predictions=predictions, references=references)
+    else:
+        start = 0
+        for size in batch_sizes:
+            metric.add_batch(predictions=predictions[start : start + size], references=references[start : start + size])
+            start += size
+        assert start == len(references)
+        result = metric.compute()
+    assert list(result) == [name] and type(result[name]) is float
+    return result[name]
+
+
+# -- one number at a time -------------------------------------------------------------------------------------------------------
+
+
+def accuracy(predictions, references):
+    return sum(p == r for p, r in zip(predictions, references, strict=True)) / len(references)
+
+
+def f1(predictions, references):
+    scores = []
+    for kind in set(predictions) | set(references):
+        hits = sum(p == r == kind for p, r in zip(predictions, references, strict=True))
+        false = sum(p == kind != r for p, r in zip(predictions, references, strict=True))
+        missed = sum(r == kind != p for p, r in zip(predictions, references, strict=True))
+        precision, recall = hits / max(1, hits + false), hits / max(1, hits + missed)
+        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
+    return sum(scores) / len(scores)
+
+
+def exact_match(predictions, references):
+    return sum(list(p) == list(r) for p, r in zip(predictions, references, strict=True)) / len(references)
+
+
+def micro_f1(predictions, references):
+    pairs = [(p, r) for row, other in zip(predictions, references, strict=True) for p, r in zip(row, other, strict=True)]
+    hits, predicted, true = sum(p and r for p, r in pairs), sum(p for p, _ in pairs), sum(r for _, r in pairs)
+    return 2 * (hits / predicted) * (hits / true) / (hits / predicted + hits / true) if hits else 0.0
+
+
+def mae(predictions, references):
+    return math.fsum(abs(p - r) for p, r in zip(predictions, references, strict=True)) / len(references)
+
+
+def pearson(predictions, references):
+    n = len(references)
+    mean_p, mean_r = math.fsum(predictions) / n, math.fsum(references) / n
+    above = math.fsum((p - mean_p) * (r - mean_r) for p, r in zip(predictions, references, strict=True))
+    below = math.fsum((p - mean_p) ** 2 for p in predictions) * math.fsum((r - mean_r) ** 2 for r in references)
+    return above / math.sqrt(below)
+
+
+LOOPS = {"accuracy": accuracy, "f1": f1, "exact_match": exact_match, "micro_f1": micro_f1, "mae": mae, "pearson": pearson}
+
+
+def random_pairs(name, size, seed):
+    rng = np.random.default_rng(seed)
+    if name in ("accuracy", "f1"):
+        references = rng.integers(0, 2 + 3 * (seed % 3), size)
+        return np.where(rng.random(size) < 0.5, references, rng.permutation(references)), references
+    if name in ("exact_match", "micro_f1"):
+        references = rng.integers(0, 2, (size, 1 + seed % 4))
+        return np.where(rng.random(references.shape) < 0.7, references, 1 - references), references
+    references = (10.0 ** (seed % 4) * rng.normal(size=size) + seed).astype(np.float32)
+    return (references * rng.normal() + rng.normal(size=size)).astype(np.float32), references
+
+
+def test_every_metric_has_a_loop():
+    assert LOOPS.keys() == METRICS.keys()
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("size", [2, 3, 60])
+def test_against_plain_loops(name, size):
+    for seed in range(6):
+        predictions, references = random_pairs(name, size, seed)
+        expected = pytest.approx(LOOPS[name](predictions.tolist(), references.tolist()), rel=1e-9, abs=1e-12)
+        for sizes in (None, [1] * size, [1, size - 1], [size]):
+            assert computed(name, predictions, references, sizes) == expected
+        assert computed(name, predictions.tolist(), references.tolist()) == expected
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_order_of_samples_does_not_matter(name):
+    predictions, references = random_pairs(name, 60, 7)
+    order = np.random.default_rng(0).permutation(60)
+    value = computed(name, predictions, references)
+    assert computed(name, predictions[order], references[order]) == pytest.approx(value, rel=1e-12)
+    assert computed(name, predictions[order], references) != pytest.approx(value, rel=1e-3)  # control: that of pairs does
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "references", "expected"),
+    [
+        ("accuracy", [3], [3], 1.0),
+        ("accuracy", [3], [4], 0.0),
+        ("f1", [7], [7], 1.0),
+        ("f1", [7], [2], 0.0),
+        ("exact_match", [[0, 1, 0]], [[0, 1, 0]], 1.0),
+        ("exact_match", [[0, 0]], [[0, 0]], 1.0),  # the empty set is right where it is asked for
+        ("exact_match", [[1]], [[0]], 0.0),
+        ("micro_f1", [[0, 0], [0, 0]], [[0, 0], [0, 0]], 0.0),  # nothing true or predicted
+        ("micro_f1", [[1, 1]], [[0, 0]], 0.0),
+        ("micro_f1", [[0, 0]], [[1, 0]], 0.0),
+        ("micro_f1", [[1]], [[1]], 1.0),
+        ("mae", [2.5], [1.0], 1.5),
+        ("mae", [-1.0, 1.0], [1.0, -1.0], 2.0),
+        ("pearson", [0.1, 0.1, 0.1], [1.0, 2.0, 3.0], 0.0),  # constant
+        ("pearson", [1.0, 2.0, 3.0], [0.7, 0.7, 0.7], 0.0),
+        ("pearson", [0.1] * 7, [0.3] * 7, 0.0),
+        ("pearson", [5.0], [3.0], 0.0),
+        ("pearson", [1.0, 2.0], [30.0, 20.0], -1.0),
+    ],
+)
+def test_by_hand(name, predictions, references, expected):
+    for sizes in (None, [1] * len(references)):
+        assert computed(name, predictions, references, sizes) == pytest.approx(expected, abs=1e-12)
+
+
+def test_constant_floats_are_constant_whatever_their_digits():
+    """A mean that is rounded would leave noise, and noise correlates with noise."""
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        size = int(rng.integers(2, 200))
+        constant, other = np.full(size, rng.normal() * 10.0 ** rng.integers(-8, 8)), np.full(size, rng.normal())
+        assert computed("pearson", constant, rng.normal(size=size)) == 0.0
+        assert computed("pearson", constant, other) == 0.0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e5, -1e6])
+def test_pearson_far_from_zero(offset):
+    rng = np.random.default_rng(0)
+    x = (offset + 10 * rng.normal(size=3000)).astype(np.float32)
+    y = (x + 10 * rng.normal(size=3000)).astype(np.float32)
+    assert computed("pearson", x, y) == pytest.approx(np.corrcoef(x.astype(float), y.astype(float))[0, 1], rel=1e-9)
+    assert computed("pearson", x, x) == pytest.approx(1.0) and computed("pearson", x, -x) == pytest.approx(-1.0)
+
+
+def test_many_classes_of_large_ids():
+    predictions, references = [10**9, 5, 5, 0], [10**9, 5, 0, 10**6]
+    assert computed("f1", predictions, references) == pytest.approx(f1(predictions, references))
+
+
+def test_their_documentation_is_right():
+    import doctest
+
+    from hf_ga import metrics
+
+    assert doctest.testmod(metrics) == (0, 6)
+
+
+def test_is_lower_better():
+    assert {name for name in (*METRICS, "loss", "perplexity") if is_lower_better(name)} == {"loss", "perplexity", "mae"}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_is_lower_better_as_measured(name):
+    """Perfect predictions against wrong ones."""
+    references = {"exact_match": [[0, 1], [1, 0]], "micro_f1": [[0, 1], [1, 0]]}.get(name, [0, 1])
+    wrong = [row[::-1] for row in references] if isinstance(references[0], list) else references[::-1]
+    assert (computed(name, references, references) < computed(name, wrong, references)) == is_lower_better(name)
+
+
+# -- what is compared -----------------------------------------------------------------------------------------------------------
+
+
+def largest(row):
+    return max(range(len(row)), key=lambda i: row[i])
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_one_class_a_sample(size):
+    rng = np.random.default_rng(size)
+    logits, labels = rng.normal(size=(size, 4)).astype(np.float32), rng.integers(0, 4, size)
+    labels[0] = h.IGNORED if size > 1 else 2
+    predictions, references = predictions_and_references(logits, labels)
+    pairs = [(largest(row), int(v)) for row, v in zip(logits.tolist(), labels, strict=True) if v != h.IGNORED]
+    assert list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_one_tag_a_token(size):
+    rng = np.random.default_rng(size)
+    logits, labels = rng.normal(size=(size, 7, 5)).astype(np.float32), rng.integers(0, 5, (size, 7))
+    labels[rng.random((size, 7)) < 0.5] = h.IGNORED
+    predictions, references = predictions_and_references(logits, labels)
+    pairs = [
+        (largest(logits[i, j].tolist()), int(labels[i, j])) for i in range(size) for j in range(7) if labels[i, j] != h.IGNORED
+    ]
+    assert pairs and list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
+    assert computed("accuracy", predictions, references) == accuracy(*map(list, zip(*pairs, strict=True)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_numbers(size):
+    rng = np.random.default_rng(size)
+    logits, labels = rng.normal(size=(size, 1)).astype(np.float32), rng.normal(size=size).astype(np.float32)
+    labels[0] = h.IGNORED  # a number like any other
+    predictions, references = predictions_and_references(logits, labels)
+    assert predictions.shape == references.shape == (size,)
+    assert predictions.tolist() == [row[0] for row in logits.tolist()] and references.tolist() == labels.tolist()
+    assert computed("mae", predictions, references, [1] * size) == pytest.approx(mae(predictions.tolist(), labels.tolist()))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_sets(size, classes):
+    """A logit above 0 is a probability above one half."""
+    rng = np.random.default_rng(size)
+    logits = rng.normal(size=(size, classes)).astype(np.float32)
+    logits[0, 0] = 0.0  # one half: not predicted
+    labels = rng.integers(0, 2, (size, classes)).astype(np.float32)
+    predictions, references = predictions_and_references(logits, labels)
+    assert predictions.dtype.kind == references.dtype.kind == "i"
+    assert predictions.tolist() == [[int(1 / (1 + math.exp(-v)) > 0.5) for v in row] for row in logits.tolist()]
+    assert references.tolist() == [[int(v) for v in row] for row in labels.tolist()]
+    for name in ("exact_match", "micro_f1"):
+        expected = LOOPS[name](predictions.tolist(), references.tolist())
+        assert computed(name, predictions, references, [1] * size) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("logits", "labels"), [((3, 4), (3,)), ((3, 5, 4), (3, 5))], ids=["classes", "tags"])
+def test_all_ignored_is_nothing(logits, labels):
+    predictions, references = predictions_and_references(np.ones(logits, np.float32), np.full(labels, h.IGNORED))
+    assert predictions.shape == references.shape == (0,)
+
+
+def test_any_batches_give_the_same_pairs():
+    rng = random.Random(0)
+    logits, labels = np.random.default_rng(0).normal(size=(20, 6, 3)), np.random.default_rng(1).integers(0, 3, (20, 6))
+    labels[:, rng.sample(range(6), 2)] = h.IGNORED
+    labels[4:9] = h.IGNORED  # whole batches without a reference
+    whole = predictions_and_references(logits, labels)
+    for size in (1, 3, 20):
+        parts = [predictions_and_references(logits[i : i + size], labels[i : i + size]) for i in range(0, 20, size)]
+        for which in range(2):
+            assert np.concatenate([part[which] for part in parts]).tolist() == whole[which].tolist()

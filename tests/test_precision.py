@@ -1,0 +1,497 @@
+"""bf16 and fp16 autocast against float64, frozen parameters of any type, parameters in another type for a while, refusals."""
+
+import contextlib
+import copy
+
+import helpers as h
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+import hf_ga
+import hf_ga.proof
+from hf_ga.forward import run_forward
+from hf_ga.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
+
+ACCUMULATION = 16
+ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
+SCALE = 2.0**16  # the default of torch's scaler; a power of two, so to divide by it is exact
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator_state():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def make_accelerator(precision="no", enable=True):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(mixed_precision=precision, cpu=True)
+    if enable:
+        enable_fp16_on_cpu(accelerator)
+    return accelerator
+
+
+def one_window(samples, micro_batch):
+    (window,) = hf_ga.WindowLoader(
+        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=len(samples), per_device_batch_size=micro_batch, seed=3
+    )
+    return window
+
+
+def window_gradient(precision, model, window, loss_fn=None):
+    """The gradient of a prepared copy, without the loss scale."""
+    accelerator = make_accelerator(precision)
+    prepared = accelerator.prepare(copy.deepcopy(model))
+    hf_ga.backward_window(accelerator, prepared, window, loss_fn=loss_fn)
+    return divided(h.gradients(prepared), SCALE if precision == "fp16" else 1.0)
+
+
+def divided(grads, number):
+    return {name: g / number for name, g in grads.items()}
+
+
+def autocast_gradient(precision, model, batches, weights, loss_fn=None):
+    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient accumulated as `.grad` does."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    scale = SCALE if precision == "fp16" else 1.0
+    for batch, weight in zip(batches, weights, strict=True):
+        with torch.autocast("cpu", DTYPES.get(precision), enabled=precision != "no"):
+            loss = h.mean_loss(model, batch, loss_fn)
+        (loss.float() * weight * scale).backward()
+    return divided(h.gradients(model), scale)
+
+
+def low_precision_sum(precision, model, batches, weights, loss_fn=None):
+    """The control: micro-batches as good as ours, their gradients added up in half precision."""
+    total = None
+    for batch, weight in zip(batches, weights, strict=True):
+        grads = autocast_gradient(precision, model, [batch], [weight], loss_fn)
+        grads = {name: (g * 2**10).to(DTYPES[precision]) for name, g in grads.items()}  # well inside the range of float16
+        total = grads if total is None else {name: total[name] + grads[name] for name in grads}
+    return {name: g.double() / 2**10 for name, g in total.items()}
+
+
+def assert_promise(precision, grads, full, grads64):
+    """All parameters together as in promise 1: twice the full batch's error plus 1e-6 of the norm. For each parameter the floor is
+    one rounding of the global norm: autocast rounds the gradient of each micro-batch to half precision, in plain PyTorch too, and
+    where those cancel (the bias of a classifier) their roundings do not.
+    """
+    floor = h.norm(grads64)
+    off, off_full = h.difference(grads, grads64), h.difference(full, grads64)
+    assert h.norm(off) <= 2 * h.norm(off_full) + h.FLOOR * floor, f"all parameters: {h.norm(off):.2e}, {h.norm(off_full):.2e}"
+    for name in grads64:
+        assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * floor, name
+
+
+# -- promise 1 under autocast -----------------------------------------------------------------------------------------------
+
+CASES = {
+    "token classification": (h.bert_token_classifier, h.tag_samples, None),
+    "classification": (h.bert_classifier, h.class_samples, None),
+    "GPT-2, tied weights": (h.gpt2, h.token_samples, None),
+    "plain module, tied weights": (h.plain_tagger, h.plain_samples, None),
+    "plain module, weighted loss_fn": (h.plain_tagger, h.weighted_samples, h.weighted_token_loss),
+}
+
+
+def references(case, precision, num_samples):
+    """The model, its samples, the gradients of one full batch in float64 and under autocast, both in plain PyTorch."""
+    build, make_samples, loss_fn = CASES[case]
+    model, samples = build(), make_samples(num_samples)
+    whole = h.pad_right(samples)
+    full = autocast_gradient(precision, model, [whole], [1.0], loss_fn)
+    return model, samples, loss_fn, h.full_batch_gradient(model, whole, torch.float64, loss_fn), full
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_is_the_full_batch_under_autocast(case, precision):
+    model, samples, loss_fn, grads64, full = references(case, precision, 4 * ACCUMULATION)
+    window = one_window(samples, 4)
+    assert len(window.micro_batches) == ACCUMULATION
+    grads = window_gradient(precision, model, window, loss_fn)
+    ours, theirs = h.relative_error(grads, grads64), h.relative_error(full, grads64)
+    batches = [m.batch for m in window.micro_batches]
+    counts = [h.num_targets(model, batch, loss_fn) for batch in batches]
+    plain = autocast_gradient(precision, model, batches, [c / sum(counts) for c in counts], loss_fn)
+    naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
+    apart = h.relative_error(grads, plain)
+    print(f"MEASURED {precision} {case}: error {ours:.2e}, full batch {theirs:.2e}, from plain accumulation {apart:.1e}")
+    assert_promise(precision, grads, full, grads64)
+    assert apart <= ROUNDING[precision]  # what it costs is what accumulation under autocast costs
+    with pytest.raises(AssertionError, match="all parameters"):  # a wrong divisor
+        assert_promise(precision, naive, full, grads64)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_in_half_precision_would_not_be(case, precision):
+    """One sample a micro-batch, 192 of them: ours stays within the promise, the control does not."""
+    model, samples, loss_fn, grads64, full = references(case, precision, 192)
+    window = one_window(samples, 1)
+    batches = [m.batch for m in window.micro_batches]
+    counts = [h.num_targets(model, batch, loss_fn) for batch in batches]
+    control = low_precision_sum(precision, model, batches, [c / sum(counts) for c in counts], loss_fn)
+    grads = window_gradient(precision, model, window, loss_fn)
+    ours, theirs, low = (h.relative_error(g, grads64) for g in (grads, full, control))
+    print(f"MEASURED {precision} {case}: {ours / theirs:.2f} x the full batch's error; accumulated in half {low / theirs:.1f} x")
+    assert_promise(precision, grads, full, grads64)
+    with pytest.raises(AssertionError, match="all parameters"):
+        assert_promise(precision, control, full, grads64)
+
+
+class OneWeight(nn.Module):
+    """Gradient of a sample: its x."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.linear(x[:, None]).mean()
+
+
+def test_256_and_fifteen_ones_by_hand():
+    """bf16 has no number between 256 and 258: accumulated in it, the ones are lost."""
+    values = [256.0] + [1.0] * (ACCUMULATION - 1)
+    (window,) = hf_ga.WindowLoader(
+        [{"x": x} for x in values],
+        h.pad_right,
+        accelerator=Accelerator(),
+        global_batch_size=16,
+        per_device_batch_size=1,
+        shuffle=False,
+    )
+    grads = window_gradient("bf16", OneWeight(), window)
+    assert grads["linear.weight"].item() == 271 / 16
+    in_bf16 = torch.zeros((), dtype=torch.bfloat16)
+    for x in values:
+        in_bf16 += x / 16
+    assert in_bf16.item() == 256 / 16
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_is_the_full_batch_with_dropout(case, precision):
+    """Two inexact arms: at most three times the full batch's own error apart. Control: native masks, all else right."""
+    build, make_samples, loss_fn = CASES[case]
+    model, samples = build(dropout=0.1), make_samples(4 * ACCUMULATION)
+    small, whole = one_window(samples, 4), one_window(samples, len(samples))
+    split, full = (window_gradient(precision, model, window, loss_fn) for window in (small, whole))
+    full64 = window_gradient("no", copy.deepcopy(model).double(), in_float64(whole), loss_fn)
+    error, apart = h.relative_error(full, full64), h.relative_error(split, full)
+    print(f"MEASURED {precision} dropout {case}: {apart / error:.2f} x the full batch's own error apart")
+    assert apart <= 3 * error + h.FLOOR
+    torch.manual_seed(1)
+    batch = h.pad_right(samples)
+    native = autocast_gradient(precision, model, [batch], [1.0], loss_fn)
+    assert h.relative_error(native, full) > 3 * error + h.FLOOR
+
+
+def in_float64(window):
+    """The same window, its floating-point inputs (weights of a loss) in float64."""
+    window.batches[:] = [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in window.batches]
+    return window
+
+
+def test_a_model_that_was_not_prepared_is_not_left_in_float32():
+    """Whether the head's loss or an own one is used."""
+    samples = h.plain_samples(16)
+    model, window, found = h.plain_tagger(), one_window(samples, 4), []
+    for prepared in (False, True):
+        accelerator = make_accelerator("bf16")
+        copied = copy.deepcopy(model)
+        hf_ga.backward_window(accelerator, accelerator.prepare(copied) if prepared else copied, window)
+        found.append(h.gradients(copied))
+    exact = h.full_batch_gradient(model, h.pad_right(samples))
+    assert h.relative_error(found[0], found[1]) == 0
+    assert h.relative_error(found[0], exact) > 1e-3
+
+
+def test_losses_come_in_float32_at_least():
+    for dtype, wanted in {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float64: torch.float64}.items():
+        assert at_least_float32(torch.ones((), dtype=dtype)).dtype == wanted
+        model = nn.Identity()
+        loss, _ = run_forward(model, {"input": torch.ones(1, dtype=dtype)}, None)
+        total, _ = run_forward(model, {"input": torch.ones(3, dtype=dtype)}, lambda out, batch: (out.sum(), 3))
+        assert (loss.dtype, total.dtype) == (wanted, wanted)
+
+
+# -- frozen parameters of any type ------------------------------------------------------------------------------------------
+
+
+def frozen_base(dtype):
+    """A BERT in half precision under a trainable head."""
+    model = h.bert_token_classifier()
+    model.bert.to(dtype).requires_grad_(False)
+    return model
+
+
+def frozen_matrices(dtype):
+    """The gradient of the embeddings goes through frozen matrices. Layer norms stay float32: torch's on a CPU mixes no types."""
+    model = h.bert_token_classifier()
+    for module in model.bert.encoder.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype).requires_grad_(False)
+    return model
+
+
+class Quantised(nn.Module):
+    """A frozen matrix of 8-bit integers with a scale per row in half precision, as quantised models have them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        weight = torch.randn(h.WIDTH, h.WIDTH)
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(dtype))
+
+    def forward(self, x):
+        return F.linear(x.to(self.scale.dtype), self.weight.to(self.scale.dtype) * self.scale)
+
+
+class QuantisedTagger(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.embedding, self.frozen = nn.Embedding(h.VOCABULARY, h.WIDTH), Quantised(dtype)
+        self.head = nn.Linear(h.WIDTH, h.NUM_CLASSES)
+
+    def forward(self, input_ids, labels):
+        hidden = self.frozen(self.embedding(input_ids)).to(self.head.weight.dtype)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED)
+
+
+def quantised(dtype):
+    torch.manual_seed(0)
+    return QuantisedTagger(dtype)
+
+
+def plain_tags(num_samples):
+    return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in h.tag_samples(num_samples)]
+
+
+# (builder, samples, precision of the accelerator, type of what is frozen)
+FROZEN = {
+    "bf16 base, bf16 autocast": (frozen_base, h.tag_samples, "bf16", torch.bfloat16),
+    "fp16 base, fp16 autocast": (frozen_base, h.tag_samples, "fp16", torch.float16),
+    "bf16 matrices, bf16 autocast": (frozen_matrices, h.tag_samples, "bf16", torch.bfloat16),
+    "fp16 matrices, fp16 autocast": (frozen_matrices, h.tag_samples, "fp16", torch.float16),
+    "fp16 matrices, bf16 autocast": (frozen_matrices, h.tag_samples, "bf16", torch.float16),
+    "int8 with bf16 scales, bf16 autocast": (quantised, plain_tags, "bf16", torch.bfloat16),
+    "int8 with fp16 scales, no autocast": (quantised, plain_tags, "no", torch.float16),
+}
+
+
+def frozen_tensors(model):
+    return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.requires_grad}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_parameters_of_any_type(case, monkeypatch):
+    build, make_samples, precision, dtype = FROZEN[case]
+    model, samples = build(dtype), make_samples(32)
+    whole, window = h.pad_right(samples), one_window(samples, 2)
+    grads64 = h.full_batch_gradient(model, whole)
+    full = autocast_gradient(precision, model, [whole], [1.0])
+    accelerator = make_accelerator(precision)
+    prepared = accelerator.prepare(model)
+    before = {name: (t, t.data_ptr(), t.dtype, t.detach().clone()) for name, t in frozen_tensors(model).items()}
+    assert dtype in {t.dtype for t in frozen_tensors(model).values()}
+
+    assert proven_exactly(prepared, samples)
+    rule = hf_ga.prove_targets(prepared, samples, h.pad_right)
+    assert rule.name == "labels"
+    hf_ga.backward_window(accelerator, prepared, window, targets=rule)
+    for name, tensor in frozen_tensors(model).items():
+        object_before, address, dtype_before, value = before[name]
+        assert tensor is object_before and tensor.data_ptr() == address and tensor.dtype == dtype_before
+        assert torch.equal(tensor, value) and tensor.grad is None
+    grads = divided(h.gradients(model), SCALE if precision == "fp16" else 1.0)
+    ratio = h.relative_error(grads, grads64) / h.relative_error(full, grads64)
+    print(f"MEASURED frozen, {case}: {ratio:.2f} x the full batch's error, residual of the proof {rule.residual:.0e}")
+    assert_promise(precision, grads, full, grads64)
+
+    monkeypatch.setattr(hf_ga.proof, "frozen_in_float32", contextlib.nullcontext)  # the control
+    assert not proven_exactly(prepared, samples)
+
+
+def proven_exactly(model, samples):
+    """False where types do not fit each other in a forward without autocast, or rounding looks like a dependence on padding."""
+    try:
+        rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    except RuntimeError:
+        return False
+    return rule.residual <= hf_ga.proof.TOLERANCE and rule.width_matters is False
+
+
+class Features(nn.Module):
+    """A frozen layer that is fed inputs of its own half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.head = nn.Linear(3, 4).to(torch.bfloat16).requires_grad_(False), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.frozen(x).float()).square().mean()
+
+
+def test_inputs_in_half_precision_are_lifted_with_the_frozen_layer():
+    samples = [{"x": torch.randn(3).to(torch.bfloat16)} for _ in range(8)]
+    assert hf_ga.prove_targets(Features(), samples, h.pad_right).name == "samples"
+
+
+def test_a_proof_inside_the_callers_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        rule = hf_ga.prove_targets(h.bert_token_classifier(), h.tag_samples(16), h.pad_right)
+    assert rule.name == "labels" and rule.residual <= hf_ga.proof.TOLERANCE and rule.width_matters is False
+
+
+def test_a_failed_proof_puts_the_frozen_parameters_back():
+    model = frozen_base(torch.bfloat16)
+    before = {name: (t.data_ptr(), t.dtype) for name, t in frozen_tensors(model).items()}
+    with pytest.raises(hf_ga.LossNotAdditive):
+        hf_ga.prove_targets(model, [h.without_targets(s) for s in h.tag_samples(8)], h.pad_right)
+    assert {name: (t.data_ptr(), t.dtype) for name, t in frozen_tensors(model).items()} == before
+
+
+# -- parameters_in ----------------------------------------------------------------------------------------------------------
+
+
+def storages(model):
+    return {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("build", [h.plain_tagger, h.bert_masked_lm, h.gpt2])
+def test_parameters_in_another_type_for_a_while(build, dtype):
+    model = build()
+    before, values = storages(model), copy.deepcopy(model.state_dict())
+    with parameters_in(model, dtype):
+        inside = storages(model)
+        assert all(torch.equal(v, values[n].to(dtype)) for n, v in model.state_dict().items() if n in before)
+        assert {d for _, _, d in inside.values()} == {dtype}
+        assert [i for i, _, _ in inside.values()] == [i for i, _, _ in before.values()]
+        assert groups(inside) == groups(before)
+    assert storages(model) == before
+    assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
+
+
+def groups(found):
+    """Which names share one storage: tied weights."""
+    addresses = [address for _, address, _ in found.values()]
+    assert len(set(addresses)) < len(addresses)
+    return [addresses.index(address) for address in addresses]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "no type"], ids=["in the body", "while converting"])
+def test_parameters_come_back_after_an_error(dtype):
+    model = h.bert_masked_lm()
+    before = storages(model)
+    with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)), parameters_in(model, dtype):
+        raise ZeroDivisionError
+    assert storages(model) == before
+
+
+def test_integers_and_gradients_stay():
+    model = h.plain_tagger()
+    model.register_parameter("count", nn.Parameter(torch.tensor(3), requires_grad=False))
+    h.mean_loss(model, h.pad_right(h.plain_samples(4))).backward()
+    before = h.gradients(model)
+    with parameters_in(model, torch.bfloat16):
+        assert model.count.dtype == torch.int64
+    assert h.relative_error(h.gradients(model), before) == 0
+    h.mean_loss(model, h.pad_right(h.plain_samples(4))).backward()
+    assert h.relative_error(h.gradients(model), {name: 2 * g for name, g in before.items()}) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_is_saved_in_its_own_type(dtype, tmp_path):
+    """Trained in float32; saved inside `parameters_in` it is of the type in which it arrived, tied weights too."""
+    model = h.bert_masked_lm()
+    values = copy.deepcopy(model.state_dict())
+    with parameters_in(model, dtype):
+        model.save_pretrained(tmp_path / "own type")
+    model.save_pretrained(tmp_path / "control")
+    loaded = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "own type", dtype="auto")
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert all(torch.equal(p, values[n].to(dtype)) for n, p in loaded.named_parameters())
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    control = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "control", dtype="auto")
+    assert {p.dtype for p in control.parameters()} == {torch.float32}
+    assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
+
+
+# -- names and refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_names():
+    names = {precision: precision_name(make_accelerator(precision)) for precision in ("no", "bf16", "fp16")}
+    assert names == {
+        "no": "float32",
+        "bf16": "bf16 autocast, float32 weights and gradients",
+        "fp16": "fp16 autocast with loss scaling, float32 weights and gradients",
+    }
+    assert precision_name(make_accelerator("fp16", enable=False)) == "float32"  # what Accelerate does by itself
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_enabling_does_nothing_elsewhere(precision):
+    accelerator = make_accelerator(precision, enable=False)
+    before = accelerator.native_amp
+    enable_fp16_on_cpu(accelerator)
+    assert (accelerator.scaler, accelerator.native_amp) == (None, before)
+
+
+def test_enabling_twice_keeps_the_scaler():
+    accelerator = make_accelerator("fp16")
+    scaler = accelerator.scaler
+    enable_fp16_on_cpu(accelerator)
+    assert accelerator.scaler is scaler
+
+
+def fp16_that_is_float32():
+    return make_accelerator("fp16", enable=False)
+
+
+def fp16_without_scaler():
+    accelerator = make_accelerator("fp16")
+    accelerator.scaler = None
+    return accelerator
+
+
+def fp8():
+    accelerator = make_accelerator("bf16")
+    accelerator.state._mixed_precision = "fp8"
+    return accelerator
+
+
+REFUSED = {
+    "fp16 on a CPU": (fp16_that_is_float32, h.bert_classifier, r"fp16 on the device cpu.*float32.*enable_fp16_on_cpu.*bf16 or no"),
+    "fp16 without a scaler": (fp16_without_scaler, h.bert_classifier, r"scaler None.*enable_fp16_on_cpu"),
+    "fp8": (fp8, h.bert_classifier, r"fp8, which is not supported yet"),
+    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, some are torch\.bfloat16"),
+    "fp16 weights": (make_accelerator, lambda: h.bert_classifier().half(), r"float32, some are torch\.float16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    build_accelerator, build_model, message = REFUSED[name]
+    window = one_window(h.class_samples(8), 4)
+    accelerator, model = build_accelerator(), build_model()
+    with pytest.raises(hf_ga.ConfigError, match=message):
+        hf_ga.backward_window(accelerator, model, window)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_what_is_real_is_not_refused(precision):
+    check_precision(make_accelerator(precision))

@@ -1,0 +1,261 @@
+"""Predictions and evaluations of trained models, against plain transformers: one row at a time, without padding, by hand."""
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+from runs import JOBS, filled_place, job_config, learn_job, save_jobs, train_job, write_rows
+
+import hf_ga
+from hf_ga.tasks import TASKS
+
+LONG = (
+    "step every split gives same update while dropout stays keyed by position and one step every split gives same step and one of"
+)
+TEXTS = ["the samples", "", "window of", LONG, "größer 東京 🙂", None, "of one step and every split"]
+LENGTH = 24
+# What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on.
+COLUMNS = {
+    "causal LM, row by row": lambda text: {"text": text},
+    "messages": lambda text: {"messages": [{"role": "user", "content": text or ""}]},
+    "prompt and completion": lambda text: {"prompt": f"{text or ''} :"},
+    "instruction": lambda text: {"instruction": text or "", "input": ""},
+    "masked LM": lambda text: {"text": text and f"red <mask> {text} <mask>"},
+    "classes": lambda text: {"text": text},
+    "pairs": lambda text: {"sentence1": text, "sentence2": text and f"window {text}"},
+    "numbers": lambda text: {"text": text},
+    "label sets": lambda text: {"text": text},
+    "tags": lambda text: {"tokens": None if text is None else text.split()},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("predictions")) as folder:
+        save_jobs(folder)
+        yield folder
+
+
+def rows_to_predict(name):
+    return [{"note": f"é{i}", **COLUMNS[name](text)} for i, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    """Each job's run once, with predictions at its end; classifiers hardly trained, so that nothing is obvious."""
+    known = {}
+
+    def run(name):
+        if name not in known:
+            output = place / "out" / name
+            file = write_rows(place / f"{name}.predict.jsonl", rows_to_predict(name))
+            more = {"predict_file": file, "max_new_tokens": 6, "per_device_eval_batch_size": 3, "max_length": LENGTH}
+            if "task" in JOBS[name][2]:
+                more |= {"max_steps": 4, "learning_rate": 1e-2}
+            known[name] = learn_job(place, output, name, **more), output
+        return known[name]
+
+    return run
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+class ByHand:
+    """Plain transformers on one row."""
+
+    def __init__(self, name, folder):
+        self.name, self.task = name, TASKS[JOBS[name][2].get("task", "causal-lm")]
+        self.tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+        self.model = self.task.auto_class.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def logits(self, *texts, **options):
+        encoded = self.tokenizer(*texts, truncation=True, max_length=LENGTH, return_tensors="pt", **options)
+        names = {"input_ids", "attention_mask"} | ({"token_type_ids"} if len(texts) > 1 else set())
+        return self.model(**{k: v for k, v in encoded.items() if k in names}).logits[0], encoded
+
+    @torch.no_grad()
+    def completion(self, row, count=6):
+        templated = self.name in ("messages", "prompt and completion")
+        if templated:
+            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+            text = "".join(f"<|user|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
+        else:
+            text = row["text"] if "text" in row else row["instruction"] + "\n\n"
+        ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"][-LENGTH:]
+        made = []
+        while len(made) < count and made[-1:] != [self.tokenizer.eos_token_id]:
+            made.append(int(self.model(input_ids=torch.tensor([ids + made])).logits[0, -1].argmax()))
+        return {"completion": self.tokenizer.decode(made, skip_special_tokens=True)}
+
+    def prediction(self, row):
+        names = self.model.config.id2label
+        if self.task.pipeline == "text-generation":
+            return self.completion(row)
+        if self.name == "tags":
+            logits, encoded = self.logits(row["tokens"], is_split_into_words=True)
+            tags = [None] * len(row["tokens"])
+            for piece, word in reversed(list(enumerate(encoded.word_ids()))):
+                if word is not None:
+                    tags[word] = names[int(logits[piece].argmax())]
+            return {"tags": tags}
+        texts = [row["sentence1"], row["sentence2"]] if self.name == "pairs" else [row["text"]]
+        logits, encoded = self.logits(*texts)
+        if self.name == "masked LM":
+            places = (encoded["input_ids"][0] == self.tokenizer.mask_token_id).nonzero().flatten().tolist()
+            found = [self.tokenizer.decode(int(logits[place].argmax())).strip() for place in places]
+            return {"tokens": found + [None] * (2 - len(found))}
+        if self.name == "numbers":
+            return {"value": pytest.approx(float(logits[0]), rel=1e-4, abs=1e-6)}
+        if self.name == "label sets":
+            scores = {names[i]: float(p) for i, p in enumerate(logits.sigmoid())}
+            labels = [name for name, p in scores.items() if p > 0.5]
+            return {"labels": labels, "scores": pytest.approx(scores, abs=2e-6)}
+        probabilities = logits.softmax(-1)
+        return {"label": names[int(probabilities.argmax())], "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_predictions_are_those_of_one_row_at_a_time(name, trained):
+    _, output = trained(name)
+    by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
+    assert [{k: v for k, v in row.items() if k != "prediction"} for row in found] == rows
+    is_empty = [not text and name not in ("messages", "prompt and completion", "instruction") for text in TEXTS]
+    expected = [None if empty else by_hand.prediction(row) for row, empty in zip(rows, is_empty, strict=True)]
+    assert [row["prediction"] for row in found] == expected
+    assert [row["prediction"] for row in found[::-1]] != expected  # the control: they are told apart
+    assert "größer" in (output / "predictions.jsonl").read_text(encoding="utf-8")
+
+
+def test_what_is_cut_off_has_no_prediction(trained):
+    tags = read(trained("tags")[1])[3]["prediction"]["tags"]
+    assert len(tags) == len(LONG.split()) == 23 and None not in tags[:22] and tags[22:] == [None]  # <cls>, 22 words, <sep>
+    assert read(trained("masked LM")[1])[3]["prediction"]["tokens"][1:] == [None]
+
+
+def test_a_long_prompt_keeps_its_end(trained, place, tmp_path):
+    """And with what is generated it fits the 64 positions of the model: 64 - 50 tokens of the prompt are left."""
+    _, output = trained("causal LM, row by row")
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": " ".join([LONG] * 5) + end} for end in (" of the", " red blue")])
+    settings = {
+        "model_name_or_path": str(output),
+        "max_length": 60,
+        "max_new_tokens": 50,
+        "predict_file": file,
+        "dataset_name": "stdlib",
+    }
+    settings |= {"eval_only": True, "validation_file": None, "test_file": None, "output_dir": str(tmp_path / "out")}
+    hf_ga.finetune(job_config(place, tmp_path, "causal LM, row by row", **settings))
+    by_hand = ByHand("causal LM, row by row", output)
+    for row in read(tmp_path / "out"):
+        ids = by_hand.tokenizer(row["text"])["input_ids"][-14:]
+        made = by_hand.model.generate(torch.tensor([ids]), max_new_tokens=50, do_sample=False, pad_token_id=0)[0, 14:]
+        assert row["prediction"] == {"completion": by_hand.tokenizer.decode(made, skip_special_tokens=True)}
+
+
+def test_predictions_leave_the_saved_tokenizer_alone(trained, place, tmp_path):
+    _, output = trained("causal LM, row by row")
+    train_job(place, tmp_path / "out", "causal LM, row by row", max_steps=1)
+    saved, plain = (tf.AutoTokenizer.from_pretrained(folder) for folder in (output, tmp_path / "out"))
+    for name in ("padding_side", "truncation_side", "model_max_length"):
+        assert getattr(saved, name) == getattr(plain, name), name
+    assert plain.padding_side == "right"
+    assert saved(["red", LONG * 5]) == plain(["red", LONG * 5])
+
+
+# -- eval_only --------------------------------------------------------------------------------------------------------------
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def evaluate(place, output, name, model, **more):
+    return train_job(place, output, name, eval_only=True, model_name_or_path=str(model), **{"max_length": LENGTH, **more})
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "LoRA"])
+def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained, tmp_path):
+    if name in COLUMNS:
+        summary, output = trained(name)
+    else:
+        output = tmp_path / "run"
+        summary = train_job(place, output, name, max_steps=3)
+    before = content(output)
+    results = evaluate(place, output, name, output, per_device_eval_batch_size=5, overwrite_output_dir=True)
+    assert json.loads((output / "evaluation.json").read_text()) == results
+    measured = {k: v for k, v in results.items() if k.startswith(("eval_", "test_"))}
+    off = {k: 1e-4 if "pearson" in k else 1e-6 for k in measured}  # hardly trained predictions hardly vary
+    assert len(measured) >= 6 and measured == {k: pytest.approx(summary[k], rel=1e-5, abs=off[k]) for k in measured}
+    assert content(output) == before | {output / "evaluation.json": (output / "evaluation.json").read_bytes()}
+
+
+@pytest.mark.parametrize("name", ["classes", "tags", "numbers", "label sets"])
+def test_a_head_that_was_not_trained_is_not_evaluated(name, place, tmp_path):
+    with pytest.raises(
+        hf_ga.ConfigError, match=r"eval_only: .*job-bert has no trained head for .*classifier.bias.* Train it first"
+    ):
+        evaluate(place, tmp_path / "out", name, place / "job-bert")
+    assert not (tmp_path / "out").exists()
+
+
+def test_labels_keep_the_order_of_the_trained_head(place, trained, tmp_path):
+    """A file with two of the three labels, whose own order would be another one."""
+    _, output = trained("classes")
+    rows = [
+        {"text": f"{word} {'step ' * i}", "label": label} for i in range(5) for word, label in (("the", "red"), ("window", "green"))
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    results = evaluate(place, tmp_path / "out", "classes", output, validation_file=file, test_file=None, predict_file=file)
+    by_hand = ByHand("classes", output)
+    hits = [by_hand.prediction(row)["label"] == row["label"] for row in rows]
+    assert results["eval_accuracy"] == sum(hits) / len(hits)
+    assert [row["prediction"]["label"] for row in read(tmp_path / "out")] == [by_hand.prediction(row)["label"] for row in rows]
+
+
+def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
+    """As many as it has, so they would fit, and silently be taken for others."""
+    _, output = trained("classes")
+    rows = [{"text": "some words", "label": label} for label in ("green", "red", "violet")]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(hf_ga.DataError, match=r"was not trained on: violet; it knows blue, green, red\. Use its names"):
+        evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
+
+
+@pytest.mark.parametrize("name", ["classes", "tags", "masked LM", "causal LM, row by row", "pairs"])
+def test_predictions_alone(name, place, trained, tmp_path):
+    """No dataset is read; the labels are those of the trained head."""
+    _, output = trained(name)
+    alone = {"dataset_name": "stdlib", "validation_file": None, "test_file": None, "max_new_tokens": 6}
+    results = evaluate(place, tmp_path / "out", name, output, predict_file=str(place / f"{name}.predict.jsonl"), **alone)
+    assert not any(k.startswith(("eval_", "test_")) for k in results)
+    for row, at_the_end in zip(read(tmp_path / "out"), read(output), strict=True):
+        for found in (row, at_the_end):
+            if found["prediction"] and "score" in found["prediction"]:
+                found["prediction"]["score"] = pytest.approx(found["prediction"]["score"], abs=2e-6)
+        assert row["prediction"] == at_the_end["prediction"]
+
+
+def test_predictions_of_a_head_without_names(place, trained, tmp_path):
+    _, output = trained("classes")
+    model = tf.AutoModelForSequenceClassification.from_pretrained(output)
+    model.config.id2label = {i: f"LABEL_{i}" for i in range(3)}
+    model.config.label2id = {name: i for i, name in model.config.id2label.items()}
+    model.save_pretrained(tmp_path / "model")
+    tf.AutoTokenizer.from_pretrained(output).save_pretrained(tmp_path / "model")
+    alone = {"dataset_name": "stdlib", "validation_file": None, "test_file": None}
+    evaluate(place, tmp_path / "out", "classes", tmp_path / "model", predict_file=str(place / "classes.predict.jsonl"), **alone)
+    number = {"blue": "LABEL_0", "green": "LABEL_1", "red": "LABEL_2"}
+    labels = [row["prediction"] and row["prediction"]["label"] for row in read(tmp_path / "out")]
+    assert labels == [row["prediction"] and number[row["prediction"]["label"]] for row in read(output)]
+
+
+def test_a_file_without_rows_to_predict_from(place, trained, tmp_path):
+    """All texts empty: every row has None."""
+    _, output = trained("classes")
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"text": ""}])
+    evaluate(place, tmp_path / "out", "classes", output, predict_file=file)
+    assert read(tmp_path / "out") == [{"text": "", "prediction": None}] * 2

@@ -1,0 +1,433 @@
+"""fp16 with a loss scaler, for real on a CPU: skipped windows, the scale, clipping, several optimizers, and the scaler's state."""
+
+import copy
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import helpers as h
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradScalerKwargs
+from torch import nn
+
+import hf_ga
+from hf_ga.precision import enable_fp16_on_cpu, load_scaler_state, scaler_state
+
+WINDOW, MICRO_BATCH = 8, 2
+SCALE = 2.0**10
+FP16 = 2.0**-11  # unit roundoff: the relative error of one rounding
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator_state():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def fp16_accelerator(init_scale=SCALE, growth_interval=2000):
+    AcceleratorState._reset_state(True)
+    handler = GradScalerKwargs(init_scale=init_scale, growth_interval=growth_interval)
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
+    enable_fp16_on_cpu(accelerator)
+    return accelerator
+
+
+class Regression(nn.Module):
+    """Mean squared error, computed in float32 from a linear layer in half precision; or its outputs, without y."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x, y=None):
+        out = self.linear(x).squeeze(-1).float()
+        return out if y is None else F.mse_loss(out, y)
+
+
+def squared_error(outputs, batch):
+    return (outputs - batch["target"]).square().sum(), len(outputs)
+
+
+TOO_LARGE = {"in the forward": 1e5, "in the backward": 3e4}  # float16 ends at 65504; 3e4 fits, its scaled gradient does not
+
+
+def points(num_samples, overflows_at=(), value=1e5, target="y"):
+    generator = torch.Generator().manual_seed(5)
+    samples = [{"x": torch.randn(3, generator=generator), target: torch.randn((), generator=generator)} for _ in range(num_samples)]
+    for index in overflows_at:
+        samples[index]["x"] = torch.full((3,), value)
+    return samples
+
+
+def loader(samples, micro_batch=MICRO_BATCH, window=WINDOW, collate=h.pad_right):
+    return hf_ga.WindowLoader(
+        samples, collate, accelerator=Accelerator(), global_batch_size=window, per_device_batch_size=micro_batch, shuffle=False
+    )
+
+
+def regression():
+    torch.manual_seed(0)
+    return Regression()
+
+
+class Training:
+    """A prepared model with optimizer and schedule, and what it consists of at any time."""
+
+    def __init__(self, accelerator, model=None, fused=False, rate=1e-2):
+        self.accelerator = accelerator
+        model = model or regression()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=fused)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+
+    def step(self, window, **options):
+        return hf_ga.train_step(self.accelerator, self.model, self.optimizer, window, scheduler=self.scheduler, **options)
+
+    def snapshot(self):
+        states = self.optimizer.state_dict()["state"]
+        tensors = [*self.model.parameters(), *(states[i][name] for i in states for name in sorted(states[i]))]
+        return [t.detach().clone() for t in tensors], self.scheduler.state_dict()
+
+
+def same(snapshot, other):
+    (tensors, schedule), (tensors_other, schedule_other) = snapshot, other
+    equal = len(tensors) == len(tensors_other) and all(map(torch.equal, tensors, tensors_other))
+    return equal and schedule == schedule_other
+
+
+# -- overflow ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["AdamW", "fused AdamW"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize("loss_fn", [None, squared_error], ids=["own loss", "loss_fn"])
+@pytest.mark.parametrize("where", TOO_LARGE)
+def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, max_grad_norm, fused):
+    """The second of four micro-batches of the second of three windows."""
+    samples = points(3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target")
+    training, options = Training(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    snapshots, results = [training.snapshot()], []
+    for window in loader(samples):
+        results.append(training.step(window, **options))
+        snapshots.append(training.snapshot())
+    assert [(r.skipped, r.overflowed) for r in results] == [(False, False), (True, True), (False, False)]
+    assert [r.loss_scale for r in results] == [SCALE, SCALE, SCALE / 2]
+    assert [same(a, b) for a, b in itertools.pairwise(snapshots)] == [False, True, False]
+    assert training.scheduler.last_epoch == 2 and training.accelerator.scaler.get_scale() == SCALE / 2
+    assert all(p.grad is None for p in training.model.parameters())
+    if where == "in the forward":
+        assert not math.isfinite(results[1].loss)
+    if max_grad_norm:
+        assert [math.isfinite(r.grad_norm) for r in results] == [True, False, True]
+
+
+def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
+    """The scale falls three times (what overflowed stays in .grad), and the first micro-batch moves the weights."""
+    samples = points(WINDOW, [MICRO_BATCH])
+    training = Training(fp16_accelerator())
+    before = training.snapshot()
+    for micro_batch in next(iter(loader(samples))).micro_batches:
+        training.accelerator.backward(training.model(**micro_batch.batch))
+        training.optimizer.step()
+    assert training.accelerator.scaler.get_scale() == SCALE / 8
+    assert not same(training.snapshot(), before)
+
+
+def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
+    """Why `overflowed` of a fused optimizer is told from the scale."""
+    training = Training(fp16_accelerator(), fused=True)
+    (window,) = loader(points(WINDOW, [MICRO_BATCH]))
+    assert training.step(window).overflowed
+    assert not training.accelerator.optimizer_step_was_skipped
+
+
+def test_the_scale_grows_after_the_interval():
+    """By hand: it doubles after three windows in a row, and an overflow begins the count again."""
+    samples = points(8 * WINDOW, [WINDOW])
+    training = Training(fp16_accelerator(growth_interval=3))
+    results = [training.step(window) for window in loader(samples)]
+    assert [r.loss_scale / SCALE for r in results] == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
+    assert [r.overflowed for r in results] == [False, True, *[False] * 6]
+    assert training.accelerator.scaler.get_scale() == 2 * SCALE
+
+
+def test_a_window_without_targets_does_not_count_for_the_scale():
+    targets = h.tag_samples(WINDOW)
+    training = Training(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
+    with_targets, without = loader(targets + [h.without_targets(s) for s in targets])
+    training.step(with_targets)
+    before, state = training.snapshot(), scaler_state(training.accelerator)
+    result = training.step(without, max_grad_norm=1.0)
+    assert (result.skipped, result.overflowed, result.loss_scale, result.loss) == (True, False, None, 0.0)
+    assert same(training.snapshot(), before) and scaler_state(training.accelerator) == state
+    assert not training.step(with_targets).skipped
+    assert training.accelerator.scaler.get_scale() == 2 * SCALE
+
+
+def test_without_fp16_there_is_no_scale():
+    training = Training(Accelerator(cpu=True))
+    (window,) = loader(points(WINDOW))
+    result = training.step(window)
+    assert (result.skipped, result.overflowed, result.loss_scale) == (False, False, None)
+
+
+class HalfLoss(nn.Module):
+    """Its loss is half precision under autocast, in an object that Accelerate does not convert. Gradient: the mean of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return SimpleNamespace(loss=self.linear(x).mean())
+
+
+def test_a_loss_in_half_precision_is_weighted_in_float32():
+    """The default scale of 65536 is more than float16 holds: weighted in float16, every window's gradient would be infinite."""
+    accelerator = fp16_accelerator(init_scale=2.0**16)
+    torch.manual_seed(0)
+    model = accelerator.prepare(HalfLoss())
+    samples = [{"x": s["x"]} for s in points(WINDOW)]
+    (window,) = loader(samples)
+    hf_ga.backward_window(accelerator, model, window)
+    by_hand = torch.stack([s["x"] for s in samples]).double().mean(0)
+    assert (model.linear.weight.grad[0].double() / 2**16 - by_hand).norm() <= 4 * FP16 * by_hand.norm()
+    model.zero_grad()
+    for micro_batch in window.micro_batches:  # the control
+        loss = model(**micro_batch.batch).loss
+        assert loss.dtype == torch.float16
+        accelerator.backward(loss * (MICRO_BATCH / WINDOW))
+    assert not model.linear.weight.grad.isfinite().any()
+
+
+# -- clipping and the gradient ----------------------------------------------------------------------------------------------
+
+
+def float32_gradient(model, samples):
+    return {name: g.float() for name, g in h.full_batch_gradient(model, h.pad_right(samples), torch.float32).items()}
+
+
+def test_clipping_comes_after_unscaling():
+    """Against float32, plain: the norms and the clipped updates agree to fp16's rounding (4 of them in a row)."""
+    model, samples, max_norm = h.bert_classifier(), h.class_samples(WINDOW), 0.1
+    before, reference = copy.deepcopy(model), float32_gradient(model, samples)
+    clipped = {name: g * (max_norm / h.norm(reference)) for name, g in reference.items()}
+    accelerator = fp16_accelerator()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (window,) = loader(samples)
+    result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=max_norm)
+    error = h.relative_error(update(before, model), clipped)
+    print(f"MEASURED fp16 norm {result.grad_norm:.5f}, float32 {h.norm(reference):.5f}; clipped update off by {error:.1e}")
+    assert h.norm(reference) > 3 * max_norm  # so clipping did something
+    assert result.grad_norm == pytest.approx(h.norm(reference), rel=4 * FP16)
+    assert error <= 4 * FP16
+
+    other = copy.deepcopy(before)  # the control: clip, then unscale
+    other, optimizer = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=1.0))
+    hf_ga.backward_window(accelerator, other, window)
+    scaled_norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm).item()
+    optimizer.step()
+    assert scaled_norm != pytest.approx(h.norm(reference), rel=4 * FP16)
+    assert h.relative_error(update(before, other), clipped) > 0.9
+
+
+def update(before, after):
+    return {name: (b - a).detach() for (name, b), a in zip(before.named_parameters(), after.parameters(), strict=True)}
+
+
+def test_windows_are_added_under_one_scale_and_unscaled_once():
+    """What backward_window's docstring says of the gradient under fp16."""
+    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
+    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (window,) = loader(samples)
+    for _ in range(2):
+        hf_ga.backward_window(accelerator, model, window)
+    twice = {name: 2 * g for name, g in reference.items()}
+    assert h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
+    accelerator.unscale_gradients()
+    assert h.relative_error(h.gradients(model), twice) <= 4 * FP16
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unprepared_optimizer_is_refused():
+    """It would step with gradients that are `SCALE` times too large, and go over an overflow."""
+    accelerator, plain = fp16_accelerator(), regression()
+    model = accelerator.prepare(plain)
+    before = copy.deepcopy(plain.state_dict())
+    (window,) = loader(points(WINDOW))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    with pytest.raises(hf_ga.ConfigError, match=r"SGD does not know the accelerator's scaler.*accelerator\.prepare"):
+        hf_ga.train_step(accelerator, model, optimizer, window)
+    assert all(torch.equal(v, before[name]) for name, v in plain.state_dict().items())
+    hf_ga.backward_window(accelerator, model, window)  # the control: what it would have stepped with
+    scaled = h.norm(h.gradients(plain))
+    accelerator.prepare(optimizer)
+    accelerator.unscale_gradients()
+    assert scaled == pytest.approx(SCALE * h.norm(h.gradients(plain)), rel=1e-6)
+
+
+def test_an_optimizer_prepared_before_the_scaler_is_refused():
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    training = Training(accelerator)
+    enable_fp16_on_cpu(accelerator)
+    (window,) = loader(points(WINDOW))
+    with pytest.raises(hf_ga.ConfigError, match="before enable_fp16_on_cpu"):
+        training.step(window)
+
+
+def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
+    """Accelerate's clipping unscales all prepared optimizers: an infinity among the other's gradients would lower the scale."""
+    accelerator = fp16_accelerator()
+    ours, other = Training(accelerator), Training(accelerator, nn.Linear(2, 1))
+    pending = torch.tensor([[3.0, math.inf]])
+    other.model.weight.grad = pending.clone()
+    (window,) = loader(points(WINDOW))
+    result = ours.step(window, max_grad_norm=1.0)
+    assert not result.skipped and accelerator.scaler.get_scale() == SCALE
+    assert torch.equal(other.model.weight.grad, pending)
+    hf_ga.backward_window(accelerator, ours.model, window)  # the control
+    accelerator.clip_grad_norm_(ours.model.parameters(), 1.0)
+    assert other.model.weight.grad[0, 0] == 3.0 / SCALE
+    ours.optimizer.step()
+    assert accelerator.scaler.get_scale() == SCALE / 2
+
+
+def test_a_skip_of_another_optimizer_is_not_ours():
+    accelerator = fp16_accelerator()
+    ours, other = Training(accelerator), Training(accelerator)
+    good, bad = loader(points(2 * WINDOW, [WINDOW]))
+    assert other.step(bad).overflowed
+    result = ours.step(good)
+    assert accelerator.optimizer_step_was_skipped  # of any of them: stale
+    assert (result.skipped, result.overflowed) == (False, False) and ours.scheduler.last_epoch == 1
+
+
+def test_the_norm_is_of_what_the_optimizer_owns():
+    """The other part of the model has gradients that still carry the scale."""
+    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
+    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
+    head, body = torch.optim.SGD(model.classifier.parameters(), lr=0.0), torch.optim.SGD(model.bert.parameters(), lr=0.0)
+    model, head, body = accelerator.prepare(model, head, body)
+    (window,) = loader(samples)
+    result = hf_ga.train_step(accelerator, model, body, window, max_grad_norm=1e9)
+    of_body = h.norm({name: g for name, g in reference.items() if name.startswith("bert")})
+    assert result.grad_norm == pytest.approx(of_body, rel=4 * FP16)
+    assert of_body < 0.9 * h.norm(reference)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_an_optimizer_without_any_gradient_skips(precision):
+    """torch's scaler would raise an AssertionError; in float32 the schedule would go on and nothing be trained."""
+    accelerator = fp16_accelerator() if precision == "fp16" else Accelerator(cpu=True)
+    model, unrelated = accelerator.prepare(regression()), Training(accelerator)
+    before = unrelated.snapshot()
+    (window,) = loader(points(WINDOW))
+    state = scaler_state(accelerator)
+    options = {"scheduler": unrelated.scheduler, "max_grad_norm": 1.0}
+    result = hf_ga.train_step(accelerator, model, unrelated.optimizer, window, **options)
+    assert (result.skipped, result.overflowed, result.num_targets) == (True, False, WINDOW)
+    assert same(unrelated.snapshot(), before) and scaler_state(accelerator) == state
+    if precision == "fp16":  # the control
+        hf_ga.backward_window(accelerator, model, window)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            unrelated.optimizer.step()
+
+
+# -- state ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_its_scale():
+    """Stopped after five windows of ten: scales, skips and weights are those of the run that was not stopped."""
+    samples = points(10 * WINDOW, [WINDOW])
+    whole = Training(fp16_accelerator(growth_interval=3))
+    results = [whole.step(window) for window in loader(samples)]
+    first = Training(fp16_accelerator(growth_interval=3))
+    windows = list(loader(samples))
+    for window in windows[:5]:
+        first.step(window)
+    state = json.loads(json.dumps(scaler_state(first.accelerator)))
+    scales = {}
+    for loaded in (True, False):
+        second = Training(fp16_accelerator(), unprepared(first))
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        second.scheduler.load_state_dict(first.scheduler.state_dict())
+        if loaded:
+            load_scaler_state(second.accelerator, state)
+            assert scaler_state(second.accelerator) == state  # before the scaler is used for the first time
+        scales[loaded] = [second.step(window).loss_scale for window in windows[5:]]
+        assert same(second.snapshot(), whole.snapshot()) or not loaded
+    assert scales[True] == [r.loss_scale for r in results[5:]]
+    assert scales[False] != scales[True]  # the control: a new scaler begins anew
+
+
+def unprepared(training):
+    """The weights in a module that no accelerator wrapped."""
+    model = regression()
+    model.load_state_dict(training.model.state_dict())
+    return model
+
+
+def test_a_state_is_loaded_into_a_scaler_in_use():
+    training = Training(fp16_accelerator())
+    (window,) = loader(points(WINDOW))
+    training.step(window)
+    load_scaler_state(training.accelerator, {**scaler_state(training.accelerator), "scale": 4.0, "_growth_tracker": 1999})
+    assert training.step(window).loss_scale == 4.0
+    assert training.accelerator.scaler.get_scale() == 8.0
+
+
+def test_float32_has_no_scaler_state():
+    accelerator = Accelerator(cpu=True)
+    assert scaler_state(accelerator) is None
+    load_scaler_state(accelerator, None)
+
+
+def test_a_scaler_that_is_switched_off_has_no_state():
+    handler = GradScalerKwargs(enabled=False)
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
+    enable_fp16_on_cpu(accelerator)
+    assert scaler_state(accelerator) is None
+    result = Training(accelerator).step(next(iter(loader(points(WINDOW)))))
+    assert (result.skipped, result.loss_scale) == (False, 1.0)
+
+
+def test_states_of_another_precision_are_refused():
+    with_scaler = fp16_accelerator()
+    state = scaler_state(with_scaler)
+    with pytest.raises(hf_ga.CheckpointError, match=r"the run scales its loss .* the checkpoint does not"):
+        load_scaler_state(with_scaler, None)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(hf_ga.CheckpointError, match=r"the checkpoint scales its loss .* the run does not"):
+        load_scaler_state(Accelerator(cpu=True), state)
+
+
+BAD_STATES = {
+    "nothing": {},
+    "no scale": {"scale": None},
+    "zero": {"scale": 0.0},
+    "negative": {"scale": -1.0},
+    "infinite": {"scale": math.inf},
+    "NaN": {"scale": math.nan},
+    "text": {"growth_factor": "2"},
+    "boolean": {"growth_interval": True},
+    "tracker": {"_growth_tracker": -1},
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_states_that_are_no_scale_are_refused(name):
+    accelerator = fp16_accelerator()
+    good = scaler_state(accelerator)
+    bad = {**good, **BAD_STATES[name]} if BAD_STATES[name] else {}
+    with pytest.raises(hf_ga.CheckpointError, match="positive finite scale"):
+        load_scaler_state(accelerator, bad)
+    assert scaler_state(accelerator) == good
