@@ -1,7 +1,7 @@
 """One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +29,31 @@ def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     A transformers model names all its inputs; its `**kwargs` are for settings, so other columns stay out of them.
     """
     model = unwrapped(model)
-    parameters = inspect.signature(getattr(model, "_original_forward", model.forward)).parameters.values()
-    if any(p.kind == p.VAR_KEYWORD for p in parameters) and not isinstance(model, PreTrainedModel):
-        return dict(batch)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    forward = getattr(model, "_original_forward", model.forward)
+    if isinstance(model, PreTrainedModel):
+        named = _named_arguments(forward, type(model))
+    else:
+        parameters = inspect.signature(forward).parameters.values()
+        if any(p.kind == p.VAR_KEYWORD for p in parameters):
+            return dict(batch)
+        named = _names(parameters)
     return {name: value for name, value in batch.items() if name in named}
+
+
+def _named_arguments(forward: Callable, model_class: type) -> set[str]:
+    """Those of its forward and, as long as each hands `**kwargs` on, of the forwards of its base classes."""
+    forwards = [forward, *(vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))]
+    named: set[str] = set()
+    for function in forwards:
+        parameters = inspect.signature(function).parameters.values()
+        named |= _names(parameters)
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+            break
+    return named - {"self"}
+
+
+def _names(parameters: Iterable[inspect.Parameter]) -> set[str]:
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def head_loss(outputs: Any) -> Tensor:
@@ -58,7 +78,12 @@ def head_loss(outputs: Any) -> Tensor:
 
 
 def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
-    """Forward and loss of a batch that lies on the model's device.
+    """Forward and loss of a batch that lies on the model's device: see `loss_of`."""
+    return loss_of(model(**accepted_arguments(model, batch)), batch, loss_fn)
+
+
+def loss_of(outputs: Any, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
+    """Loss of a model's outputs.
 
     Returns:
         (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor; without, the loss is the
@@ -67,7 +92,6 @@ def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) ->
     Raises:
         ValueError: `loss_fn` returned something else than a scalar and a number.
     """
-    outputs = model(**accepted_arguments(model, batch))
     if loss_fn is None:
         return head_loss(outputs), None
     total, count = loss_fn(outputs, batch)

@@ -150,3 +150,19 @@ def _tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
+    prepared = model.__dict__.get("forward")
+    device_type = next(model.parameters()).device.type
+    with torch.autocast(device_type, enabled=False), frozen_in_float32(model):
+        if prepared is None or not hasattr(model, "_original_forward"):
+            yield
+            return
+        model.forward = model._original_forward
+        try:
+            yield
+        finally:
+            model.forward = prepared

@@ -26,7 +26,7 @@ def check_supported(accelerator: Accelerator) -> None:
         )
 
 
-def sum_over_processes(accelerator: Accelerator, count: int) -> int:
+def sum_over_processes(accelerator: Accelerator, counts: tuple[int, ...]) -> tuple[int, ...]:
     """The targets of a window over all processes."""
     check_supported(accelerator)
-    return count
+    return counts

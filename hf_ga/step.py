@@ -1,13 +1,8 @@
-"""One optimizer step on one window. This file is the one owner of the divisor: the targets of the window over all processes.
+"""One optimizer step on one window: the terms of its micro-batches (`terms.py` owns the divisor), then clip and update once."""
 
-loss of the window = sum over its micro-batches of (mean loss x targets of the micro-batch) / targets of the window
-"""
-
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,15 +10,16 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, UnkeyedRandomness
-from hf_ga.forward import LossFunction, gradients_apart, module_modes, run_forward, unwrapped
+from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, module_modes, run_forward, unwrapped
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.keyed import sample_keys, window_key
+from hf_ga.known_rules import proven_rule
 from hf_ga.precision import check_optimizer, check_precision
 from hf_ga.reduce import check_supported, sum_over_processes
-from hf_ga.targets import TargetRule, prove_targets
+from hf_ga.router import BalanceCall, add_calls
+from hf_ga.targets import TargetRule
+from hf_ga.terms import add_counts, count_targets, window_term
 from hf_ga.windows import MicroBatch, Window
-
-NUM_PROOF_SAMPLES = 64  # from all over the dataset
 
 
 @dataclass
@@ -91,7 +87,7 @@ def backward_window(
     """
     check_supported(accelerator)
     check_precision(accelerator)
-    rule = targets or _proven(model, window, loss_fn, allow_unkeyed)
+    rule = targets or proven_rule(model, window, loss_fn, allow_unkeyed)
     if rule.modes != module_modes(unwrapped(model)):
         raise ConfigError(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
@@ -199,23 +195,42 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def _backward_head(accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule) -> StepResult:
     """The head's own mean loss: targets are counted first, on the host, so the divisor is known before any forward."""
-    counts = [rule.count(m.batch, len(m)) for m in window.micro_batches]
-    total = sum_over_processes(accelerator, sum(counts))
-    if window.expected_targets not in (None, total):
+    all_counts = [count_targets(rule.name, m.batch, len(m)) for m in window.micro_batches]
+    totals = sum_over_processes(accelerator, add_counts(rule.name, all_counts))
+    num_targets = sum(totals)
+    if window.expected_targets not in (None, num_targets):
         raise ConfigError(
-            f"window {window.index} of epoch {window.epoch} has {total} targets counted as {rule.name}, but target_counts say "
-            f"{window.expected_targets}: correct target_counts, or leave them out."
+            f"window {window.index} of epoch {window.epoch} has {num_targets} targets counted as {rule.name}, but target_counts "
+            f"say {window.expected_targets}: correct target_counts, or leave them out."
         )
     loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
-    # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out.
-    counted = [(m, count) for m, count in zip(window.micro_batches, counts, strict=True) if count]
-    batches = _keyed_batches(accelerator, window, rule, [m for m, _ in counted])
-    for batch, (_, count) in zip(batches, counted, strict=True):
-        with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-            loss, _ = run_forward(model, batch, None)
-        accelerator.backward(loss * (count / total))
-        loss_sum += loss.detach().to(loss_sum.dtype) * count
-    return StepResult(loss_sum / max(total, 1), total, skipped=total == 0)
+    # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out, unless its tokens were routed.
+    needed = [(m, n) for m, n in zip(window.micro_batches, all_counts, strict=True) if any(n) or rule.router] if num_targets else []
+    micro_batches = [m for m, _ in needed]
+    with nullcontext() if rule.router is None else rule.router.active():
+        balance = balance_of_window(accelerator, model, window, rule, micro_batches)
+        for batch, (_, counts) in zip(_keyed_batches(accelerator, window, rule, micro_batches), needed, strict=True):
+            with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+                term = window_term(rule.name, model(**accepted_arguments(model, batch)), batch, counts, totals)
+                if rule.router is not None:
+                    term = term + rule.router.term(rule.router.take(), balance)
+            accelerator.backward(term)
+            loss_sum += term.detach()
+    return StepResult(loss_sum, num_targets, skipped=num_targets == 0)
+
+
+@torch.no_grad()
+def balance_of_window(
+    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, micro_batches: Sequence[MicroBatch]
+) -> list[BalanceCall]:
+    """What experts the tokens of the whole window choose, by forwards that are done again with gradients: the same dropout."""
+    calls = []
+    if rule.router is not None:
+        for batch in _keyed_batches(accelerator, window, rule, micro_batches):
+            with accelerator.autocast():
+                model(**accepted_arguments(model, batch))
+            calls.append(rule.router.take())
+    return add_calls(calls)
 
 
 def _backward_sums(
@@ -240,43 +255,22 @@ def _backward_sums(
     return StepResult(loss_sum / (total or 1.0), int(total) if total.is_integer() else total, skipped=total == 0)
 
 
+def set_keys(rule: TargetRule, window: Window, micro_batch: MicroBatch, device: torch.device) -> None:
+    """The next forward on `device` draws the dropout of these samples."""
+    keys, for_window = (
+        sample_keys(window.seed, window.epoch, micro_batch.positions),
+        window_key(window.seed, window.epoch, window.index),
+    )
+    rule.places.set_keys(keys.to(device, non_blocking=True), for_window.to(device, non_blocking=True))
+
+
 def _keyed_batches(
     accelerator: Accelerator, window: Window, rule: TargetRule, micro_batches: Iterable[MicroBatch]
 ) -> Iterator[dict]:
     """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward."""
-    for_window = window_key(window.seed, window.epoch, window.index).to(accelerator.device)
     for micro_batch in micro_batches:
-        keys = sample_keys(window.seed, window.epoch, micro_batch.positions)
-        rule.places.set_keys(keys.to(accelerator.device, non_blocking=True), for_window)
+        set_keys(rule, window, micro_batch, accelerator.device)
         yield send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-
-
-def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool) -> TargetRule:
-    """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it."""
-    base, identity = unwrapped(model), _identity(loss_fn)
-    for known_model, known_loss, rule in window.proofs:
-        if known_model is base and _same(known_loss, identity) and rule.modes == module_modes(base):
-            return rule
-    samples = window.probe_samples(NUM_PROOF_SAMPLES)
-    rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
-    window.proofs[:] = [proof for proof in window.proofs if proof[0] is not base] + [(base, identity, rule)]
-    return rule
-
-
-def _identity(function: Callable | None) -> Any:
-    """What makes a loss function the same: a lambda written in the loop is a new object in every window, with the same code."""
-    if isinstance(function, partial):
-        return _identity(function.func), function.args, tuple(sorted(function.keywords.items()))
-    closure = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    names = ("__self__", "__defaults__")
-    return getattr(function, "__code__", function), closure, *(getattr(function, name, None) for name in names)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal numbers and texts, else the same objects: tensors in a closure have no single truth value to compare by."""
-    if isinstance(value, tuple) and isinstance(other, tuple):
-        return len(value) == len(other) and all(map(_same, value, other))
-    return value is other or (isinstance(value, int | float | str) and type(value) is type(other) and value == other)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ loss x (targets of the micro-batch) / (targets of the window) is exact for every
 the count is the head's own. The rule is proven on losses and gradients: for two groups of samples A and B
 
     n(A+B) loss(A+B) = n(A) loss(A) + n(B) loss(B)        and the same for the gradient.
+
+A head whose loss is a sum of several means has one such count for each of them (`parts.py`); the balancing loss of a mixture of
+experts is taken over the whole window (`router.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,32 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_ga.batches import IGNORED_LABEL, Batch
+from hf_ga.batches import Batch
 from hf_ga.forward import LossFunction, module_modes
+from hf_ga.parts import PARTS
 from hf_ga.places import KeyedPlaces
 from hf_ga.proof import Prover
-
-
-def count_shifted_labels(batch: Batch, num_samples: int) -> int:
-    """Labels that count, without the first column: a causal head predicts column 1 first."""
-    return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
-
-
-def count_labels(batch: Batch, num_samples: int) -> int:
-    """Labels that count."""
-    return int((batch["labels"] != IGNORED_LABEL).sum())
-
-
-def count_samples(batch: Batch, num_samples: int) -> int:
-    """Samples."""
-    return num_samples
-
-
-RULES: dict[str, Callable[[Batch, int], int]] = {
-    "shifted labels": count_shifted_labels,
-    "labels": count_labels,
-    "samples": count_samples,
-}
+from hf_ga.router import RouterLoss
+from hf_ga.terms import count_targets
 
 
 @dataclass(frozen=True)
@@ -45,13 +29,14 @@ class TargetRule:
     """What was proven of a model: how its targets are counted, whether padding matters, where it draws dropout.
 
     Attributes:
-        name: a key of `RULES`, or "loss_fn" (the loss function counts by itself).
+        name: a key of `terms.RULES` (one mean), of `parts.PARTS` (a sum of means), or "loss_fn" (it counts by itself).
         pad_to_window: the loss of a sample depends on its batch's width, so all micro-batches of a window need one width.
         width_matters: as found by the probe; None where it cannot be told (samples of one shape, a collate function that draws):
             then padding is kept equal too.
         places: where randomness is drawn.
         residual: the largest relative residual of the identity above, as measured.
         modes: of every module, whether it was in training mode.
+        router: the model's balancing loss, where the head adds one.
     """
 
     name: str
@@ -60,10 +45,11 @@ class TargetRule:
     places: KeyedPlaces
     residual: float
     modes: tuple[bool, ...]
+    router: RouterLoss | None = None
 
     def count(self, batch: Batch, num_samples: int) -> int:
-        """Targets of a collated batch (on the host: no device is asked)."""
-        return RULES[self.name](batch, num_samples)
+        """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
+        return sum(count_targets(self.name, batch, num_samples))
 
     def __str__(self) -> str:
         width = {
@@ -71,7 +57,8 @@ class TargetRule:
             False: "padding width does not matter",
             None: "micro-batches padded alike, as it cannot be told whether that matters",
         }[self.width_matters]
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}"
+        router = "" if self.router is None else ", the router's balancing loss taken over the whole window"
+        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}"
 
 
 def prove_targets(
@@ -100,13 +87,15 @@ def prove_targets(
         rule = prove_targets(model, [dataset[i] for i in range(32)], collate_fn)
         rule.name        # 'shifted labels' for a GPT, 'labels' for a BERT with a masked-LM head
     """
-    prover = Prover(model, samples, collate_fn, loss_fn, RULES)
+    prover = Prover(model, samples, collate_fn, loss_fn)
     with prover.untouched():
         modes = module_modes(prover.model)
         prover.places.find(prover.forward_copies, allow_unkeyed)
         for module in prover.places.unkeyed:  # allowed to draw in training, but the proof needs equal forwards
             module.training = False
         with prover.places.active():
+            prover.find_router()
             name, residual = prover.prove_rule()
-            width_matters = prover.width_matters()
-    return TargetRule(name, width_matters is not False, width_matters, prover.places, residual, modes)
+            width_matters = prover.width_matters(name)
+    one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
+    return TargetRule(name, one_width, width_matters, prover.places, residual, modes, prover.router)

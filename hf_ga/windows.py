@@ -205,7 +205,7 @@ class WindowLoader:
 
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
-        requests = self._requests()
+        requests = self.requests()
         in_flight: list[WindowRequest] = []
         loader = DataLoader(
             self.fetcher,
@@ -228,7 +228,8 @@ class WindowLoader:
                 iterator._shutdown_workers()
         self.set_epoch(self.epoch + 1)
 
-    def _requests(self) -> Iterator[WindowRequest]:
+    def requests(self) -> Iterator[WindowRequest]:
+        """What the windows of the current epoch that are not consumed yet will be made of."""
         order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.proof import likely_cause
-from hf_ga.targets import RULES
+from hf_ga.terms import RULES
 
 # -- models and samples that only these tests need --------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ RIGHT = {
     "BERT classes, dropout": (lambda: h.bert_classifier(0.1), h.class_samples, "labels", False),
     "BERT regression": (lambda: h.bert_classifier(num_labels=1), regression_samples, "samples", False),
     "BERT multi-label": (h.bert_classifier, multi_label_samples, "samples", False),
-    "BERT question answering": (h.bert_question_answering, question_samples, "samples", True),
+    "BERT question answering": (h.bert_question_answering, question_samples, "start and end positions", True),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
     "XLNet classes, dropout": (lambda: h.xlnet_classifier(0.1), h.class_samples, "labels", True),
@@ -227,7 +227,6 @@ REFUSED = {
     "contrastive": (lambda: head(contrastive), h.class_samples, "in-batch negatives"),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
-    "router loss": (lambda: h.mixtral(0.1), h.token_samples, "output_router_logits"),
     "no loss": (lambda: head(no_loss), h.class_samples, "returned no loss.*labels, or pass loss_fn"),
     "no samples": (h.gpt2, lambda n: [], "needs samples"),
 }

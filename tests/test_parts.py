@@ -1,0 +1,154 @@
+"""Heads whose loss is a sum of means: any split of a window is the full batch, and one weight for all parts is not."""
+
+import copy
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from accelerate import Accelerator
+
+import hf_ga
+from hf_ga.errors import LossNotAdditive
+from hf_ga.parts import PARTS
+
+BERT = {"vocab_size": h.VOCABULARY, "hidden_size": h.WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 2 * h.WIDTH, "max_position_embeddings": 32}
+
+
+def still(config):
+    """No dropout."""
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"):
+        setattr(config, name, 0.0)
+    return config
+
+
+@h.seeded
+def albert():
+    return tf.AlbertForPreTraining(still(tf.AlbertConfig(**BERT, embedding_size=8)))
+
+
+@h.seeded
+def pre_training(family: str):
+    configs = {"Bert": tf.BertConfig, "Ernie": tf.ErnieConfig, "FNet": tf.FNetConfig}
+    return getattr(tf, f"{family}ForPreTraining")(still(configs[family](**BERT)))
+
+
+def answers(n):
+    """Answers of which some begin, and others end, behind the text: the heads leave these positions out."""
+    rng, samples = np.random.default_rng(3), h.token_samples(n)
+    for i, sample in enumerate(samples):
+        del sample["labels"]
+        sample["start_positions"] = 900 if i % 4 == 1 else int(rng.integers(0, 4))
+        sample["end_positions"] = 900 if i % 3 == 1 else int(rng.integers(0, 4))
+    return samples
+
+
+def sentence_pairs(n, name="next_sentence_label"):
+    return [{**s, name: h.IGNORED if i % 5 == 2 else i % 2} for i, s in enumerate(h.token_samples(n))]
+
+
+CASES = {
+    "BERT, answers": (h.bert_question_answering, answers, "start and end positions", True),
+    "BERT pre-training": (lambda: pre_training("Bert"), sentence_pairs, "masked tokens and next sentences", False),
+    "ERNIE pre-training": (lambda: pre_training("Ernie"), sentence_pairs, "masked tokens and next sentences", False),
+    "FNet pre-training": (lambda: pre_training("FNet"), sentence_pairs, "masked tokens and next sentences", True),
+    "ALBERT pre-training": (
+        albert,
+        lambda n: sentence_pairs(n, "sentence_order_label"),
+        "masked tokens and sentence orders",
+        False,
+    ),
+}
+
+
+def window_of(samples, micro_batch_size, accelerator):
+    sizes = {"per_device_batch_size": micro_batch_size, "global_batch_size": len(samples)}
+    return next(iter(hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, shuffle=False, **sizes)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_split_is_the_full_batch(name):
+    build, make_samples, rule_name, one_width = CASES[name]
+    samples = make_samples(16)
+    full, full64 = (h.full_batch_gradient(build(), h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64))
+    loss = float(build()(**h.pad_right(samples)).loss.detach())
+    for micro_batch_size in (1, 3, 5, 16):
+        model, accelerator = build(), Accelerator()
+        window = window_of(samples, micro_batch_size, accelerator)
+        rule = hf_ga.prove_targets(model, samples, h.pad_right)
+        assert (rule.name, rule.pad_to_window) == (rule_name, one_width)
+        result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+        h.assert_promise_1(h.gradients(model), full, full64)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_weight_for_all_parts_is_wrong(name):
+    """The control: every micro-batch weighted by its samples, padded alike, is far from the full batch."""
+    build, make_samples, _, _ = CASES[name]
+    samples, model = make_samples(16), build()
+    whole = h.pad_right(samples)
+    for rows in torch.arange(16).split(4):
+        (model(**{k: v[rows] for k, v in whole.items()}).loss / 4).backward()
+    assert h.relative_error(h.gradients(model), h.full_batch_gradient(build(), whole)) > 1e-2
+
+
+def test_a_part_without_targets_adds_nothing():
+    """A micro-batch whose starts are all ignored, where the head itself returns NaN."""
+    samples = answers(8)
+    for sample in samples[:4]:
+        sample["start_positions"] = 900
+    model, whole = h.bert_question_answering(), h.pad_right(samples)
+    assert torch.isnan(model(**{k: v[:4] for k, v in whole.items()}).loss)
+    accelerator = Accelerator()
+    hf_ga.backward_window(accelerator, model, window_of(samples, 4, accelerator))
+    full = [h.full_batch_gradient(h.bert_question_answering(), whole, dtype) for dtype in (torch.float32, torch.float64)]
+    h.assert_promise_1(h.gradients(model), *full)
+
+
+def test_counts_by_hand():
+    batch = h.pad_right(answers(8))
+    width = batch["input_ids"].shape[1]
+    starts, ends = PARTS["start and end positions"].parts
+    assert starts.count(batch, 8) == sum(int(p) < width for p in batch["start_positions"]) == 6
+    assert ends.count(batch, 8) == 5
+
+
+def test_a_head_that_knows_no_ignored_positions():
+    """XLM's own way of answering fails on positions behind the text: its rule is proven without any."""
+    sizes = {"vocab_size": h.VOCABULARY, "emb_dim": h.WIDTH, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    model = tf.XLMForQuestionAnswering(tf.XLMConfig(**sizes, dropout=0.0, attention_dropout=0.0)).train()
+    samples = [{**s, "start_positions": 1, "end_positions": i % 3} for i, s in enumerate(answers(8))]
+    assert hf_ga.prove_targets(model, samples, h.pad_right).name == "samples"
+
+
+class TwoTasks(torch.nn.Module):
+    """Looks like a pre-training head by its entries, but weighs its second mean in another way."""
+
+    def __init__(self, weight):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bert, self.weight = pre_training("Bert"), weight
+
+    def forward(self, input_ids, attention_mask, labels=None, next_sentence_label=None):
+        outputs = self.bert(input_ids, attention_mask)
+        heads = ((outputs.prediction_logits, labels), (outputs.seq_relationship_logits, next_sentence_label))
+        first, second = (torch.nn.functional.cross_entropy(x.flatten(0, -2), y.flatten()) for x, y in heads)
+        return {**outputs, "loss": first + self.weight * second}
+
+
+def test_another_sum_of_means_is_refused():
+    """The parts are believed only where they give the head's own loss: twice the second mean is not known."""
+    samples = sentence_pairs(16)
+    with pytest.raises(LossNotAdditive, match="sum of several means"):
+        hf_ga.prove_targets(TwoTasks(2.0), samples, h.pad_right)
+
+
+def test_nothing_is_changed_in_the_samples():
+    samples = answers(16)
+    before = copy.deepcopy(samples)
+    hf_ga.prove_targets(h.bert_question_answering(), samples, h.pad_right)
+    assert samples == before

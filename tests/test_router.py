@@ -1,0 +1,198 @@
+"""Mixtures of experts with a balancing loss: any split of a window is the full batch, with the choices of the whole window."""
+
+import copy
+
+import helpers as h
+import pytest
+import torch
+import transformers as tf
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+import hf_ga
+from hf_ga.errors import LossNotAdditive
+from hf_ga.router import RouterLoss
+
+COEFFICIENT = 0.5  # large, so that an error of the balancing loss shows
+
+
+def sizes(**more):
+    return {
+        "vocab_size": h.VOCABULARY,
+        "hidden_size": h.WIDTH,
+        "intermediate_size": 2 * h.WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "output_router_logits": True,
+        "router_aux_loss_coef": COEFFICIENT,
+        **more,
+    }
+
+
+@h.seeded
+def mixtral(dropout=0.0):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_dropout": dropout}
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**sizes(**experts)))
+
+
+@h.seeded
+def qwen2_moe():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    return tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(**sizes(**experts)))
+
+
+@h.seeded
+def olmoe():
+    return tf.OlmoeForCausalLM(tf.OlmoeConfig(**sizes(num_experts=4, num_experts_per_tok=2)))
+
+
+@h.seeded
+def granite():
+    return tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)))
+
+
+FAMILIES = {"Mixtral": mixtral, "Qwen2-MoE": qwen2_moe, "OLMoE": olmoe, "Granite-MoE": granite}
+
+
+def full_gradient(model, batch, dtype):
+    """One plain forward and backward. In float64 the mean is taken from the logits, which the head casts to float32."""
+    model = copy.deepcopy(model).to(dtype)
+    model.set_experts_implementation("eager")  # the others have no float64
+    outputs = model(**batch)
+    targets = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=h.IGNORED)
+    (targets + COEFFICIENT * outputs.aux_loss).backward()
+    return h.gradients(model)
+
+
+def window_of(samples, micro_batch_size, accelerator, **more):
+    loader = hf_ga.WindowLoader(
+        samples,
+        h.pad_right,
+        accelerator=accelerator,
+        per_device_batch_size=micro_batch_size,
+        global_batch_size=len(samples),
+        shuffle=False,
+        **more,
+    )
+    return next(iter(loader))
+
+
+def exact_gradient(model, samples, micro_batch_size):
+    accelerator = Accelerator()
+    result = hf_ga.backward_window(accelerator, model, window_of(samples, micro_batch_size, accelerator))
+    return h.gradients(model), result
+
+
+def router_part(gradients):
+    return {name: g for name, g in gradients.items() if ".gate." in name or "router" in name}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_split_is_the_full_batch(family):
+    samples, build = h.token_samples(12), FAMILIES[family]
+    batch = h.pad_right(samples)
+    full, full64 = (full_gradient(build(), batch, dtype) for dtype in (torch.float32, torch.float64))
+    loss = float(build()(**batch).loss.detach())
+    for micro_batch_size in (1, 5, 12):
+        gradients, result = exact_gradient(build(), samples, micro_batch_size)
+        h.assert_promise_1(gradients, full, full64)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_balancing_each_micro_batch_is_wrong(family):
+    """The control: the right weights of the mean loss, the balancing loss of every micro-batch by itself; the router's gradient."""
+    samples, build = h.token_samples(12), FAMILIES[family]
+    model, batch = build(), h.pad_right(samples)
+    total = int((batch["labels"][:, 1:] != h.IGNORED).sum())
+    for rows in torch.arange(12).split(3):
+        part = {k: v[rows] for k, v in batch.items()}
+        (model(**part).loss * int((part["labels"][:, 1:] != h.IGNORED).sum()) / total).backward()
+    right = router_part(full_gradient(build(), batch, torch.float64))
+    assert h.relative_error(router_part(h.gradients(model)), right) > 3e-2
+
+
+def test_a_micro_batch_without_targets_is_still_balanced():
+    samples = h.token_samples(8)
+    samples[2:4] = [h.without_targets(s) for s in samples[2:4]]
+    gradients, _ = exact_gradient(mixtral(), samples, 2)
+    batch = h.pad_right(samples)
+    full, full64 = (full_gradient(mixtral(), batch, dtype) for dtype in (torch.float32, torch.float64))
+    h.assert_promise_1(gradients, full, full64)
+    rest = h.pad_right(samples[:2] + samples[4:])
+    assert h.relative_error(router_part(full_gradient(mixtral(), rest, torch.float64)), router_part(full64)) > 1e-2
+
+
+def test_dropout_is_the_same_in_both_passes():
+    """With dropout the layouts agree with each other, and not with dropout 0."""
+    samples = h.token_samples(12)
+    whole, _ = exact_gradient(mixtral(0.3), samples, 12)
+    for micro_batch_size in (1, 4):
+        assert h.relative_error(exact_gradient(mixtral(0.3), samples, micro_batch_size)[0], whole) < 2e-6
+    assert h.relative_error(exact_gradient(mixtral(0.0), samples, 12)[0], whole) > 1e-2
+
+
+def test_without_attention_mask_padding_is_routed_too():
+    """Then the padded width matters, and micro-batches are padded alike."""
+    samples = [{k: v for k, v in s.items() if k != "attention_mask"} for s in h.token_samples(12)]
+    model = mixtral()
+    assert hf_ga.prove_targets(model, samples, h.pad_right).pad_to_window
+    gradients, _ = exact_gradient(model, samples, 3)
+    full, full64 = (full_gradient(mixtral(), h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64))
+    h.assert_promise_1(gradients, full, full64)
+
+
+def test_the_head_gets_its_own_function_back():
+    import transformers.models.mixtral.modeling_mixtral as module
+
+    before = module.load_balancing_loss_func
+    exact_gradient(mixtral(), h.token_samples(4), 2)
+    assert module.load_balancing_loss_func is before
+
+
+def test_the_coefficient_is_the_heads_own():
+    rule = hf_ga.prove_targets(mixtral(), h.token_samples(8), h.pad_right)
+    assert rule.router.coefficients == pytest.approx([COEFFICIENT])
+    assert "balancing loss taken over the whole window" in str(rule)
+
+
+def test_a_balancing_loss_that_nobody_adds_is_none_of_ours():
+    model = mixtral()
+    model.router_aux_loss_coef = 0.0
+    assert hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).router is None
+    assert RouterLoss(h.bert_classifier()).is_possible is False
+
+
+@h.seeded
+def switch():
+    more = {"d_model": h.WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_capacity": 64}
+    more |= {"router_jitter_noise": 0.0, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = tf.SwitchTransformersConfig(vocab_size=h.VOCABULARY, **more, decoder_start_token_id=0, dropout_rate=0.0)
+    return tf.SwitchTransformersForConditionalGeneration(config)
+
+
+@h.seeded
+def doge():
+    experts = {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    return tf.DogeForCausalLM(tf.DogeConfig(**sizes(**experts)))
+
+
+@pytest.mark.parametrize(("build", "family"), [(switch, "switch_transformers"), (doge, "doge")])
+def test_another_balancing_loss_is_refused_by_name(build, family):
+    with pytest.raises(LossNotAdditive, match=f"auxiliary loss of modeling_{family}.*output_router_logits=False"):
+        # Switch Transformers knows the switch as an argument only, not in its configuration.
+        hf_ga.prove_targets(build(), h.token_samples(8), lambda samples: {**h.pad_right(samples), "output_router_logits": True})
+
+
+def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):
+    """The same name and arguments, another result: what is not the known loss is not believed."""
+    import transformers.models.mixtral.modeling_mixtral as module
+
+    def of_other_arithmetic(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        return sum(logits.softmax(-1).mean(0).square().sum() for logits in gate_logits)
+
+    monkeypatch.setattr(module, "load_balancing_loss_func", of_other_arithmetic)
+    with pytest.raises(LossNotAdditive, match="not the one that is known"):
+        hf_ga.prove_targets(mixtral(), h.token_samples(8), h.pad_right)
