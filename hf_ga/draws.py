@@ -4,9 +4,9 @@ A stand-in gets the `KeyedPlaces` of the model that is running and the original 
 falls back to the original where nothing is drawn, or nothing of ours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,20 @@ def attention(
     return keyed_dropout(weights, dropout_p, kept) @ value
 
 
+def stochastic_depth(places: "KeyedPlaces", original: Callable, *size: Any, **kwargs: Any) -> Tensor:
+    """For `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang et al. 2016), as transformers writes
+    it: floor(rand + 1 - p) is 0 or 1. All other calls go to torch.
+    """
+    p = getattr(places.running, "drop_prob", 0.0) if type(places.running).__name__.endswith("DropPath") else 0.0
+    if not places.is_keyed(p):
+        return original(*size, **kwargs)
+    shape = torch.Size(size[0] if isinstance(size[0], Sequence) else size)
+    kept = places.mask(shape, p)
+    # (1 + p) / 2 lies in the middle of [p, 1), the numbers by which torch would keep it: far enough from both ends in bf16 too.
+    drawn = torch.full(shape, (1 + p) / 2, **kwargs)
+    return drawn if kept is None else drawn * kept
+
+
 # (where the function lives, its name, its stand-in). What draws in another way is found by the generators that it moves.
 DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
     (F, "dropout", dropout),
@@ -82,6 +96,7 @@ DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
     (F, "dropout3d", partial(feature_dropout, 4)),
     (F, "scaled_dot_product_attention", attention),
     (torch, "dropout", torch_dropout),
+    (torch, "rand", stochastic_depth),
 ]
 
 

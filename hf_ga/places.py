@@ -112,6 +112,11 @@ class KeyedPlaces:
         self.places = recorder.places
         self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
 
+    @property
+    def running(self) -> nn.Module | None:
+        """The module whose forward is running, the innermost one; None outside of the model."""
+        return self._stack[-1].module if self._stack else None
+
     def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
         """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
         self._sample_keys, self._window_key = sample_keys, window_key

@@ -1,0 +1,105 @@
+"""Stochastic depth of vision models: keyed by sample, so that the layouts agree, and as strong as torch's own."""
+
+import copy
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from accelerate import Accelerator
+from transformers.models.beit.modeling_beit import BeitDropPath
+from transformers.models.swin.modeling_swin import SwinDropPath
+
+import hf_ga
+from hf_ga.keyed import sample_keys, window_key
+from hf_ga.places import KeyedPlaces
+
+SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
+
+
+@h.seeded
+def beit(rate):
+    sizes = {"hidden_size": h.WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return tf.BeitForImageClassification(tf.BeitConfig(**SIZES, **sizes, **still, drop_path_rate=rate))
+
+
+@h.seeded
+def swin(rate):
+    sizes = {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 2, "hidden_dropout_prob": 0.0}
+    return tf.SwinForImageClassification(tf.SwinConfig(**SIZES, **sizes, drop_path_rate=rate))
+
+
+MODELS = {"BEiT": beit, "Swin": swin}
+
+
+def images(n):
+    rng = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(3, 16, 16, generator=rng), "labels": i % h.NUM_CLASSES} for i in range(n)]
+
+
+def gradient(model, size):
+    accelerator = Accelerator()
+    loader = hf_ga.WindowLoader(images(12), h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
+    hf_ga.backward_window(accelerator, model, next(iter(loader)))
+    return h.gradients(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layouts_agree(name):
+    whole = gradient(MODELS[name](0.4), 12)
+    for size in (1, 5):
+        assert h.relative_error(gradient(MODELS[name](0.4), size), whole) < 2e-6
+    assert h.relative_error(gradient(MODELS[name](0.0), 12), whole) > 0.1, "the control: branches are dropped"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torchs_own_draws_differ_between_layouts(name):
+    """The control: the same seed, another split."""
+    model, whole, gradients = MODELS[name](0.4), h.pad_right(images(12)), []
+    for size in (12, 4):
+        copied = copy.deepcopy(model)
+        torch.manual_seed(0)
+        for rows in torch.arange(12).split(size):
+            (copied(**{k: v[rows] for k, v in whole.items()}).loss * len(rows) / 12).backward()
+        gradients.append(h.gradients(copied))
+    assert h.relative_error(gradients[1], gradients[0]) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("kind", [BeitDropPath, SwinDropPath])
+def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
+    """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard deviations."""
+    count, module = 4000, kind(rate).train()
+    places = KeyedPlaces(module)
+    places.find(lambda n: module(torch.ones(n, 2, 3)))
+    with places.active():
+        places.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
+        out = module(torch.ones(count, 2, 3, dtype=dtype))
+    assert out.dtype == dtype
+    kept = out.flatten(1).float()
+    one = torch.ones((), dtype=dtype).div(1 - rate).float()
+    assert torch.all((kept == 0).all(1) | (kept == one).all(1))
+    assert abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
+
+
+def test_other_calls_of_rand_go_to_torch():
+    """A draw in another module is not keyed but refused, as before; outside of any model it is torch's."""
+
+    class Noise(torch.nn.Module):
+        drop_prob = 0.5
+
+        def forward(self, x):
+            return x + torch.rand(x.shape)
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), Noise())
+    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"1 \(Noise\) draws from torch"):
+        KeyedPlaces(module).find(lambda n: module(torch.ones(n, 2)))
+    places = KeyedPlaces(module)
+    with places.active():
+        torch.manual_seed(3)
+        drawn = torch.rand(2, 3)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2, 3))
