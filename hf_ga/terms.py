@@ -59,22 +59,31 @@ def add_counts(rule: str, counts: Sequence[Counts]) -> Counts:
     return tuple(sum(count[i] for count in counts) for i in range(size))
 
 
+def loss_sums(rule: str, outputs: Any, batch: Batch, counts: Counts, loss: Tensor | None = None) -> tuple[Tensor | float, ...]:
+    """The loss summed over the targets of a batch: one scalar in float32 for each number of `counts`; 0.0 where there is no target.
+
+    Args:
+        outputs: of the model on `batch`, which lies on the model's device. counts: `count_targets` of the batch.
+        loss: the mean loss of the batch, where it is not the head's own (not for a sum of means).
+
+    Raises:
+        LossNotAdditive: the model returned no loss.
+    """
+    if rule in PARTS:
+        parts = zip(PARTS[rule].parts, counts, strict=True)
+        return tuple(part.total(outputs, batch) if count else 0.0 for part, count in parts)
+    if not counts[0]:  # the head's mean over nothing is 0 / 0
+        return (0.0,)
+    return ((head_loss(outputs) if loss is None else loss) * counts[0],)
+
+
 def window_term(
     rule: str, outputs: Any, batch: Batch, counts: Counts, totals: Counts, loss: Tensor | None = None
 ) -> Tensor | float:
     """What one micro-batch adds to the mean loss of its window, a scalar in float32; 0.0 if it has no target.
 
     Args:
-        outputs: of the model on `batch`, which lies on the model's device.
-        counts: `count_targets` of this micro-batch. totals: their sums over the window, on all processes.
-        loss: the mean loss of the micro-batch, where it is not the head's own (not for a sum of means).
-
-    Raises:
-        LossNotAdditive: the model returned no loss.
+        totals: the sums of `counts` over the window, on all processes. The others: see `loss_sums`.
     """
-    if rule in PARTS:
-        parts = zip(PARTS[rule].parts, counts, totals, strict=True)
-        return sum((part.total(outputs, batch) / total for part, count, total in parts if count), start=0.0)
-    if not counts[0]:  # the head's mean over nothing is 0 / 0
-        return 0.0
-    return (head_loss(outputs) if loss is None else loss) * (counts[0] / totals[0])
+    sums = loss_sums(rule, outputs, batch, counts, loss)
+    return sum((part / total for part, count, total in zip(sums, counts, totals, strict=True) if count), start=0.0)

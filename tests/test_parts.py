@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
+from hf_ga.evaluation import evaluate, evaluation_windows
 from hf_ga.parts import PARTS
 
 BERT = {"vocab_size": h.VOCABULARY, "hidden_size": h.WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -152,3 +153,22 @@ def test_nothing_is_changed_in_the_samples():
     before = copy.deepcopy(samples)
     hf_ga.prove_targets(h.bert_question_answering(), samples, h.pad_right)
     assert samples == before
+
+
+@pytest.mark.parametrize("name", ["BERT, answers", "BERT pre-training"])
+def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
+    """Each mean over all its targets of the split; the mean over batches of 3 is another number."""
+    build, make_samples, _, _ = CASES[name]
+    samples, model, accelerator = make_samples(16), build(), Accelerator()
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    losses = []
+    for size in (1, 3, 16):
+        lengths = [len(s["input_ids"]) for s in samples]
+        windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=size, lengths=lengths, rule=rule)
+        losses.append(evaluate(accelerator, model, windows, rule)["loss"])
+    whole = h.pad_right(samples)
+    with torch.no_grad():
+        expected = float(copy.deepcopy(model).double().eval()(**whole).loss)
+        parts = [float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()}).loss) for i in range(0, 15, 3)]
+    assert losses == pytest.approx([expected] * 3, rel=1e-6)
+    assert np.mean(parts) != pytest.approx(expected, rel=1e-4)

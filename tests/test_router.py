@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
+from hf_ga.evaluation import evaluate, evaluation_windows
 from hf_ga.router import RouterLoss
 
 COEFFICIENT = 0.5  # large, so that an error of the balancing loss shows
@@ -196,3 +197,19 @@ def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):
     monkeypatch.setattr(module, "load_balancing_loss_func", of_other_arithmetic)
     with pytest.raises(LossNotAdditive, match="not the one that is known"):
         hf_ga.prove_targets(mixtral(), h.token_samples(8), h.pad_right)
+
+
+def test_the_validation_loss_does_not_depend_on_the_batch_size():
+    samples, model, accelerator = h.token_samples(12), mixtral(), Accelerator()
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    losses = []
+    for size in (1, 5, 12):
+        lengths = [len(s["input_ids"]) for s in samples]
+        windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=size, lengths=lengths, rule=rule)
+        losses.append(evaluate(accelerator, model, windows, rule)["loss"])
+    with torch.no_grad():
+        expected = float(model.eval()(**h.pad_right(samples)).loss)
+        alone = float(model(**h.pad_right(samples[:1])).aux_loss)
+        whole = float(model(**h.pad_right(samples)).aux_loss)
+    assert losses == pytest.approx([expected] * 3, rel=1e-6)
+    assert abs(alone - whole) > 1e-3, "the control: a batch's own balancing loss is another number"
