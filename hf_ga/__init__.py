@@ -1,7 +1,9 @@
 """Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full batch."""
 
+from hf_ga.batch_norm import replace_batch_norm
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.finetuning import finetune
 from hf_ga.step import StepResult, backward_window, train_step
 from hf_ga.targets import TargetRule, prove_targets
@@ -13,6 +15,8 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "ExactTrainer",
+    "ExactTrainerMixin",
     "FinetuneConfig",
     "HfGaError",
     "LossNotAdditive",
@@ -25,5 +29,6 @@ __all__ = [
     "backward_window",
     "finetune",
     "prove_targets",
+    "replace_batch_norm",
     "train_step",
 ]

@@ -1,0 +1,97 @@
+"""TRL's SFTTrainer with the mixin: prompts and completions, its own loss, its metrics, activation checkpointing on by default."""
+
+import copy
+import random
+
+import pytest
+from datasets import Dataset
+from helpers import full_batch_gradient, gpt2, llama, mixtral, pad_right, relative_error
+from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainers import LAYOUTS, make_trainer, settings, weight_error
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from hf_ga import ConfigError, ExactTrainerMixin
+
+
+class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):
+    """What a user writes."""
+
+
+WORDS = [f"w{i}" for i in range(36)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *WORDS])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
+    """Completions of 1, 2 or 9 words."""
+    rng = random.Random(0)
+
+    def text(length):
+        return " ".join(rng.choices(WORDS, k=length))
+
+    return [{"prompt": text(rng.randint(2, 6)) + " ", "completion": text(rng.choice([1, 2, 9]))} for _ in range(num_samples)]
+
+
+def sft(folder, trainer_class, model, layout, **more):
+    """A finished run of a copy of the model."""
+    args = SFTConfig(**settings(folder, layout, **more), bf16=False)
+    dataset = Dataset.from_list(rows())
+    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=tokenizer())
+    trainer.train()
+    return trainer.run
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path, build):
+    """TRL divides right, but its dropout masks depend on the layout."""
+    full, *split = [sft(tmp_path, ExactSFTTrainer, build(0.1), layout) for layout in LAYOUTS]
+    for run in split:
+        assert relative_error(run.gradients[0], full.gradients[0]) < CLOSE
+        assert weight_error(run, full) < CLOSE
+        assert run.losses == pytest.approx(full.losses, rel=CLOSE)
+        assert [log["num_tokens"] for log in run.logs] == [log["num_tokens"] for log in full.logs]
+    plain_full, plain = (sft(tmp_path, SFTTrainer, build(0.1), layout) for layout in LAYOUTS[:2])
+    assert relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
+    assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
+    """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by hand."""
+    model, encode = llama(0.0), tokenizer()
+    samples = []
+    for row in rows()[:WINDOW]:
+        prompt, completion = (encode(row[name]).input_ids for name in ("prompt", "completion"))
+        ids = [*prompt, *completion, encode.eos_token_id]
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
+        samples.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+
+    def smoothed(outputs, batch):
+        chosen = batch["labels"][:, 1:] != -100
+        losses = -outputs.logits[:, :-1][chosen].log_softmax(-1)
+        right = losses.gather(1, batch["labels"][:, 1:][chosen][:, None])[:, 0]
+        return ((1 - smoothing) * right + smoothing * losses.mean(1)).sum(), len(right)
+
+    reference = full_batch_gradient(model, pad_right(samples), loss_fn=smoothed)
+    run = sft(tmp_path, ExactSFTTrainer, model, (4, 4), label_smoothing_factor=smoothing, **STILL)
+    assert relative_error(run.gradients[0], reference) < CLOSE
+
+
+def test_the_balancing_loss_of_experts(tmp_path):
+    model = mixtral(0.5)
+    full, split = (sft(tmp_path, ExactSFTTrainer, model, layout) for layout in ((16, 1), (1, 16)))
+    assert weight_error(split, full) < CLOSE
+    plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout) for layout in ((16, 1), (1, 16)))
+    assert weight_error(plain, plain_full) > 100 * CLOSE
+
+
+def test_joined_rows_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="padding_free"):
+        sft(tmp_path, ExactSFTTrainer, gpt2(0.0), (4, 4), padding_free=True, max_length=None)

@@ -1,0 +1,428 @@
+"""ExactTrainer in Trainer's documented usage, and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from helpers import (
+    IGNORED,
+    bert_classifier,
+    bert_token_classifier,
+    class_samples,
+    full_batch_gradient,
+    gpt2,
+    llama,
+    mixtral,
+    norm,
+    pad_right,
+    relative_error,
+    t5,
+    tag_samples,
+    token_samples,
+)
+from peft import LoraConfig, get_peft_model
+from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn, word_tokenizer
+from torch import nn
+from torch.utils.data import IterableDataset
+from trainers import arguments, distance, make_trainer, settings, weight_error
+
+from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
+from hf_ga.precision import enable_fp16_on_cpu
+
+
+@pytest.fixture
+def case(tmp_path):
+    return lambda *args, **kwargs: Case(tmp_path, *args, **kwargs)
+
+
+def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    usual = {"eval_dataset": given.samples[:10], "compute_metrics": accuracy}
+    scheduled = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all", **STILL}
+    exact, plain = (given.run(c, trainer=usual, **scheduled).trainer for c in (ExactTrainer, tf.Trainer))
+    assert exact.run.events == plain.run.events == ["begin", *["substep"] * 3, "step", "begin", "substep", "step"]
+    assert [log.keys() for log in exact.state.log_history] == [log.keys() for log in plain.state.log_history]
+    assert exact.state.num_input_tokens_seen == plain.state.num_input_tokens_seen > 0
+    timeless = [{k: v for k, v in t.evaluate().items() if "runtime" not in k and "second" not in k} for t in (exact, plain)]
+    assert timeless[0] == timeless[1]
+    assert "eval_accuracy" in timeless[0]
+    predictions = [t.predict(given.samples).predictions for t in (exact, plain)]
+    assert (predictions[0] == predictions[1]).all()
+
+
+def test_the_best_checkpoint_is_loaded_and_the_saved_model_is_the_trained_one(case):
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "epoch", "save_strategy": "epoch"}
+    trainer = given.run(trainer={"eval_dataset": given.samples}, **best, save_total_limit=1).trainer
+    trainer.save_model(str(given.folder / "saved"))
+    loaded = tf.BertForSequenceClassification.from_pretrained(given.folder / "saved")
+    assert distance(dict(loaded.named_parameters()), dict(trainer.model.named_parameters())) == 0
+    assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
+    rows = [{"input_ids": s["input_ids"][:4], "attention_mask": [1] * 4, "label": s["labels"]} for s in class_samples(NUM_SAMPLES)]
+    given = case(bert_classifier, Dataset.from_list([{**row, "text": "not for the model"} for row in rows]))
+    by_dataset = given.run(trainer={"data_collator": None})
+    given.samples = rows
+    by_list = given.run(trainer={"data_collator": None})
+    with_tokenizer = given.run(layout=(16, 1), trainer={"data_collator": None, "processing_class": word_tokenizer()})
+    assert distance(by_dataset.weights[-1], by_list.weights[-1]) == 0
+    assert weight_error(with_tokenizer, by_dataset) < CLOSE
+
+
+def test_the_train_data_loader_yields_plain_batches(case):
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    args = arguments(given.folder, (4, 4), train_sampling_strategy="sequential")
+    trainer = make_trainer(ExactTrainer, given.model, args, given.samples, data_collator=pad_right)
+    loader = trainer.get_train_dataloader()
+    batches = list(loader)
+    assert len(loader) == len(batches) == 6
+    assert all(isinstance(batch, dict) for batch in batches)
+    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), torch.tensor([s["labels"] for s in given.samples]))
+    assert trainer.model(**batches[0]).loss.item() > 0
+
+
+class DependsOnEpoch(list):
+    """A dataset that is told its epoch, as a curriculum would be."""
+
+    epochs = ()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs = (*self.epochs, epoch)
+
+
+def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied(case):
+    given = case(bert_classifier, DependsOnEpoch(class_samples(NUM_SAMPLES)))
+    trainer = given.run(save_strategy="steps", save_steps=3).trainer
+    assert trainer.train_dataset.epochs == (0, 1)
+    given.run(trainer={"resume": str(given.folder / "checkpoint-3")})
+    assert given.samples.epochs == (0, 1, 1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    for copied in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):  # pinning memory copies, workers pickle
+        assert (copied.positions == batch.positions).all()
+
+
+def test_training_again_and_models_from_model_init(case):
+    """A model comes in evaluation mode from the hub. The second training proves again what Accelerate has prepared for bf16."""
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given.model.eval()
+    trainer = given.run(bf16=True, num_train_epochs=1).trainer
+    trainer.train()
+    assert trainer.state.global_step == 2
+    args = arguments(given.folder, (4, 4))
+    made = make_trainer(ExactTrainer, None, args, given.samples, data_collator=pad_right, model_init=lambda: bert_classifier(0.1))
+    made.train()
+    assert distance(made.run.weights[-1], given.run().weights[-1]) == 0
+
+
+class GeneratingTrainer(ExactTrainerMixin, tf.Seq2SeqTrainer):
+    """The mixin before a trainer of transformers."""
+
+
+def test_the_sequence_to_sequence_trainer_generates(case):
+    given = case(t5, token_samples(NUM_SAMPLES))
+    args = tf.Seq2SeqTrainingArguments(**settings(given.folder, (4, 4)), predict_with_generate=True)
+    trainer = make_trainer(GeneratingTrainer, copy.deepcopy(given.model), args, given.samples, data_collator=pad_right)
+    trainer.train()
+    assert distance(trainer.run.weights[-1], given.run().weights[-1]) == 0
+    assert len(trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
+
+
+def test_adapters_and_activation_checkpointing(case):
+    def adapted(dropout):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return get_peft_model(llama(0.1), LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
+
+    given = case(adapted, token_samples(NUM_SAMPLES))
+    full, split = given.run(layout=(16, 1)), given.run(layout=(1, 16))
+    checkpointed = given.run(gradient_checkpointing=True, trainer={"callbacks": [WithInputGradients()]})
+    assert weight_error(split, full) < CLOSE
+    assert weight_error(checkpointed, full) < CLOSE
+    assert distance(full.weights[-1], full.weights[0]) > 1e-6
+
+
+class WithInputGradients(tf.TrainerCallback):
+    """What PEFT's documentation asks for under reentrant checkpointing."""
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        model.enable_input_require_grads()
+
+
+@pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-8), ("fp16", 2**-11)])
+def test_mixed_precision(case, precision, rounding):
+    """The layouts differ by roundings only; the full batch in this precision differs from float32 by more than nothing."""
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+
+    def first_gradient(layout, trainer_class=ExactTrainer):
+        args = arguments(given.folder, layout, **{precision: True})
+        trainer = make_trainer(trainer_class, copy.deepcopy(given.model), args, given.samples, data_collator=pad_right)
+        enable_fp16_on_cpu(trainer.accelerator)
+        trainer.train()
+        return trainer.run.gradients[0]
+
+    exact_full, exact_split = first_gradient((16, 1)), first_gradient((1, 16))
+    assert relative_error(exact_split, exact_full) < 4 * rounding
+    assert relative_error(exact_full, given.run(layout=(16, 1)).gradients[0]) > rounding / 100
+    assert norm(first_gradient((1, 16), tf.Trainer)) > 10 * norm(exact_full)
+
+
+def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
+    """Trainer adds it to the next window's gradient."""
+
+    class StopsFirstEpoch(tf.TrainerCallback):
+        epochs = 0
+
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            self.epochs += 1
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = self.epochs == 1
+
+    given = case(gpt2, token_samples(WINDOW), dropout=0.0)
+    reference = full_batch_gradient(given.model, pad_right(given.samples))
+    twice = {**STILL, "num_train_epochs": 2}
+    run, plain = (given.run(c, trainer={"callbacks": [StopsFirstEpoch()]}, **twice) for c in (ExactTrainer, tf.Trainer))
+    assert len(run.gradients) == len(plain.gradients) == 1
+    assert relative_error(run.gradients[0], reference) < CLOSE
+    assert relative_error(plain.gradients[0], reference) > 0.1
+
+
+def test_the_balancing_loss_of_experts_is_the_windows(case):
+    given = case(lambda _: mixtral(0.02), token_samples(NUM_SAMPLES))
+    full, split, plain = given.run(layout=(16, 1)), given.run(layout=(1, 16)), given.run(tf.Trainer, (1, 16))
+    assert weight_error(split, full) < CLOSE
+    with torch.no_grad():
+        model = given.model.train()
+        assert model(**pad_right(given.samples)).aux_loss > 1
+    assert weight_error(plain, full) > 1e-3
+
+
+# --- refusals ---
+
+
+REFUSED_ARGUMENTS = {
+    "train_sampling_strategy is 'group_by_length'": {"train_sampling_strategy": "group_by_length"},
+    "train_sampling_strategy is 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
+    "auto_find_batch_size changes the window": {"auto_find_batch_size": True},
+    "torch_compile hides": {"torch_compile": True},
+    "neftune_noise_alpha is not tied to samples": {"neftune_noise_alpha": 5.0},
+    "use_liger_kernel replaces the loss": {"use_liger_kernel": True},
+    "'lomo' updates inside each backward": {"optim": tf.training_args.OptimizerNames.LOMO},
+    "dispatch_batches joins batches": {"dispatch_batches": True},
+    "dataloader_in_order=False": {"dataloader_in_order": False},
+    "ignore_data_skip trains samples": {"ignore_data_skip": True},
+    "one process would use 2 GPUs": {"_n_gpu": 2},
+}
+
+
+def prepared(case, trainer_class=ExactTrainer, **more):
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    args = arguments(given.folder, (4, 4))
+    return make_trainer(trainer_class, given.model, args, given.samples, **{"data_collator": pad_right, **more})
+
+
+@pytest.mark.parametrize("message", REFUSED_ARGUMENTS)
+def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
+    trainer = prepared(case)
+    for name, value in REFUSED_ARGUMENTS[message].items():
+        setattr(trainer.args.accelerator_config if name == "dispatch_batches" else trainer.args, name, value)
+    weights = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert distance(trainer.model.state_dict(), weights) == 0
+
+
+def test_all_reasons_are_in_one_message(case):
+    trainer = prepared(case)
+    trainer.args.auto_find_batch_size, trainer.args.ignore_data_skip, trainer.is_model_parallel = True, True, True
+    with pytest.raises(ConfigError, match=r"auto_find_batch_size.*ignore_data_skip.*several devices"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", [DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_several_processes_and_sharded_models_are_refused(case, kind, monkeypatch):
+    trainer = prepared(case)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(ConfigError, match=f"exact on one process, but Accelerate runs 1.*{kind.value}"):
+        trainer.train()
+
+
+def test_fp16_that_would_be_float32_is_refused(case):
+    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    with pytest.raises(ConfigError, match="mixed precision must be computed as asked for"):
+        given.run(fp16=True)
+
+
+class Streaming(IterableDataset):
+    def __iter__(self):
+        yield from class_samples(NUM_SAMPLES)
+
+
+def test_streaming_datasets_are_refused(case):
+    given = case(bert_classifier, Streaming())
+    with pytest.raises(DataError, match="train_dataset is a Streaming: load it without streaming"):
+        given.run(max_steps=2)
+
+
+def test_collate_functions_that_make_two_rows_of_a_sample_are_refused(case):
+    """As those of preference data do: chosen and rejected texts below each other."""
+    with pytest.raises(DataError, match=r"shape .4, 11. for 2 samples and .6, 11. for 3: .* one row a sample"):
+        prepared(case, data_collator=lambda samples: pad_right([*samples, *samples])).train()
+
+
+class OwnLoader(tf.Trainer):
+    def get_train_dataloader(self):
+        raise AssertionError("refused before")
+
+
+class OwnSampler(tf.Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        raise AssertionError("refused before")
+
+
+@pytest.mark.parametrize(("base", "method"), [(OwnLoader, "get_train_dataloader"), (OwnSampler, "_get_train_sampler")])
+def test_loaders_and_samplers_of_ones_own_are_refused(case, base, method):
+    mixed = type("Mixed", (ExactTrainerMixin, base), {})
+    with pytest.raises(ConfigError, match=f"{base.__name__}.{method} brings an order of samples of its own"):
+        prepared(case, mixed).train()
+
+
+class DividesAgain(tf.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / 4
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class NeverAsksForHelp(ExactTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class TrainsTwice(ExactTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs) + super().training_step(model, inputs)
+
+
+class OtherBatches(tf.Trainer):
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return [dict(batch) for batch in batches], count
+
+
+class MixedDividesAgain(ExactTrainerMixin, DividesAgain):
+    pass
+
+
+class MixedOtherBatches(ExactTrainerMixin, OtherBatches):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "message"),
+    [
+        (MixedDividesAgain, "was multiplied by 0.25: an overridden training_step scales it again"),
+        (NeverAsksForHelp, "must call super"),
+        (TrainsTwice, "called once for each micro-batch"),
+        (MixedOtherBatches, "as they came from the data loader"),
+    ],
+)
+def test_overridden_steps_that_would_not_be_exact_are_found(case, trainer_class, message):
+    with pytest.raises(ConfigError, match=message):
+        prepared(case, trainer_class).train()
+
+
+class PutsIntoEvaluationMode(tf.TrainerCallback):
+    def on_epoch_begin(self, args, state, control, model=None, **kwargs):
+        model.bert.train = lambda mode=True: nn.Module.train(model.bert, False)
+
+
+def test_other_training_modes_and_other_models_than_those_of_the_proof_are_found(case):
+    with pytest.raises(ConfigError, match="training modes"):
+        prepared(case, callbacks=[PutsIntoEvaluationMode()]).train()
+    trainer = prepared(case)
+    batches, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 4, trainer.args.device)
+    with pytest.raises(ConfigError, match="wrapped in a Sequential"):
+        trainer.training_step(nn.Sequential(trainer.model), batches[0])
+
+
+class ClassWeights(LossOfMyOwn):
+    """A mean over weights, which no count of labels is."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten(), torch.tensor([0.1, 1.0, 9.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class Noisy(tf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * (1 + torch.rand(()))
+
+
+def test_losses_that_do_not_add_up_or_draw_are_refused(case):
+    given = case(bert_token_classifier, tag_samples(NUM_SAMPLES))
+    with pytest.raises(LossNotAdditive, match="not the mean over its targets") as refusal:
+        given.run(type("Mixed", (ExactTrainerMixin, ClassWeights), {}))
+    assert "compute_loss" in refusal.value.__notes__[0]
+    with pytest.raises(UnkeyedRandomness, match="TrainerLoss"):
+        given.run(type("Mixed", (ExactTrainerMixin, Noisy), {}))
+
+
+class NoisyLater(ExactTrainer):
+    """Draws once the model says so, after the proof."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        return loss * (1 + torch.rand(())) if getattr(model.config, "noisy", False) else loss
+
+
+class MakesNoise(tf.TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.config.noisy = True
+
+
+def test_randomness_that_begins_after_the_proof_is_found(case):
+    with pytest.raises(UnkeyedRandomness, match="drew from torch although the proof's forwards did not"):
+        prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.out = nn.Embedding(40, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.out(self.norm(self.table(input_ids).mean(1)))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_batch_norm_is_refused(case):
+    samples = [{"input_ids": s["input_ids"][:4], "labels": s["labels"]} for s in class_samples(NUM_SAMPLES)]
+    with pytest.raises(LossNotAdditive, match="BatchNorm1d"):
+        case(lambda _: Normalised(), samples).run()
+
+
+def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):
+    samples = [{**s, "labels": [IGNORED] * len(s["labels"])} if i < WINDOW else s for i, s in enumerate(tag_samples(NUM_SAMPLES))]
+    given = case(bert_token_classifier, samples)
+    args = arguments(given.folder, (4, 4), fp16=True, train_sampling_strategy="sequential")
+    trainer = make_trainer(ExactTrainer, given.model, args, samples, data_collator=pad_right)
+    enable_fp16_on_cpu(trainer.accelerator)
+    with pytest.raises(DataError, match="no target at all"):
+        trainer.train()
