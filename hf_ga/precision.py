@@ -166,3 +166,16 @@ def full_precision(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.forward = prepared
+
+
+def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
+    """Raise ConfigError for a model that cannot be trained exactly whatever its loss is."""
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
+    if not trainable:
+        raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
+    if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
+        raise ConfigError(
+            f"trainable parameters must be float32, some are {', '.join(sorted(low))}, in which updates get lost: call "
+            "model.float(), or load it with dtype=torch.float32."
+        )

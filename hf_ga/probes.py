@@ -98,6 +98,16 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
 
 
+def unlike_without_padding(distance: float) -> str:
+    """Why a model is refused for which not even one width for all micro-batches is enough."""
+    return (
+        f"a batch without any padding is computed in another way than one with padding (off by {distance:.1e} relative), so a "
+        "micro-batch of equal lengths differs from the same samples among shorter ones. Likely cause: an argument that the model's "
+        "own processor gives is missing (token_type_ids), or its attention mask is left out where it is all ones. Remedy: give it, "
+        "or let the collate function pad every batch to one width, larger than the longest sample."
+    )
+
+
 def applicable_rules(arguments: Batch) -> list[str]:
     """The rules of `terms.RULES` that can count a batch with these arguments of the model."""
     labels = arguments.get("labels")

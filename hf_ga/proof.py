@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.batches import IGNORED_LABEL, Batch, as_batch, entries_of_samples, same_shapes, sample_length, take_rows
-from hf_ga.errors import ConfigError, LossNotAdditive
+from hf_ga.errors import LossNotAdditive
 from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, head_loss, loss_of, restored_modes, unwrapped
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.parts import PARTS, parts_known_by
 from hf_ga.places import KeyedPlaces, restored_buffers
-from hf_ga.precision import LOW_PRECISION, at_least_float32, full_precision
+from hf_ga.precision import at_least_float32, check_trainable, full_precision
 from hf_ga.probes import (
     NUM_IN_A,
     TOLERANCE,
@@ -33,6 +33,7 @@ from hf_ga.probes import (
     separating_labels,
     separating_parts,
     targets_per_row,
+    unlike_without_padding,
 )
 from hf_ga.router import BalanceCall, RouterLoss, add_calls
 from hf_ga.terms import Counts, add_counts, count_targets, window_term
@@ -52,7 +53,7 @@ class Prover:
             raise LossNotAdditive("a proof needs samples, got none.")
         self.model, self.collate_fn, self.loss_fn = unwrapped(model), collate_fn, loss_fn
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        _check_model(self.model, self.parameters)
+        check_trainable(self.model, self.parameters)
         self.device = self.parameters[0].device
         self.places = KeyedPlaces(self.model)
         self.router: RouterLoss | None = None
@@ -215,6 +216,26 @@ class Prover:
                 return True
         return False if shapes_differ else None
 
+    def check_unpadded(self, rule: str) -> None:
+        """Of a head for which padding matters: the longest sample alone, which has none, and a padded one add up to both together.
+
+        Raises:
+            LossNotAdditive: they do not, so no width for all micro-batches of a window is enough.
+        """
+        if self.loss_fn is not None or self.collate_draws:
+            return
+        whole, rows = self.collate([self.by_length[0], self.by_length[-1]]), {"A": np.arange(1), "B": np.arange(1, 2)}
+        batches = {name: take_rows(whole, index, self.entries) for name, index in rows.items()}
+        if not any(add_counts(rule, [count_targets(rule, batch, 1) for batch in batches.values()])):
+            return
+        added_up = self._added_up(rule, batches, rows)
+        counts = count_targets(rule, whole, 2)
+        balance = self._balance([(whole, np.arange(2))])
+        with self._without_router():
+            together = self._probe(whole, np.arange(2), partial(self._term, rule, counts, counts, balance))
+        if not (distance := off(added_up, together)) <= MOST_ROUNDING:
+            raise LossNotAdditive(unlike_without_padding(distance))
+
     def _probe_one(self, rule: str, batch: Batch) -> Probe:
         """A sample by itself. One that has no target of some part of the loss has no loss of the head's own: then by parts."""
         counts = count_targets(rule, batch, 1) if rule in PARTS else ()
@@ -275,17 +296,4 @@ class Prover:
             f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
             f"{shown}). Likely cause: {likely_cause(self.model, losses)}. "
             "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
-        )
-
-
-def _check_model(model: nn.Module, trainable: list[nn.Parameter]) -> None:
-    """Raise ConfigError for a model that cannot be trained exactly whatever its loss is."""
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
-    if not trainable:
-        raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
-    if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
-        raise ConfigError(
-            f"trainable parameters must be float32, some are {', '.join(sorted(low))}, in which updates get lost: call "
-            "model.float(), or load it with dtype=torch.float32."
         )

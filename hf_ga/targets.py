@@ -97,5 +97,7 @@ def prove_targets(
             prover.find_router()
             name, residual = prover.prove_rule()
             width_matters = prover.width_matters(name)
+            if width_matters:
+                prover.check_unpadded(name)
     one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
     return TargetRule(name, one_width, width_matters, prover.places, residual, modes, prover.router)

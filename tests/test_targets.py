@@ -221,8 +221,26 @@ def test_loss_fn_must_return_a_sum_and_a_count(returned):
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------
 
+
 # name: (model, samples, what the message must say)
+class MaskSkipped(nn.Module):
+    """Sees the padding's positions, but only where there is some: in a batch without padding every token sees all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.NUM_CLASSES)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.embedding(input_ids)
+        if not attention_mask.all():
+            hidden = hidden.cumsum(1)
+        else:
+            hidden = hidden.sum(1, keepdim=True).expand_as(hidden)
+        return {"loss": F.cross_entropy(self.linear(hidden[:, 2]), labels)}
+
+
 REFUSED = {
+    "a batch without padding": (MaskSkipped, h.class_samples, "without any padding is computed in another way"),
     "BatchNorm": (lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)), h.class_samples, r"norm \(BatchNorm1d\)"),
     "contrastive": (lambda: head(contrastive), h.class_samples, "in-batch negatives"),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
