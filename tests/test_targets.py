@@ -232,10 +232,7 @@ class MaskSkipped(nn.Module):
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.embedding(input_ids)
-        if not attention_mask.all():
-            hidden = hidden.cumsum(1)
-        else:
-            hidden = hidden.sum(1, keepdim=True).expand_as(hidden)
+        hidden = hidden.cumsum(1) if not attention_mask.all() else hidden.sum(1, keepdim=True).expand_as(hidden)
         return {"loss": F.cross_entropy(self.linear(hidden[:, 2]), labels)}
 
 
