@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hf_ga.errors import ConfigError
 
 MOST_GROUPS = 32  # as in Wu and He 2018, "Group Normalization"
+FEWEST_CHANNELS = 8  # of a group: where an input has no further axes, two numbers normalised are +1 and -1, with no gradient
 
 
 class FrozenBatchNorm(nn.Module):
@@ -31,7 +32,8 @@ def replace_batch_norm(model: nn.Module, by: Literal["group_norm", "frozen"] = "
     """Replace every BatchNorm of the model in place. Its scale and shift are kept as they are, the same parameters.
 
     Group norm (Wu and He 2018) normalises each sample by itself over groups of channels: as many groups as divide the channels,
-    at most 32, of at least two channels each. It is another function than the BatchNorm was: the model must be trained on.
+    at most 32, of at least eight channels each (else one group). It is another function than the BatchNorm was: the model must be
+    trained on.
     Frozen statistics are what the BatchNorm computes in evaluation mode: right for a model that is trained already.
 
     Args:
@@ -66,7 +68,7 @@ def replace_batch_norm(model: nn.Module, by: Literal["group_norm", "frozen"] = "
 
 def _group_norm(norm: _BatchNorm) -> nn.GroupNorm:
     channels = norm.num_features
-    groups = max(g for g in range(1, MOST_GROUPS + 1) if channels % g == 0 and (g == 1 or channels // g >= 2))
+    groups = max(g for g in range(1, MOST_GROUPS + 1) if channels % g == 0 and (g == 1 or channels // g >= FEWEST_CHANNELS))
     new = nn.GroupNorm(groups, channels, norm.eps, affine=norm.affine)
     if norm.affine:
         new.weight, new.bias = norm.weight, norm.bias

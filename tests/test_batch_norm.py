@@ -60,19 +60,19 @@ def test_frozen_is_what_evaluation_mode_computes():
 
 
 def test_group_norm_by_hand():
-    model = nn.Sequential(nn.Conv1d(2, 6, 1), nn.BatchNorm1d(6, eps=1e-3))
+    model = nn.Sequential(nn.Conv1d(2, 24, 1), nn.BatchNorm1d(24, eps=1e-3))
     scale, shift = model[1].weight, model[1].bias
     scale.data.uniform_(), shift.data.uniform_()
     assert hf_ga.replace_batch_norm(model) == ["1"]
     assert model[1].weight is scale and model[1].bias is shift and model[1].num_groups == 3
-    x = torch.randn(2, 6, 5, dtype=torch.float64)
-    groups = x.view(2, 3, 10)
+    x = torch.randn(2, 24, 5, dtype=torch.float64)
+    groups = x.view(2, 3, 40)
     normal = (groups - groups.mean(2, keepdim=True)) / (groups.var(2, unbiased=False, keepdim=True) + 1e-3).sqrt()
-    expected = normal.view(2, 6, 5) * scale[:, None] + shift[:, None]
+    expected = normal.view(2, 24, 5) * scale[:, None] + shift[:, None]
     assert torch.allclose(model[1].double()(x), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (6, 3), (7, 1), (64, 32), (96, 32), (200, 25)])
+@pytest.mark.parametrize(("channels", "groups"), [(1, 1), (2, 1), (14, 1), (16, 2), (64, 8), (96, 12), (200, 25), (512, 32)])
 def test_number_of_groups(channels, groups):
     model = nn.Sequential(nn.BatchNorm2d(channels))
     hf_ga.replace_batch_norm(model)
@@ -100,3 +100,22 @@ def test_refusals():
         hf_ga.replace_batch_norm(model, "layer_norm")
     with pytest.raises(hf_ga.ConfigError, match="the model itself is a BatchNorm"):
         hf_ga.replace_batch_norm(nn.BatchNorm1d(4))
+
+
+def test_inputs_without_further_axes():
+    """Features (samples, channels) behind BatchNorm1d, as in a classifier: group norm leaves them a gradient."""
+    torch.manual_seed(0)
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, h.NUM_CLASSES))
+
+        def forward(self, x, labels):
+            return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+    samples, model = [{"x": torch.randn(8), "labels": i % h.NUM_CLASSES} for i in range(8)], Features()
+    with pytest.raises(hf_ga.LossNotAdditive):
+        hf_ga.prove_targets(model, samples, h.pad_right)
+    hf_ga.replace_batch_norm(model)
+    assert hf_ga.prove_targets(model, samples, h.pad_right).residual < 1e-5
