@@ -27,6 +27,7 @@ from hf_ga.models import load_model
 from hf_ga.optimizers import build_optimizer
 from hf_ga.outputs import save_best
 from hf_ga.plan import plan_by_sizes
+from hf_ga.readers import make_reader
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import WindowLoader
 
@@ -39,6 +40,8 @@ FREE_TO_CHANGE = {
     "report_to",
     "predict_file",
     "max_new_tokens",
+    "num_beams",
+    "predict_with_generate",
     "early_stopping_patience",
     "save_steps",
     "save_total_limit",
@@ -74,7 +77,7 @@ def build_run(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> Run:
     """Model, optimizer, schedule and windows; the target rule is proven on the way."""
-    loss_fn, collate = _loss_fn(config, data), data.collate  # may be refused, so before a model is built
+    loss_fn, collate = chosen_loss_fn(config, data), data.collate  # may be refused, so before a model is built
     model = build_model(config, accelerator, data, model_config, dtype)
     samples = proof_samples(data, "train")
     head_rule = rule = prove_targets(model, samples, collate, allow_unkeyed=config.allow_unkeyed)
@@ -125,7 +128,7 @@ def _identity(
     }
 
 
-def _loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
+def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
     weights = None
     if config.class_weights is not None:
         labels = np.concatenate([np.atleast_1d(label) for label in data.splits["train"]["label"]])
@@ -156,7 +159,8 @@ def _train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepa
         global_batch_size=config.layout(accelerator.num_processes).window_size,
         seed=config.seed,
         lengths=data.splits["train"]["length"],
-        target_counts=None if data.is_masked else data.splits["train"]["num_targets"],  # masks differ from epoch to epoch
+        # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
+        target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
         # Micro-batches of similar lengths: less padding, the same update.
         planner=None if rule.pad_to_window else partial(plan_by_sizes, sizes=[config.per_device_train_batch_size]),
         drop_last_window=config.drop_last_window,
@@ -177,7 +181,8 @@ def make_evaluator(
             lengths=data.splits[split]["length"],
             rule=rule,
         )
-        return evaluate(accelerator, model, windows, rule, metrics=data.task.metrics)
+        reader = make_reader(config, accelerator, model, data, split)
+        return evaluate(accelerator, model, windows, rule, metrics=data.task.metrics, reader=reader)
 
     return measure
 

@@ -38,6 +38,17 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)}
 
 
+def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids of the sources and, where the samples have them, `labels` of shape (samples, longest target).
+
+    The model itself makes its decoder's inputs of the labels. The decoder needs one place even where no sample has a target.
+    """
+    batch = collate_ids(samples, pad_token_id)
+    if "labels" in samples[0]:
+        batch["labels"] = pad([sample["labels"] or [IGNORED_LABEL] for sample in samples], IGNORED_LABEL)
+    return batch
+
+
 def collate_masked(
     samples: Samples, pad_token_id: int, special_ids: Sequence[int], mask_token_id: int, vocab_size: int, probability: float
 ) -> dict[str, Tensor]:

@@ -45,11 +45,17 @@ class FinetuneConfig:
     test_file: str | None = option(None, "File with test rows. Default: the dataset's own test split, if it has one.")
     validation_split_percentage: float = option(5.0, "Percent of the training rows to validate on where there is no split.")
     task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
-    text_column: str | None = option(None, "Column with the text. Default: `text`, or the only column of strings.")
+    text_column: str | None = option(
+        None, "Column with the text (the question, the source). Default: `text`, what is usual, or the only column of strings."
+    )
     text_pair_column: str | None = option(
-        None, "Column with a second text. Default: that of well-known pairs (sentence1, sentence2)."
+        None, "Column with a second text (a question's context). Default: that of well-known pairs (sentence1, sentence2)."
     )
     label_column: str | None = option(None, "Column with the label. Default: `label`, `labels`, or what is usual for the task.")
+    choices_column: str | None = option(
+        None, "multiple-choice: column with the list of choices. Default: `choices`, `endings`, or ending0, ending1, ..."
+    )
+    target_column: str | None = option(None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ...")
     max_length: int = option(128, "Tokens a sample is cut at; how many were cut is reported.")
     block_size: int | None = option(
         None, "causal-lm: put all texts together and cut them every so many tokens, instead of row by row."
@@ -91,7 +97,9 @@ class FinetuneConfig:
     eval_on_start: bool = option(False, "Evaluate before the first step too.")
     eval_only: bool = option(False, "Train nothing: evaluate the model, predict, and write evaluation.json.")
     predict_file: str | None = option(None, "File with rows to predict at the end; written to predictions.jsonl in output_dir.")
-    max_new_tokens: int = option(64, "causal-lm: tokens to generate for a row of predict_file.")
+    predict_with_generate: bool = option(False, "seq2seq: generate in evaluations too, for metrics of the texts.")
+    max_new_tokens: int = option(64, "causal-lm, seq2seq: most tokens to generate for a row.")
+    num_beams: int = option(1, "causal-lm, seq2seq: beams of the search for the likeliest text; 1: the likeliest token each time.")
     metric_for_best_model: str = option(
         "loss", "Validation metric that chooses `best/` and stops early: loss, or one of the task's."
     )
@@ -170,16 +178,21 @@ class FinetuneConfig:
         """Flags that only some tasks know, and flags that need each other."""
         of_tasks = {
             "block_size": ("causal-lm",),
-            "label_smoothing": ("causal-lm", "masked-lm", "text-classification", "token-classification"),
+            "label_smoothing": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
             "class_weights": ("text-classification", "token-classification"),
-            "text_pair_column": ("text-classification", "regression", "multi-label"),
+            "text_pair_column": (
+                *("text-classification", "regression", "multi-label"),
+                *("question-answering", "multiple-choice"),
+            ),
+            "choices_column": ("multiple-choice",),
+            "target_column": ("seq2seq",),
+            "predict_with_generate": ("seq2seq",),
         }
         for name, tasks in of_tasks.items():
             if getattr(self, name) and self.task not in tasks:
                 raise ConfigError(f"{name} is for the task {' or '.join(tasks)}, not {self.task}: leave it out.")
-        task_metrics = TASKS[self.task].metrics or ("perplexity",)
-        _one_of("metric_for_best_model", self.metric_for_best_model.removeprefix("eval_"), ("loss", *task_metrics))
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
+        self._check_metric()
         if (self.scale_learning_rate is None) != (self.base_batch_size is None):
             raise ConfigError("scale_learning_rate and base_batch_size need each other: give both, or neither.")
         if self.scale_learning_rate is not None:
@@ -194,6 +207,12 @@ class FinetuneConfig:
             raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
+
+    def _check_metric(self) -> None:
+        metric, task = self.metric_for_best_model, TASKS[self.task]
+        _one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
+        if metric in task.generated_metrics and not self.predict_with_generate:
+            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: give --predict_with_generate, too.")
 
     def _check_output_dir(self) -> None:
         folder = Path(self.output_dir)
@@ -235,6 +254,7 @@ _AT_LEAST = {
     "lora_dropout": 0,
     "base_batch_size": 1,
     "max_new_tokens": 1,
+    "num_beams": 1,
     "early_stopping_patience": 1,
     "eval_steps": 1,
     "save_steps": 1,

@@ -53,8 +53,7 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     """
     seen = set()
     for module, path in modules(folder):
-        tree = _parse(path)
-        for name, text in _docstrings(tree, module) if tree else ():
+        for name, _, text in documented(path, module):
             if text not in seen:
                 seen.add(text)
                 yield {"name": name, "package": module.partition(".")[0], "text": text}
@@ -69,6 +68,14 @@ def modules(folder: Path | None = None) -> Iterator[tuple[str, Path]]:
     folder = folder or _stdlib_folder()
     for path in _source_files(folder):
         yield ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def documented(path: Path, module: str) -> Iterator[tuple[str, ast.AST, str]]:
+    """Yield dotted name, definition and cleaned documentation string of all that a source file documents; nothing if it is no
+    Python.
+    """
+    tree = _parse(path)
+    yield from _documented(tree, module) if tree else ()
 
 
 def split_of(name: str) -> str:
@@ -219,18 +226,18 @@ def _parse(path: Path) -> ast.Module | None:
         return None
 
 
-def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Dotted names and cleaned documentation strings of a definition and of those inside it, in the source's order."""
+def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST, str]]:
+    """Of a definition and of those inside it, in the source's order."""
     if isinstance(node, ast.Module | _DEFINITION):
         # A lone surrogate (an escape such as \ud800) has no UTF-8 form and could not be stored.
         text = (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
         if text:
-            yield name, text
+            yield name, node, text
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _DEFINITION):
-            yield from _docstrings(child, f"{name}.{child.name}")
+            yield from _documented(child, f"{name}.{child.name}")
         elif not isinstance(child, ast.expr):  # definitions stand under if, try, with, ..., never in an expression
-            yield from _docstrings(child, name)
+            yield from _documented(child, name)
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

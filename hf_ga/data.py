@@ -12,17 +12,23 @@ from datasets.fingerprint import Hasher
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga import corpus, source_lines
-from hf_ga.batches import IGNORED_LABEL
+from hf_ga import corpus, embedded
+from hf_ga.baselines import measure
 from hf_ga.chat import chat_columns
-from hf_ga.columns import choose_columns
+from hf_ga.choices import encode_choices
+from hf_ga.columns import choose_columns, flag_of
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import DataError
 from hf_ga.labels import encode_labels
 from hf_ga.masking import KeyedMasks
 from hf_ga.sources import SPLITS, load_file, load_rows
+from hf_ga.spans import encode_answers
 from hf_ga.tasks import TASKS, Task
 from hf_ga.tokenization import cut_into_blocks, tokenize_completions
+
+# Columns of samples that only metrics and predictions need; see the functions that tokenise.
+FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
+TEXTS = {"text", "text_pair", "question", "context", "target"}
 
 
 @dataclass
@@ -65,8 +71,12 @@ class PreparedData:
         return self.task.pipeline == "fill-mask"
 
     def samples(self, split: str) -> Any:
-        """What a loader of windows reads: the samples of a split, for a masked LM with keys for their masks."""
-        return KeyedMasks(self.splits[split]) if self.is_masked else self.splits[split]
+        """What a loader of windows reads: the samples of a split without what only metrics need, for a masked LM with keys for
+        their masks.
+        """
+        dataset = self.splits[split]
+        dataset = dataset.remove_columns([name for name in FOR_METRICS if name in dataset.column_names])
+        return KeyedMasks(dataset) if self.is_masked else dataset
 
 
 def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
@@ -95,7 +105,7 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
                 "end-of-text token included, and a completion that max_length does not cut off."
             )
     if "train" in prepared.splits:
-        _measure(prepared)
+        measure(prepared)
     return prepared
 
 
@@ -110,16 +120,19 @@ def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) ->
         DataError: the file cannot be read, or lacks a column.
     """
     rows = load_file(file)
+    columns = rows.flatten() if config.task == "seq2seq" else rows  # as `load_rows` does
     if not data.columns:  # nothing else was read
-        data.columns = choose_columns(DatasetDict(predict=rows), config, data.task, needs_label=False)
+        data.columns = choose_columns(DatasetDict(predict=columns), config, data.task, needs_label=False)
     roles = data.columns
-    completions = {"completion", "output", "label"}  # what is asked for
+    completions = {"completion", "output", "label", "answers", "answer", "answer_start", "target"}  # what is asked for
     roles = {role: column for role, column in roles.items() if role not in completions}
     for role, column in roles.items():
-        if column not in rows.column_names:
-            raise DataError(f"predict_file {file} lacks the column {column!r} ({role}); it has: {', '.join(rows.column_names)}.")
-    named = _renamed(DatasetDict(predict=rows), roles)["predict"]
+        if column not in columns.column_names:
+            raise DataError(f"predict_file {file} lacks the column {column!r} ({role}); it has: {', '.join(columns.column_names)}.")
+    named = _renamed(DatasetDict(predict=columns), roles)["predict"]
     inputs = named
+    if data.task.labels == "choice":
+        inputs = encode_choices(DatasetDict(predict=named))["predict"]
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
     tokenize = _no_samples if data.task.pipeline == "text-generation" else data.task.tokenize
@@ -142,26 +155,32 @@ def _describe(rows: DatasetDict, config: FinetuneConfig) -> str:
     if config.dataset_name != "stdlib":
         return f"{config.dataset_name}: {dict(rows.num_rows)} rows"
     if "train" in rows:
-        return source_lines.describe_source_lines(rows) if config.task == "token-classification" else corpus.describe(rows)
+        return embedded.describe(config.task, rows)
     files = {"validation": config.validation_file, "test": config.test_file}
     return ", ".join(f"{files[split]}: {len(rows[split])} {split} rows" for split in rows) or "no rows to evaluate"
 
 
 def _labelled(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData, known: Sequence[str] | None) -> DatasetDict:
-    if prepared.task.labels == "none":
+    kind = prepared.task.labels
+    if kind in ("none", "target"):
         return rows
+    if kind == "answers":
+        return encode_answers(rows)
     if config.dataset_name == "stdlib" and prepared.columns["label"] == "package" and "train" in rows:
         kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
         before = sum(rows.num_rows.values())
         rows = rows.filter(set(kept).__contains__, input_columns="label")
         left_out = before - sum(rows.num_rows.values())
         prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
-    if "test" in rows and prepared.task.labels in ("class", "number") and all(value == -1 for value in rows["test"]["label"]):
+    unlabelled = (-1, "", None) if kind == "choice" else (-1,)
+    if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
         prepared.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
         if not rows:
             raise DataError("all labels of the test rows are -1, which means unlabelled: there is nothing to evaluate.")
-    rows, prepared.labels = encode_labels(rows, prepared.task.labels, known)
+    if kind == "choice":
+        return encode_choices(rows)
+    rows, prepared.labels = encode_labels(rows, kind, known)
     return rows
 
 
@@ -174,10 +193,13 @@ def _renamed(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     rows = rows.select_columns(list(roles.values()))
     rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
     for split, dataset in rows.items():
-        for role in {"text", "text_pair"} & set(dataset.column_names):
+        for role in TEXTS & set(dataset.column_names):
             feature = dataset.features[role]
             if not (isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")):
-                raise DataError(f"the text column of the {split} rows holds {feature}, not strings: choose with --{role}_column.")
+                what = "text" if role == "text_pair" else role
+                raise DataError(
+                    f"the {what} column of the {split} rows holds {feature}, not strings: choose with --{flag_of(role)}."
+                )
         if "tokens" in dataset.column_names and not _are_words(dataset.features["tokens"]):
             raise DataError(
                 f"the words of the {split} rows must be lists of strings, but their column holds {dataset.features['tokens']}: "
@@ -212,6 +234,7 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
         f"cut at {config.max_length} tokens": int(cut.sum()),
         "left out because they are empty": empty,
         "kept although they have no target (they add nothing)": int(((targets == 0) & (lengths > 0)).sum()),
+        **_facts_of_answers(dataset),
     }
     prepared.facts += [f"{split}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
     if not len(dataset):
@@ -223,61 +246,32 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
     return dataset
 
 
-def _measure(prepared: PreparedData) -> None:
-    """What a model must beat (unigram entropy, the most frequent label), and a hash of what it will be trained on."""
-    train = prepared.splits["train"].with_format("numpy")
-    ids = np.concatenate(train["input_ids"][:])
-    columns = [ids, train["length"][:]]
-    if "token_type_ids" in train.column_names:
-        columns.append(np.concatenate(train["token_type_ids"][:]))
-    if prepared.task.labels == "none":
-        counts = np.bincount(ids, minlength=len(prepared.tokenizer))
-        if "labels" in train.column_names:  # of a completion: only its tokens are predicted
-            columns.append(np.concatenate(train["labels"][:]))
-            counts = np.bincount(columns[-1][columns[-1] != IGNORED_LABEL], minlength=len(prepared.tokenizer))
-        if prepared.is_masked:
-            counts[list(prepared.tokenizer.all_special_ids)] = 0
-        prepared.unigram_entropy = corpus.unigram_entropy(counts)
-    else:
-        labels = list(train["label"][:])
-        columns += [_flat(labels), np.array([np.size(of_row) for of_row in labels])]
-        _say_baseline(prepared)
-    hashed = [np.asarray(c, np.float64 if c.dtype.kind == "f" else np.int64).tobytes() for c in columns]
-    prepared.content_hash = Hasher.hash([prepared.labels, *hashed])
-
-
-def _say_baseline(prepared: PreparedData) -> None:
-    """What the simplest guess reaches on the validation rows."""
-    labels = _flat(prepared.splits["validation"].with_format("numpy")["label"][:])
-    if prepared.task.labels == "number":
-        mean = _flat(prepared.splits["train"].with_format("numpy")["label"][:]).mean()
-        prepared.facts.append(f"guessing the mean of training, {mean:.4g}: mean absolute error {np.abs(labels - mean).mean():.4g}")
-        return
-    names, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)
-    if not len(names):
-        return
-    total = len(prepared.splits["validation"]) if prepared.task.labels == "classes" else counts.sum()
-    share, kind = counts.max() / total, {"tags": "tags"}.get(prepared.task.labels, "rows")
-    prepared.facts.append(f"majority class of validation: {prepared.labels[names[counts.argmax()]]}, {share:.1%} of {total} {kind}")
-
-
-def _flat(column: Any) -> np.ndarray:
-    """A column of numbers or of lists of numbers as one vector."""
-    values = list(column)
-    parts = [np.atleast_1d(v) for v in values if np.size(v)]  # an empty list has no type, or another
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _facts_of_answers(dataset: Dataset) -> dict[str, int]:
+    if "answer_is_lost" not in dataset.column_names:
+        return {}
+    place = "the <cls> token, which means no answer"
+    return {
+        f"have no answer: they learn {place}": sum(not texts for texts in dataset["answers"]),
+        f"have an answer that the cut took away: they learn {place}": sum(dataset["answer_is_lost"]),
+    }
 
 
 def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
-    """A padding token where there is none, and for an encoder <cls> and <sep> where the tokenizer has them but adds nothing (that
-    of the embedded corpus; pretrained ones add theirs).
+    """A padding token where there is none, and for an encoder <cls> and <sep> (for one with a decoder <eos>) where the tokenizer
+    has them but adds nothing (that of the embedded corpus; pretrained ones add theirs).
     """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     special = [
         (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
     ]
-    if task.pipeline != "text-generation" and tokenizer.num_special_tokens_to_add() == 0 and len(special) == 2:
+    if task.pipeline == "text-generation" or tokenizer.num_special_tokens_to_add() or len(special) != 2:
+        return
+    if task.labels == "target":  # as T5's
+        end = str(tokenizer.eos_token)
+        ids = [(end, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
+    else:
         first, end = special[0][0], special[1][0]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
@@ -293,4 +287,4 @@ def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps(content) + extra
 
 
-_FORMAT = 3  # part of the cache key: raise it whenever tokenisation would give other samples
+_FORMAT = 4  # part of the cache key: raise it whenever tokenisation would give other samples

@@ -86,16 +86,18 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     model_config = data.task.small_config(data.tokenizer, config.sequence_length) if base is None else base
     if data.task.pipeline == "text-generation":
         _refuse_encoder(model_config)
+    if data.task.labels == "target" and not getattr(model_config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"seq2seq needs an encoder with a decoder, such as a T5 or a BART; a {model_config.model_type} has only one of them: "
+            "name another model, or train a decoder on prompts with completions by --task causal-lm."
+        )
     limit = getattr(model_config, "max_position_embeddings", None)
     if limit and model_config.model_type in COUNT_FROM_PADDING:
         limit -= (model_config.pad_token_id or 0) + 1
     if limit and config.sequence_length > limit:
         name = "block_size" if config.block_size else "max_length"
         raise ConfigError(f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use at most {limit}.")
-    if limit and config.predict_file and data.task.pipeline == "text-generation" and config.max_new_tokens >= limit:
-        raise ConfigError(
-            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the {limit} positions of the model: use less."
-        )
+    _check_generation(config, data, limit)
     _set_labels(model_config, config, data)
     vocabulary = getattr(model_config, "vocab_size", None)
     if vocabulary and len(data.tokenizer) > vocabulary:
@@ -107,9 +109,22 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     return model_config
 
 
+def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | None) -> None:
+    if limit is None or config.max_new_tokens < limit:
+        return
+    if config.predict_file and data.task.pipeline == "text-generation":
+        raise ConfigError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the {limit} positions of the model: use less."
+        )
+    if data.task.labels == "target" and (config.predict_file or config.predict_with_generate):
+        raise ConfigError(f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the model.")
+
+
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
     """The data's labels into the configuration; where the data have none, those of the trained head into the data."""
-    if data.task.labels == "none":
+    if data.task.labels == "answers":
+        model_config.num_labels = 2  # begin and end; whatever the model told apart before
+    if data.task.labels in ("none", "answers", "choice", "target"):
         return
     known = known_labels(model_config)
     if config.eval_only and known and data.labels not in (known, [str(i) for i in range(len(known))]):
@@ -166,7 +181,7 @@ def load_model(
                 config=model_config,
                 dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=data.task.labels != "none",  # a new head for other labels
+                ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # a new head for other labels
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError) as error:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.chat import prompts
+from hf_ga.choices import collate_choices
 from hf_ga.collation import collate_ids
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_unlabelled
-from hf_ga.forward import accepted_arguments, restored_modes, unwrapped
+from hf_ga.forward import accepted_arguments, restored_modes
+from hf_ga.generation import continuations, generated_targets
+from hf_ga.spans import read_answers
 
 Prediction = dict[str, Any]
 
@@ -67,7 +70,9 @@ def write_predictions(
 
     A prediction holds: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`; regression
     `value`; token classification `tags` (one for each word), masked LM `tokens` (one for each mask token of the text), both with
-    None for what was cut off; causal LM `completion`. It is None for a row without text.
+    None for what was cut off; question answering `answer` ("" where none is likelier than any), `score`, and its characters `start`
+    and `end`; multiple choice `choice` (its number, from 0), `score`; seq2seq `text`; causal LM `completion`. It is None for a row
+    without text.
     """
     rows, asked, lengths = unlabelled.rows, unlabelled.prompts, unlabelled.lengths
     predictions: list[Prediction | None] = [None] * len(rows)
@@ -80,11 +85,10 @@ def write_predictions(
         for start in range(0, len(order), size):
             ids = [int(i) for i in order[start : start + size]]
             if asked is not None:
-                is_templated = bool(data.tokenizer.chat_template) and data.has_conversations
-                made = _completions(config, accelerator, model, unlabelled.tokenizer, [asked[i] for i in ids], is_templated)
+                made = _completions(config, model, data, unlabelled.tokenizer, [asked[i] for i in ids])
             else:
                 samples, named = ([dataset[i] for i in ids] for dataset in (unlabelled.samples, unlabelled.named))
-                made = _of_batch(accelerator, model, data, samples, named)
+                made = _of_batch(config, accelerator, model, data, samples, named)
             for index, prediction in zip(ids, made, strict=True):
                 predictions[index] = prediction
             bar.update(len(ids))
@@ -95,18 +99,48 @@ def write_predictions(
 
 
 def _of_batch(
-    accelerator: Accelerator, model: nn.Module, data: PreparedData, samples: list[dict], rows: list[dict]
-) -> Iterator[Prediction]:
-    batch = send_to_device(collate_ids(samples, data.tokenizer.pad_token_id), accelerator.device)
-    logits = model(**accepted_arguments(model, batch)).logits.float().cpu()
-    make = _MAKERS[data.task.labels]
-    return (make(data, of_sample, sample, row) for of_sample, sample, row in zip(logits, samples, rows, strict=True))
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, samples: list[dict], rows: list[dict]
+) -> list[Prediction]:
+    kind = data.task.labels
+    collate = collate_choices if kind == "choice" else collate_ids
+    batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), accelerator.device)
+    if kind == "target":
+        limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
+        return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, **limits)]
+    outputs = model(**accepted_arguments(model, batch))
+    if kind == "answers":
+        answers = read_answers(outputs, samples)
+        return [{"answer": a.text, "score": a.score, "start": a.start, "end": a.end} for a in answers]
+    logits = outputs.logits.float().cpu()
+    make = _MAKERS[kind]
+    return [make(data, of_sample, sample, row) for of_sample, sample, row in zip(logits, samples, rows, strict=True)]
+
+
+def _completions(
+    config: FinetuneConfig, model: nn.Module, data: PreparedData, tokenizer: PreTrainedTokenizerBase, texts: list[str]
+) -> list[Prediction]:
+    made = continuations(
+        model,
+        tokenizer,
+        texts,
+        add_special_tokens=not (data.tokenizer.chat_template and data.has_conversations),
+        max_length=config.sequence_length,
+        max_new_tokens=config.max_new_tokens,
+        num_beams=config.num_beams,
+    )
+    return [{"completion": text} for text in made]
 
 
 def _one_label(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
     probabilities = logits.softmax(-1)
     best = int(probabilities.argmax())
     return {"label": data.labels[best], "score": round(float(probabilities[best]), 6)}
+
+
+def _choice(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    probabilities = logits.softmax(-1)
+    best = int(probabilities.argmax())
+    return {"choice": best, "score": round(float(probabilities[best]), 6)}
 
 
 def _label_set(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
@@ -138,36 +172,6 @@ _MAKERS: dict[str, Callable[..., Prediction]] = {
     "classes": _label_set,
     "number": _number,
     "tags": _tags,
+    "choice": _choice,
     "none": _masks,
 }
-
-
-def _completions(
-    config: FinetuneConfig,
-    accelerator: Accelerator,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    is_templated: bool,
-) -> list[Prediction]:
-    """The most likely continuation of each text, token by token (greedy). Of a text that is too long the end is kept."""
-    base, most = unwrapped(model), config.sequence_length
-    positions = getattr(base.config, "max_position_embeddings", None)
-    batch = tokenizer(
-        texts,
-        add_special_tokens=not is_templated,
-        truncation=True,
-        max_length=min(most, positions - config.max_new_tokens) if positions else most,
-        padding=True,
-        return_tensors="pt",
-    )
-    ids, mask = (batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask"))
-    made = base.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=config.max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,  # a chat model may have several
-    )
-    return [{"completion": text} for text in tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)]

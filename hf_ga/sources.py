@@ -8,7 +8,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.utils import logging
 
-from hf_ga import corpus, source_lines
+from hf_ga import embedded
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import DataError
 from hf_ga.order import epoch_order
@@ -42,6 +42,8 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
             "train on."
         )
     rows = _with_validation(rows, config)
+    if config.task == "seq2seq":  # {"translation": {"en": ..., "de": ...}} -> translation.en, translation.de
+        rows = rows.flatten()
     if not rows and config.predict_file is None:
         raise DataError(f"dataset_name {config.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
     return rows
@@ -50,7 +52,7 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
 def _named_rows(config: FinetuneConfig) -> DatasetDict:
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     if name == "stdlib":
-        return source_lines.load_source_lines() if config.task == "token-classification" else corpus.load_stdlib()
+        return embedded.load(config.task)
     if _file_kind(path) or path.is_file():
         return DatasetDict(train=load_file(name))
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():

@@ -8,15 +8,20 @@ from typing import Any
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BartConfig,
     BertConfig,
     GPT2Config,
     PretrainedConfig,
     PreTrainedTokenizerBase,
+    RoFormerConfig,
 )
 
-from hf_ga import collation, tokenization
+from hf_ga import choices, collation, spans, tokenization
 from hf_ga.errors import ConfigError
 
 
@@ -26,13 +31,15 @@ class Task:
 
     Attributes:
         auto_class: the transformers class that loads the model.
-        labels: what a row's label is: "none", one "class", a "number", a set of "classes", or "tags" (a class for each word).
+        labels: what a row's label is: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
+            "answers" (spans of a context), "choice" (the number of one of the row's own texts), "target" (a text to be generated).
         tokenize: a function of `tokenization`.
         collator: (tokenizer, number of labels, share of tokens that a masked LM predicts) -> collate function.
         small_config: (tokenizer, max_length) -> configuration of the model that is built where none is named.
         problem_type: what transformers calls the loss of a sequence classifier.
-        metrics: names of the metrics beside the loss.
-        pipeline: the transformers pipeline that a trained model serves. lora_type: what PEFT calls the head, where it has a name.
+        metrics: names of the metrics beside the loss. generated_metrics: those of texts that are generated in evaluations.
+        pipeline: what hubs and transformers' pipelines call the work of a trained model. lora_type: what PEFT calls the head, where
+            it has a name.
     """
 
     auto_class: Any
@@ -42,6 +49,7 @@ class Task:
     small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig]
     problem_type: str | None = None
     metrics: tuple[str, ...] = ()
+    generated_metrics: tuple[str, ...] = ()
     pipeline: str = "text-classification"
     lora_type: str | None = "SEQ_CLS"
 
@@ -67,6 +75,42 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
         num_attention_heads=4,
         intermediate_size=512,
         pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def small_roformer(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A RoFormer of about 1.1 million parameters: where an answer begins is told by the word before it, which a model with
+    positions relative to each other learns sooner than a BERT.
+    """
+    return RoFormerConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, max_length),
+        embedding_size=128,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A BART of about 1.7 million parameters. (A T5 of this size, whose first embeddings are 50 times larger, learns slower.)"""
+    layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return BartConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, max_length),
+        d_model=128,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        attention_dropout=0.1,
+        **layers,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.eos_token_id,
+        forced_eos_token_id=None,  # BART's own, an id of its own vocabulary
     )
 
 
@@ -108,7 +152,7 @@ TASKS: dict[str, Task] = {
         lora_type="CAUSAL_LM",
     ),
     "masked-lm": Task(
-        AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, None, (), "fill-mask", None
+        AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, pipeline="fill-mask", lora_type=None
     ),
     "text-classification": _of_texts(
         "class", _padding(collation.collate_classes), "single_label_classification", ("accuracy", "f1")
@@ -124,5 +168,35 @@ TASKS: dict[str, Task] = {
         metrics=("accuracy", "f1"),
         pipeline="token-classification",
         lora_type="TOKEN_CLS",
+    ),
+    "question-answering": Task(
+        AutoModelForQuestionAnswering,
+        "answers",
+        spans.tokenize_questions,
+        _padding(spans.collate_spans),
+        small_roformer,
+        metrics=("exact_match", "f1"),
+        pipeline="question-answering",
+        lora_type="QUESTION_ANS",
+    ),
+    "multiple-choice": Task(
+        AutoModelForMultipleChoice,
+        "choice",
+        choices.tokenize_choices,
+        _padding(choices.collate_choices),
+        small_bert,
+        metrics=("accuracy",),
+        pipeline="multiple-choice",
+        lora_type=None,
+    ),
+    "seq2seq": Task(
+        AutoModelForSeq2SeqLM,
+        "target",
+        tokenization.tokenize_targets,
+        _padding(collation.collate_targets),
+        small_bart,
+        generated_metrics=("exact_match", "rouge_l"),
+        pipeline="text2text-generation",
+        lora_type="SEQ_2_SEQ_LM",
     ),
 }

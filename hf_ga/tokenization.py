@@ -33,7 +33,7 @@ def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_len
     The whole text is tokenised at once, as the model will see it; a token counts if any of its characters is of a completion: a
     space that ends a prompt may have become part of the completion's first word.
     """
-    _check_fast(tokenizer)
+    check_fast(tokenizer)
     whole, labels = [], []
     for text, spans, is_templated in rendered(rows, tokenizer):
         encoded = tokenizer(text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False)
@@ -70,8 +70,8 @@ def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Words with a tag each. A word may become several pieces: the first carries the tag, the others are ignored."""
-    _check_fast(tokenizer)
-    _check_room(tokenizer, max_length, is_pair=False)
+    check_fast(tokenizer)
+    check_room(tokenizer, max_length, is_pair=False)
     words = [row or [] for row in rows["tokens"]]
     uncut = tokenizer(words, is_split_into_words=True, verbose=False)
     encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
@@ -89,6 +89,24 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
             _tags_of_pieces(row, ids, mask) if len(row) else [] for row, ids, mask in zip(tags, word_of, first, strict=True)
         ]
     return columns
+
+
+def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Source texts for an encoder, and `labels`, the ids of their target texts with an end: both are cut at `max_length`.
+
+    Every token of a target is predicted, its end too; a row without one adds nothing. `target` is the whole text, for metrics.
+    """
+    columns = _tokenize_texts(rows, tokenizer, max_length)
+    if "target" not in rows:
+        return columns
+    targets = [text or "" for text in rows["target"]]
+    whole = _ended(tokenizer(text_target=targets, verbose=False)["input_ids"], tokenizer.eos_token_id, None)
+    options = {"truncation": True, "max_length": max_length} if max_length else {}
+    cut = _ended(tokenizer(text_target=targets, verbose=False, **options)["input_ids"], tokenizer.eos_token_id, max_length)
+    labels = _without_empty(cut, targets)
+    labels = [row if ids else [] for row, ids in zip(labels, columns["input_ids"], strict=True)]
+    was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
+    return {**columns, "labels": labels, "num_targets": list(map(len, labels)), "was_cut": was_cut, "target": targets}
 
 
 def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
@@ -123,7 +141,7 @@ def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndar
 def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     texts = [text or "" for text in rows["text"]]
     pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
-    _check_room(tokenizer, max_length, is_pair=pairs is not None)
+    check_room(tokenizer, max_length, is_pair=pairs is not None)
     whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
     filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
@@ -134,18 +152,25 @@ def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
     return columns
 
 
-def _check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a tokenizer that does not tell which characters or words its tokens stand for."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} does not tell which characters or words its tokens stand for, as completions and tags "
-            "need: use a model with a fast tokenizer."
+            f"{type(tokenizer).__name__} does not tell which characters or words its tokens stand for, as completions, tags "
+            "and answers need: use a model with a fast tokenizer."
         )
 
 
-def _check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> None:
+def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> None:
+    """Raise ConfigError where special tokens alone fill a sample."""
     special = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length is not None and max_length <= special:
         raise ConfigError(f"max_length {max_length} leaves no room beside the {special} special tokens of every sample: use more.")
+
+
+def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None) -> list[list[int]]:
+    """With an end-of-text token, which tokenizers of encoders alone and of decoders alone do not add."""
+    return [ids if end is None or ids[-1:] == [end] else [*(ids[: max_length - 1] if max_length else ids), end] for ids in rows]
 
 
 def _words_of_pieces(encoded: BatchEncoding, index: int) -> np.ndarray:

@@ -181,6 +181,30 @@ def label_set(words: list[str]) -> list[str]:
     return [COLOURS[words[0]], "long"] if len(words) > 5 else [COLOURS[words[0]]]
 
 
+def question(i: int, rng: np.random.Generator) -> dict:
+    """The answer is the colour in the context; every seventh has none."""
+    words = rng.choice(WORDS, rng.integers(3, 12)).tolist()
+    colour, place = list(COLOURS.values())[i % 3], int(rng.integers(len(words)))
+    if i % 7 == 3:
+        return {"question": "position", "context": " ".join(words), "answers": {"text": [], "answer_start": []}}
+    words.insert(place, colour)
+    start = len(" ".join([*words[:place], ""]))
+    return {"question": "position", "context": " ".join(words), "answers": {"text": [colour], "answer_start": [start]}}
+
+
+def choice(i: int, rng: np.random.Generator) -> dict:
+    """The right one of three texts is that with a colour."""
+    texts = [rng.choice(WORDS, rng.integers(1, 8)).tolist() for _ in range(3)]
+    texts[i % 3].append(list(COLOURS.values())[i % 2])
+    return {"question": "position", "choices": [" ".join(words) for words in texts], "label": i % 3}
+
+
+def translated(i: int, rng: np.random.Generator) -> dict:
+    """Word for word."""
+    words = [list(COLOURS)[i % 3], *rng.choice(list(COLOURS), rng.integers(0, 5)).tolist()]
+    return {"source": " ".join(words), "target": " ".join(COLOURS[word] for word in words)}
+
+
 CLASSES = rows_of(of_text(lambda words: COLOURS[words[0]]))
 JOBS = {
     "causal LM, row by row": ("gpt", rows_of(cycle), {}),
@@ -202,36 +226,48 @@ JOBS = {
     ),
     "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing": 0.1}),
     "LoRA": ("gpt", rows_of(cycle), {"lora_r": 4, "lora_dropout": 0.1}),
+    "answers": ("bert", rows_of(question), {"task": "question-answering", "max_length": 16}),
+    "choices": ("bert", rows_of(choice), {"task": "multiple-choice"}),
+    "translations": (
+        "t5",
+        rows_of(translated),
+        {"task": "seq2seq", "predict_with_generate": True, "max_new_tokens": 8, "per_device_eval_batch_size": 13},
+    ),
 }
 
 
 def save_jobs(folder: Path) -> None:
     """Train, validation and test rows of every job, and models whose tokenizer has a token for each word: `job-gpt`, `job-bert`,
-    and `job-chat` (a GPT-2 with a chat template). Those without dropout end in `-still`.
+    `job-t5` and `job-chat` (a GPT-2 with a chat template). Those without dropout end in `-still`.
     """
     text = " ".join([SENTENCE, *COLOURS.values(), *COLOURS, "dropout :"])
     ends = ["<|user|>", "<|assistant|>", "<|end|>"]
-    for name in ("gpt", "bert", "chat"):
+    for name in ("gpt", "bert", "chat", "t5"):
         tokenizer = corpus.train_tokenizer([text] * 3, 420)
         if name == "chat":
             tokenizer.add_special_tokens({"additional_special_tokens": ends})
             tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|end|>"
-        plain = folder / name.replace("chat", "gpt")
         more = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-        # Larger first weights than the usual 0.02: at this size those leave some seeds on a plateau, and rounding decides which.
-        more |= {"initializer_range": 0.1, "hidden_size": 32} if name == "bert" else {}
         for dropout, end in ((0.1, ""), (0.0, "-still")):
-            places = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
-            config = tf.AutoConfig.from_pretrained(plain, **more)
-            for place in places:
-                if hasattr(config, place):
-                    setattr(config, place, dropout)
             torch.manual_seed(6)
-            (tf.BertForMaskedLM if name == "bert" else tf.GPT2LMHeadModel)(config).save_pretrained(folder / f"job-{name}{end}")
+            job_model(folder, name, dropout, more).save_pretrained(folder / f"job-{name}{end}")
             tokenizer.save_pretrained(folder / f"job-{name}{end}")
     for name, (_, make, _) in JOBS.items():
         for seed, (split, count) in enumerate({"train": TRAIN, "validation": VALIDATION, "test": 7}.items()):
             write_rows(folder / f"{name}.{split}.jsonl", make(count, seed))
+
+
+def job_model(folder: Path, name: str, dropout: float, tokens: dict) -> tf.PreTrainedModel:
+    if name == "t5":
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+        return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0, **tokens))
+    # Larger first weights than the usual 0.02: at this size those leave some seeds on a plateau, and rounding decides which.
+    more = {"initializer_range": 0.1, "hidden_size": 32} if name == "bert" else {}
+    config = tf.AutoConfig.from_pretrained(folder / name.replace("chat", "gpt"), **tokens, **more)
+    for place in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, place):
+            setattr(config, place, dropout)
+    return (tf.BertForMaskedLM if name == "bert" else tf.GPT2LMHeadModel)(config)
 
 
 def job_config(place: Path, output: Path, name: str, **more) -> hf_ga.FinetuneConfig:

@@ -17,10 +17,15 @@ from hf_ga import cli, corpus, finetuning
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 VALID = "--num_train_epochs 1 --per_device_train_batch_size 4 --max_length 32"
 CLASSIFY = "--task text-classification"
+ANSWER, CHOOSE, WRITE = "--task question-answering", "--task multiple-choice", "--task seq2seq"
 
 
 def rows(*values: dict) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def asked(context: str, text: str, start: int, question: str = "what?") -> dict:
+    return {"question": question, "context": context, "answers": {"text": [text], "answer_start": [start]}}
 
 
 FILES = {
@@ -46,6 +51,19 @@ FILES = {
     "no_number.jsonl": rows(*({"text": "a b c", "label": None if i == 4 else i / 2} for i in range(9))),
     "tags.jsonl": rows(*({"tokens": ["a", "b"], "tags": ["x", "y"][: 1 + i % 2]} for i in range(9))),
     "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
+    "answers.jsonl": rows(*(asked("some words", "words", 5) for _ in range(9))),
+    "misplaced.jsonl": rows(*(asked("some words", "words", 4 if i == 6 else 5) for i in range(9))),
+    "no_start.jsonl": rows(*({"question": "a", "context": "b c", "answer": "c"} for _ in range(9))),
+    "answer_numbers.jsonl": rows(*({"question": "a", "context": "b c", "answers": {"text": ["c"]}} for _ in range(9))),
+    "long_question.jsonl": rows(*(asked("some words", "words", 5, question="why " * 40) for _ in range(9))),
+    "choices.jsonl": rows(*({"question": "a", "choices": ["b", "c"], "label": i % 2} for i in range(9))),
+    "ragged_choices.jsonl": rows(*({"question": "a", "choices": ["b", "c", "d"][: 3 - (i == 6)], "label": 0} for i in range(9))),
+    "beyond_choices.jsonl": rows(*({"question": "a", "choices": ["b", "c"], "label": 2 * (i == 6)} for i in range(9))),
+    "one_choice.jsonl": rows(*({"question": "a", "choices": ["b"], "label": 0} for i in range(9))),
+    "text_choices.jsonl": rows(*({"question": "a", "choices": "b, c", "label": 0} for i in range(9))),
+    "targets.jsonl": rows(*({"source": "a b", "target": "c"} for _ in range(9))),
+    "number_targets.jsonl": rows(*({"source": "a b", "target": i} for i in range(9))),
+    "blank_targets.jsonl": rows(*({"source": "a b", "target": ""} for _ in range(9))),
     "good.xyz": "some text\n",
     "good.yaml": "max_steps: 3\n",
     "malformed.yaml": "max_steps: [3\nseed: 1\n",
@@ -183,6 +201,59 @@ CASES = {
         "--task token-classification --dataset_name {d}/tags.jsonl",
         ["2 words but 1 tags", "every word needs one tag"],
     ),
+    "an answer somewhere else": (
+        f"{ANSWER} --dataset_name {{d}}/misplaced.jsonl --validation_file {{d}}/answers.jsonl",
+        ["row 6 of train ('what?')", "the answer 'words' is not at character 4", "' word' stands", "counts characters from 0"],
+    ),
+    "answers without their places": (
+        f"{ANSWER} --dataset_name {{d}}/no_start.jsonl",
+        ["no column 'answer_start'", "question, context, answer"],
+    ),
+    "answers of another shape": (f"{ANSWER} --dataset_name {{d}}/answer_numbers.jsonl", ["row 0 of train ('a')", '"answer_start"']),
+    "no answers": (f"{ANSWER} --dataset_name {{d}}/good.jsonl", ["text_column 'question' is not", "--text_column"]),
+    "a question that fills a sample": (
+        f"{ANSWER} --dataset_name {{d}}/long_question.jsonl",
+        ["the question 'why why", "leave no room for a context", "max_length 32"],
+    ),
+    "another number of choices": (
+        f"{CHOOSE} --dataset_name {{d}}/ragged_choices.jsonl --validation_file {{d}}/choices.jsonl",
+        ["row 6 of train ('a') has 2 choices, the rows before it 3", "all rows need as many"],
+    ),
+    "a label beyond the choices": (
+        f"{CHOOSE} --dataset_name {{d}}/choices.jsonl --validation_file {{d}}/beyond_choices.jsonl",
+        ["row 6 of validation ('a') has the label 2 for 2 choices", "from 0 to 1"],
+    ),
+    "one choice": (
+        f"{CHOOSE} --dataset_name {{d}}/one_choice.jsonl",
+        ["row 0 of train ('a') has 1 choice", "nothing to choose from"],
+    ),
+    "choices in one text": (
+        f"{CHOOSE} --dataset_name {{d}}/text_choices.jsonl",
+        ["row 0 of train ('a') has no list of strings for its choices", "b, c", "--choices_column"],
+    ),
+    "no choices": (f"{CHOOSE} --dataset_name {{d}}/good.jsonl", ["choices_column 'choices' is not", "--choices_column"]),
+    "targets of numbers": (f"{WRITE} --dataset_name {{d}}/number_targets.jsonl", ["target column", "int64", "--target_column"]),
+    "no target column": (f"{WRITE} --text_column text --dataset_name {{d}}/good.jsonl", ["target_column 'target'", "text, label"]),
+    "targets without a word": (f"{WRITE} --dataset_name {{d}}/blank_targets.jsonl", ["none of the 8 train rows has a target"]),
+    "writing with a decoder alone": (
+        f"{WRITE} --dataset_name {{d}}/targets.jsonl",
+        ["seq2seq needs an encoder with a decoder", "a gpt2 has only one", "--task causal-lm"],
+    ),
+    "more to write than positions": (
+        f"{WRITE} --dataset_name {{d}}/targets.jsonl --model_name_or_path {{d}}/bart --predict_with_generate",
+        ["max_new_tokens 64 must be below the 64 positions"],
+    ),
+    "choices of a language model": ("--choices_column x", ["choices_column is for the task multiple-choice", "not causal-lm"]),
+    "target of a language model": ("--target_column x", ["target_column is for the task seq2seq", "not causal-lm"]),
+    "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate is for the task seq2seq"]),
+    "metric of texts that are not generated": (
+        f"{WRITE} --metric_for_best_model rouge_l",
+        ["metric_for_best_model rouge_l compares generated texts", "--predict_with_generate"],
+    ),
+    "smoothing of answers": (f"{ANSWER} --label_smoothing 0.1", ["label_smoothing is for the task", "not question-answering"]),
+    "smoothing of choices": (f"{CHOOSE} --label_smoothing 0.1", ["label_smoothing is for the task", "not multiple-choice"]),
+    "weights of words to write": (f"{WRITE} --class_weights balanced", ["class_weights is for the task", "not seq2seq"]),
+    "no beams": (f"{WRITE} --num_beams 0", ["num_beams must be at least 1", "got 0"]),
     "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
     # the command line and its file
     "wrong type": ("--max_steps ten", ["--max_steps", "invalid int value", "'ten'"]),
@@ -272,7 +343,7 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """FILES, a tiny GPT-2 in `gpt` and a tiny BERT in `bert`, both of 64 positions."""
+    """FILES, a tiny GPT-2 in `gpt`, a tiny BERT in `bert`, and the configuration of a BART, all of 64 positions."""
     folder = tmp_path_factory.mktemp("input")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -285,7 +356,8 @@ def files(tmp_path_factory):
     tf.BertForMaskedLM(bert).save_pretrained(folder / "bert")
     roberta = tf.RobertaConfig(**sizes, intermediate_size=16, max_position_embeddings=64, pad_token_id=1)
     tf.RobertaForMaskedLM(roberta).save_pretrained(folder / "roberta")
-    for name in ("gpt", "bert", "roberta", "no_weights"):
+    tf.BartConfig(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder / "bart")
+    for name in ("gpt", "bert", "bart", "roberta", "no_weights"):
         tokenizer.save_pretrained(folder / name)
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode())[:60])
     return folder
@@ -309,7 +381,7 @@ def arguments_of(text: str, folder: Path, output: Path) -> list[str]:
     """The case's own arguments, and valid ones for what it leaves out."""
     own = text.format(d=folder).split()
     defaults = {"--model_name_or_path": folder / "gpt", "--dataset_name": folder / "good.jsonl", "--output_dir": output}
-    if CLASSIFY in text:
+    if CLASSIFY in text or ANSWER in text or CHOOSE in text:
         defaults["--model_name_or_path"] = folder / "bert"
     for name, value in [*defaults.items(), *zip(VALID.split()[::2], VALID.split()[1::2], strict=True)]:
         if not any(argument.partition("=")[0] == name for argument in own):
@@ -346,7 +418,8 @@ def test_bad_input(name, files, tmp_path, capsys):
 @pytest.mark.usefixtures("no_model")
 def test_good_input_reaches_the_model(files, tmp_path):
     """The control of the table: nothing else in its arguments is refused, and the trap for built models works."""
-    for task in ("", CLASSIFY):
+    files_of = {ANSWER: "answers", CHOOSE: "choices"}
+    for task in ("", CLASSIFY, *(f"{task} --dataset_name {{d}}/{file}.jsonl" for task, file in files_of.items())):
         with pytest.raises(AssertionError, match="was built before"):
             cli.finetune_main(arguments_of(task, files, tmp_path / "out"))
 

@@ -18,6 +18,7 @@ from hf_ga.chat import prompts
 from hf_ga.collation import collate_causal, collate_classes, pad
 from hf_ga.columns import choose_columns
 from hf_ga.data import prepare_data, prepare_unlabelled
+from hf_ga.models import complete_config, load_model
 from hf_ga.sources import load_rows
 from hf_ga.tasks import TASKS
 
@@ -61,6 +62,13 @@ def rows_for(task: str) -> list[dict]:
             "tokens": text.split(),
             "tags": ["V" if w in "aei" else "C" for w in text.split()],
         },
+        "question-answering": lambda i, text: {
+            "question": "a b"[: 1 + i % 3],
+            "context": text,
+            "answers": {"text": [text[-1]], "answer_start": [len(text) - 1]},
+        },
+        "multiple-choice": lambda i, text: {"text": "a", "choices": ["b", text, "c d"], "label": i % 3},
+        "seq2seq": lambda i, text: {"source": text, "target": text[::-1]},
     }
     make = makers.get(task, lambda i, text: {"text": text, "label": ("no", "yes")[i % 2]})
     return [make(i, text) for i, text in enumerate(TEXTS)]
@@ -306,6 +314,52 @@ TASK_COLUMNS = {  # task: columns of a dataset (L: of lists, M: of messages, i: 
         {"text_pair_column": "b"},
         {"text": "text", "text_pair": "b", "label": "score"},
     ),
+    "SQuAD": (
+        "question-answering",
+        "id title context question A_answers",
+        {},
+        {"question": "question", "context": "context", "A_answers": "A_answers"},
+    ),
+    "flat answers": (
+        "question-answering",
+        "question context answer i_answer_start",
+        {},
+        {"question": "question", "context": "context", "answer": "answer", "answer_start": "i_answer_start"},
+    ),
+    "answers by flags": (
+        "question-answering",
+        "q passage A_found question",
+        {"text_column": "q", "text_pair_column": "passage", "label_column": "found"},
+        {"question": "q", "context": "passage", "A_answers": "A_found"},
+    ),
+    "SWAG": (
+        "multiple-choice",
+        "sent1 sent2 ending1 ending0 label",
+        {},
+        {"text": "sent1", "text_pair": "sent2", "choice0": "ending0", "choice1": "ending1", "label": "label"},
+    ),
+    "choices by flag": (
+        "multiple-choice",
+        "question L_choices L_mine answer",
+        {"choices_column": "L_mine"},
+        {"text": "question", "choices": "L_mine", "label": "answer"},
+    ),
+    "source and target": ("seq2seq", "target source text", {}, {"text": "source", "target": "target"}),
+    "summaries": ("seq2seq", "id document summary", {}, {"text": "document", "target": "summary"}),
+    "news": ("seq2seq", "article highlights id", {}, {"text": "article", "target": "highlights"}),
+    "target by flag": ("seq2seq", "document summary title", {"target_column": "title"}, {"text": "document", "target": "title"}),
+    "translations": (
+        "seq2seq",
+        "translation.de translation.en",
+        {},
+        {"text": "translation.de", "target": "translation.en"},
+    ),
+    "translations the other way": (
+        "seq2seq",
+        "translation.de translation.en",
+        {"text_column": "translation.en"},
+        {"text": "translation.en", "target": "translation.de"},
+    ),
 }
 for first, second in [
     ("sentence1", "sentence2"),
@@ -326,11 +380,14 @@ for first, second in [
     TASK_COLUMNS[f"{first} alone"] = ("regression", f"text {first} label", {}, {"text": "text", "label": "label"})
 
 
+def plain(name: str) -> str:
+    return name.removeprefix("M_").removeprefix("A_").replace("i_answer", "answer")
+
+
 def empty_splits(columns: str, *splits: str) -> DatasetDict:
     kinds = {"L": List(Value("string")), "M": List({"role": Value("string"), "content": Value("string")}), "i": Value("int64")}
-    features = {
-        name.removeprefix("M_"): kinds.get(name[0] if name[1:2] == "_" else "", Value("string")) for name in columns.split()
-    }
+    kinds["A"] = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
+    features = {plain(name): kinds.get(name[0] if name[1:2] == "_" else "", Value("string")) for name in columns.split()}
     return DatasetDict({s: Dataset.from_dict({c: [] for c in features}, Features(features)) for s in splits or ("train",)})
 
 
@@ -338,7 +395,7 @@ def empty_splits(columns: str, *splits: str) -> DatasetDict:
 def test_columns(case):
     name, columns, flags, chosen = TASK_COLUMNS[case]
     found = choose_columns(empty_splits(columns), FinetuneConfig(dataset_name="x", task=name, **flags), TASKS[name])
-    assert found == {role.removeprefix("M_"): column.removeprefix("M_") for role, column in chosen.items()}
+    assert found == {plain(role): plain(column) for role, column in chosen.items()}
 
 
 MISSING = {
@@ -374,6 +431,25 @@ MISSING = {
         {"text_column": "tags"},
         "^text_column and label_column are not all",
     ),
+    "questions": ("question-answering", "query context A_answers", {}, "text_column 'question' is not in.*--text_column"),
+    "contexts": ("question-answering", "question text A_answers", {}, "text_pair_column 'context' is not.*--text_pair_column"),
+    "answers": ("question-answering", "question context", {}, "label_column 'answers' is not in.*--label_column"),
+    "places of answers": (
+        "question-answering",
+        "question context answer",
+        {},
+        "no column 'answer_start' that tells at which character",
+    ),
+    "choices": ("multiple-choice", "question label", {}, "choices_column 'choices' is not in.*--choices_column"),
+    "named choices": ("multiple-choice", "question label", {"choices_column": "x"}, "choices_column 'x' is not in"),
+    "right choice": (
+        "multiple-choice",
+        "question L_c",
+        {"choices_column": "L_c"},
+        "label_column 'label' is not in.*--label_column",
+    ),
+    "sources": ("seq2seq", "body target", {}, "text_column 'source' is not in.*--text_column"),
+    "targets": ("seq2seq", "source body", {}, "target_column 'target' is not in.*--target_column"),
     "blocks of conversations": (
         "causal-lm",
         "prompt completion",
@@ -494,7 +570,7 @@ def test_second_preparation_reads_the_cache(name, tmp_path, monkeypatch):
     third = prepared(file, tokenizer, task=name)
     assert calls.read_text() == "xx"
     assert first.splits["train"]["input_ids"][:] == second.splits["train"]["input_ids"][:] == third.splits["train"]["input_ids"][:]
-    prepared(file, tokenizer, task=name, max_length=3)
+    prepared(file, tokenizer, task=name, max_length=7)
     assert calls.read_text() == "xxxx"
 
 
@@ -655,6 +731,9 @@ HASHED = {
     "regression": [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0}],
     "multi-label": [{"text": "a", "labels": ["x"]}, {"text": "a", "labels": ["y", "x"]}],
     "token-classification": [{"tokens": ["a", "b"], "tags": ["x", "y"]}, {"tokens": ["c"], "tags": ["y"]}],
+    "question-answering": [{"question": "a", "context": "b c", "answers": {"text": ["b"], "answer_start": [0]}}] * 2,
+    "multiple-choice": [{"text": "a", "choices": ["b", "c"], "label": 0}] * 2,
+    "seq2seq": [{"source": "a", "target": "b"}, {"source": "a", "target": "c"}],
 }
 CHANGED = {  # the same ids in `input_ids`, but for masked-lm, which has nothing else
     "masked-lm": [{"text": "a"}, {"text": "b c"}],
@@ -663,6 +742,9 @@ CHANGED = {  # the same ids in `input_ids`, but for masked-lm, which has nothing
     "regression": [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0000001}],
     "multi-label": [{"text": "a", "labels": ["x", "y"]}, {"text": "a", "labels": ["x"]}],  # flat the same: x y x
     "token-classification": [{"tokens": ["a", "b"], "tags": ["y", "x"]}, {"tokens": ["c"], "tags": ["y"]}],
+    "question-answering": [{"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}] * 2,
+    "multiple-choice": [{"text": "a", "choices": ["b", "c"], "label": 1}] * 2,
+    "seq2seq": [{"source": "a", "target": "c"}, {"source": "a", "target": "b"}],
 }
 
 
@@ -895,3 +977,77 @@ def test_classification_batch_by_hand():
 def test_pad():
     assert pad([[], [1, 2]], 9).tolist() == [[9, 9], [1, 2]]
     assert pad([], 0).shape == (0, 0)
+
+
+# Answers, choices and targets
+
+
+def test_translations_are_flattened(tmp_path):
+    """In training and in a file to predict, whose rows keep their shape."""
+    rows = [{"translation": {"de": text, "en": text[::-1]}} for text in TEXTS]
+    file = write(tmp_path / "d.jsonl", rows)
+    data = prepared(file, letter_tokenizer(), task="seq2seq")
+    assert data.columns == {"text": "translation.de", "target": "translation.en"}
+    sample = data.splits["train"][1]
+    assert sample["target"] == sample["target"][::-1][::-1] and sample["labels"] == [*ids_of(sample["target"]), 1]
+    predicted = write(tmp_path / "p.jsonl", [{"translation": {"de": "a b"}}])
+    kept, named, samples = prepare_unlabelled(FinetuneConfig(task="seq2seq", dataset_name=file), data, predicted)
+    assert kept[0] == {"translation": {"de": "a b"}} and named[0] == {"text": "a b"} and samples["input_ids"][:] == [[3, 4]]
+
+
+def test_facts_and_baseline_of_answers(tmp_path):
+    """Five rows of which one has no answer, one loses it at 7 tokens, and the first word of the context is right for two."""
+    answers = [("c d e f", "c", 0), ("c d e f", "c", 0), ("d e f g", "d", 0), ("c d e f", "f", 6), ("c d", None, None)]
+    rows = [
+        {"question": "a", "context": context, "answers": {"text": [text] * bool(text), "answer_start": [start] * bool(text)}}
+        for context, text, start in answers
+    ]
+    file = write(tmp_path / "d.jsonl", rows)
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
+    data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=7)
+    facts = "; ".join(data.facts)
+    assert "train: 1 of 5 rows have no answer: they learn the <cls> token" in facts
+    assert "train: 1 of 5 rows have an answer that the cut took away: they learn the <cls> token" in facts
+    assert "train: 4 of 5 rows cut at 7 tokens" in facts
+    assert "answering with the first 1 words of the context: F1 0.600 on 5 validation rows" in facts
+    assert not {"context", "answers", "starts", "ends", "no_answer", "answer_is_lost"} & set(data.samples("train").column_names)
+    assert data.unigram_entropy is None and data.labels == []
+
+
+def test_baseline_of_choices_and_entropy_of_targets(tmp_path):
+    rows = [{"text": "a", "choices": ["b", "c", "d"], "label": i % 4 // 2} for i in range(8)]
+    file = write(tmp_path / "d.jsonl", rows)
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
+    data = prepared(file, tokenizer, task="multiple-choice", validation_file=file)
+    assert "guessing one of 3 choices: accuracy 0.333; always number 0: 0.500" in data.facts
+    file = write(tmp_path / "t.jsonl", [{"source": "a b c d e f", "target": "g"}, {"source": "a", "target": "h"}])
+    data = prepared(file, letter_tokenizer(), task="seq2seq", validation_file=file)  # targets: g <eos> h <eos>
+    assert data.unigram_entropy == pytest.approx(1.5 * math.log(2), rel=1e-9)
+
+
+@pytest.mark.parametrize("label", [-1, "", None])
+def test_unlabelled_test_rows_of_choices_are_left_out(label, tmp_path):
+    rows = [{"text": "a", "choices": ["b", "c"], "label": str(i % 2)} for i in range(6)]
+    file = write(tmp_path / "d.jsonl", rows)
+    test = write(tmp_path / "test.jsonl", [{"text": "a", "choices": ["b", "c"], "label": label}] * 3)
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
+    data = prepared(file, tokenizer, task="multiple-choice", validation_file=file, test_file=test)
+    assert "test" not in data.splits and any("left out the test rows" in fact for fact in data.facts)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_small_models_take_the_samples(name, tmp_path):
+    """The model that is built where none is named: positions for a max_length beyond the usual, a finite loss with a gradient."""
+    file = write(tmp_path / "d.jsonl", rows_for(name))
+    config = FinetuneConfig(dataset_name=file, validation_file=file, task=name, max_length=300)
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", mask_token="<mask>", bos_token="<eos>")
+    data = prepare_data(config, tokenizer)
+    model_config = complete_config(None, config, data)
+    model, new = load_model(config, model_config, data)
+    assert new == [] and model_config.max_position_embeddings >= 300 and sum(p.numel() for p in model.parameters()) < 2e6
+    samples = data.samples("train")
+    loss = model(**data.collate([samples[i] for i in (0, 5, 9)])).loss
+    loss.backward()
+    assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    longest = torch.full((1, 1, 300) if name == "multiple-choice" else (1, 300), 3)
+    model(input_ids=longest, **({"decoder_input_ids": longest} if name == "seq2seq" else {}))

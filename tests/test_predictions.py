@@ -27,6 +27,9 @@ COLUMNS = {
     "numbers": lambda text: {"text": text},
     "label sets": lambda text: {"text": text},
     "tags": lambda text: {"tokens": None if text is None else text.split()},
+    "answers": lambda text: {"question": "position", "context": text},
+    "choices": lambda text: {"question": text, "choices": ["step red", "every", f"is {text}"]},
+    "translations": lambda text: {"source": text},
 }
 
 
@@ -78,6 +81,42 @@ class ByHand:
         return self.model(**{k: v for k, v in encoded.items() if k in names}).logits[0], encoded
 
     @torch.no_grad()
+    def answer(self, row):
+        """Of all spans of the context, and of <cls> for none, that with the largest sum of logits."""
+        encoded = self.tokenizer(row["question"], row["context"], truncation="only_second", max_length=LENGTH, return_tensors="pt")
+        outputs = self.model(**{k: encoded[k] for k in ("input_ids", "attention_mask")})
+        begin, end = outputs.start_logits[0], outputs.end_logits[0]
+        places = [i for i, part in enumerate(encoded.sequence_ids()) if part == 1]
+        sums = {(i, j): float(begin[i] + end[j]) for i in places for j in places if i <= j}
+        sums[0, 0] = float(begin[0] + end[0])
+        i, j = max(sums, key=sums.get)
+        score = float(torch.tensor(list(sums.values())).softmax(0).max())
+        if i == 0:
+            return {"answer": "", "score": pytest.approx(score, abs=2e-6), "start": 0, "end": 0}
+        start, stop = encoded.token_to_chars(i).start, encoded.token_to_chars(j).end
+        start += row["context"][start] == " "
+        text = row["context"][start:stop]
+        return {"answer": text, "score": pytest.approx(score, abs=2e-6), "start": start, "end": stop}
+
+    @torch.no_grad()
+    def choice(self, row):
+        logits = []
+        for text in row["choices"]:
+            encoded = self.tokenizer(row["question"], text, truncation=True, max_length=LENGTH, return_tensors="pt")
+            inputs = {k: encoded[k].unsqueeze(0) for k in ("input_ids", "attention_mask")}
+            logits.append(self.model(**inputs).logits.flatten())
+        probabilities = torch.cat(logits).softmax(-1)
+        return {"choice": int(probabilities.argmax()), "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
+
+    @torch.no_grad()
+    def target(self, row, count=6):
+        ids = self.tokenizer(row["source"], truncation=True, max_length=LENGTH, return_tensors="pt")["input_ids"]
+        made = [self.model.config.decoder_start_token_id]
+        while len(made) <= count and made[-1:] != [self.tokenizer.eos_token_id]:
+            made.append(int(self.model(input_ids=ids, decoder_input_ids=torch.tensor([made])).logits[0, -1].argmax()))
+        return {"text": self.tokenizer.decode(made, skip_special_tokens=True).strip()}
+
+    @torch.no_grad()
     def completion(self, row, count=6):
         templated = self.name in ("messages", "prompt and completion")
         if templated:
@@ -95,6 +134,8 @@ class ByHand:
         names = self.model.config.id2label
         if self.task.pipeline == "text-generation":
             return self.completion(row)
+        if self.name in ("answers", "choices", "translations"):
+            return {"answers": self.answer, "choices": self.choice, "translations": self.target}[self.name](row)
         if self.name == "tags":
             logits, encoded = self.logits(row["tokens"], is_split_into_words=True)
             tags = [None] * len(row["tokens"])
@@ -156,6 +197,19 @@ def test_a_long_prompt_keeps_its_end(trained, place, tmp_path):
         assert row["prediction"] == {"completion": by_hand.tokenizer.decode(made, skip_special_tokens=True)}
 
 
+def test_beams_of_a_causal_lm(trained, place, tmp_path):
+    """Those of transformers on each row alone."""
+    _, output = trained("messages")
+    settings = {"num_beams": 4, "max_new_tokens": 6, "predict_file": str(place / "messages.predict.jsonl")}
+    evaluate(place, tmp_path / "out", "messages", output, validation_file=None, test_file=None, dataset_name="stdlib", **settings)
+    by_hand = ByHand("messages", output)
+    for row in read(tmp_path / "out"):
+        text = "".join(f"<|user|>{m['content']}<|end|>" for m in row["messages"]) + "<|assistant|>"
+        ids = by_hand.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][:, -LENGTH:]
+        made = by_hand.model.generate(ids, num_beams=4, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        assert row["prediction"] == {"completion": by_hand.tokenizer.decode(made, skip_special_tokens=True)}
+
+
 def test_predictions_leave_the_saved_tokenizer_alone(trained, place, tmp_path):
     _, output = trained("causal LM, row by row")
     train_job(place, tmp_path / "out", "causal LM, row by row", max_steps=1)
@@ -193,10 +247,10 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
     assert content(output) == before | {output / "evaluation.json": (output / "evaluation.json").read_bytes()}
 
 
-@pytest.mark.parametrize("name", ["classes", "tags", "numbers", "label sets"])
+@pytest.mark.parametrize("name", ["classes", "tags", "numbers", "label sets", "answers", "choices"])
 def test_a_head_that_was_not_trained_is_not_evaluated(name, place, tmp_path):
     with pytest.raises(
-        hf_ga.ConfigError, match=r"eval_only: .*job-bert has no trained head for .*classifier.bias.* Train it first"
+        hf_ga.ConfigError, match=r"eval_only: .*job-bert has no trained head for .*(classifier|qa_outputs).bias.* Train it first"
     ):
         evaluate(place, tmp_path / "out", name, place / "job-bert")
     assert not (tmp_path / "out").exists()
@@ -225,7 +279,9 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
         evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
 
 
-@pytest.mark.parametrize("name", ["classes", "tags", "masked LM", "causal LM, row by row", "pairs"])
+@pytest.mark.parametrize(
+    "name", ["classes", "tags", "masked LM", "causal LM, row by row", "pairs", "answers", "choices", "translations"]
+)
 def test_predictions_alone(name, place, trained, tmp_path):
     """No dataset is read; the labels are those of the trained head."""
     _, output = trained(name)

@@ -11,13 +11,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_ga import ConfigError, collation, corpus
+from hf_ga.choices import tokenize_choices
 from hf_ga.data import _complete_tokenizer
+from hf_ga.spans import tokenize_questions
 from hf_ga.tasks import TASKS
 from hf_ga.tokenization import (
     cut_into_blocks,
     tokenize_causal,
     tokenize_completions,
     tokenize_masked,
+    tokenize_targets,
     tokenize_texts,
     tokenize_words,
 )
@@ -215,7 +218,12 @@ def test_instructions_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("function", "rows"), [(tokenize_completions, {"prompt": ["a"], "completion": ["b"]}), (tokenize_words, {"tokens": [["a"]]})]
+    ("function", "rows"),
+    [
+        (tokenize_completions, {"prompt": ["a"], "completion": ["b"]}),
+        (tokenize_words, {"tokens": [["a"]]}),
+        (tokenize_questions, {"question": ["a"], "context": ["b"]}),
+    ],
 )
 def test_a_tokenizer_without_offsets_is_refused(function, rows):
     with pytest.raises(ConfigError, match=r"ByT5Tokenizer does not tell .* fast tokenizer"):
@@ -264,6 +272,7 @@ def test_the_cached_special_tokens_do_not_depend_on_the_limit():
     (tokenize_texts, {"text": ["a"], "text_pair": ["b"]}, 3),
     (tokenize_masked, {"text": ["a"]}, 2),
     (tokenize_words, {"tokens": [["a"]]}, 2),
+    (tokenize_choices, {"text": ["a"], "choices": [["b"]]}, 3),
 ])  # fmt: skip
 def test_no_room_beside_special_tokens_is_refused(function, rows, least):
     with pytest.raises(ConfigError, match=f"max_length {least} leaves no room beside the {least} special tokens"):
@@ -361,3 +370,41 @@ def test_blocks_that_come_out_even_and_none():
     assert len(cut_into_blocks(empty, 3)) == 0
     with pytest.raises(ConfigError, match="block_size must be at least 2, got 1"):
         cut_into_blocks(dataset, 1)
+
+
+# Targets
+
+
+def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:
+    """Letters, completed as for a T5: <eos> 1 behind sources and targets."""
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", **special)
+    _complete_tokenizer(tokenizer, TASKS["seq2seq"])
+    return tokenizer
+
+
+def test_targets_by_hand():
+    """Both are cut at 4 tokens, and keep their end. All tokens of a target count, its end too. An empty source is no sample."""
+    rows = {"text": ["a b c d", "a", "b", "", "c"], "target": ["e", "e f g h", "", "f", None]}
+    out = tokenize_targets(rows, seq2seq_tokenizer(), 4)
+    assert out["input_ids"] == [[3, 4, 5, 1], [3, 1], [4, 1], [], [5, 1]] and out["length"] == [4, 2, 2, 0, 2]
+    assert out["labels"] == [[7, 1], [7, 8, 9, 1], [], [], []] and out["num_targets"] == [2, 4, 0, 0, 0]
+    assert out["was_cut"] == [True, True, False, False, False] and out["target"] == ["e", "e f g h", "", "f", ""]
+    uncut = tokenize_targets(rows, seq2seq_tokenizer(), None)
+    assert uncut["labels"][1] == [7, 8, 9, 10, 1] and not any(uncut["was_cut"])
+    assert set(tokenize_targets({"text": ["a"]}, seq2seq_tokenizer(), 4)) == {"input_ids", "length", "num_targets", "was_cut"}
+
+
+def test_a_tokenizer_that_adds_no_end_to_targets():
+    """As BERT's and GPT-2's: the end is added, within the limit. One without an end-of-text token adds none."""
+    rows = {"text": ["a"], "target": ["e f g h"]}
+    assert tokenize_targets(rows, letter_tokenizer(), 3)["labels"] == [[7, 8, 1]]
+    assert tokenize_targets(rows, letter_tokenizer(eos_token=None), 3)["labels"] == [[7, 8, 9]]
+
+
+def test_targets_have_a_width_of_their_own():
+    """And one place where none of a batch has a target: a decoder needs one."""
+    samples = [{"input_ids": [3, 1], "labels": [7, 8, 1]}, {"input_ids": [3, 4, 5, 1], "labels": []}]
+    batch = collation.collate_targets(samples, pad_token_id=0)
+    assert batch["labels"].tolist() == [[7, 8, 1], [IGNORED] * 3] and batch["input_ids"].tolist() == [[3, 1, 0, 0], [3, 4, 5, 1]]
+    assert collation.collate_targets(samples[1:], pad_token_id=0)["labels"].tolist() == [[IGNORED]]
+    assert "labels" not in collation.collate_targets([{"input_ids": [3, 1]}], pad_token_id=0)

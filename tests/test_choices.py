@@ -1,0 +1,129 @@
+"""Multiple choice: columns of all kinds, samples by hand, and a model that sees each choice as it would alone."""
+
+import datasets
+import pytest
+import torch
+import transformers as tf
+from datasets import Dataset, DatasetDict
+from test_data import ids_of
+from test_tokenization import encoder_tokenizer
+
+from hf_ga import DataError, FinetuneConfig
+from hf_ga.choices import collate_choices, encode_choices, tokenize_choices
+from hf_ga.columns import choose_columns
+from hf_ga.data import _renamed
+from hf_ga.tasks import TASKS
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def encoded(*rows, **flags):
+    """As `prepare_data` does: columns by name, then texts, choices and labels."""
+    splits = DatasetDict(train=Dataset.from_list(list(rows)))
+    config = FinetuneConfig(dataset_name="x", task="multiple-choice", **flags)
+    columns = choose_columns(splits, config, TASKS["multiple-choice"])
+    dataset = encode_choices(_renamed(splits, columns))["train"]
+    return [(row["text"], row["choices"], row["label"]) for row in dataset]
+
+
+SWAG = {"sent1": "He runs.", "sent2": "She", **{f"ending{i}": f"goes {i}." for i in (2, 0, 3, 1)}, "label": 2}
+ARC = {"question": "Why?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "answerKey": "C"}
+NUMBERED_ARC = {"question": "Why?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "1"}
+RACE = {"article": "Long.", "question": "Who?", "options": ["x", "y"], "answer": "B"}
+CASES = {
+    "SWAG": (SWAG, ("He runs.", ["She goes 0.", "She goes 1.", "She goes 2.", "She goes 3."], 2)),
+    "HellaSwag": ({"ctx": "He runs", "endings": ["off.", None], "label": "1"}, ("He runs", ["off.", ""], 1)),
+    "ARC": (ARC, ("Why?", ["x", "y", "z"], 2)),
+    "ARC, numbered from 1": (NUMBERED_ARC, ("Why?", ["x", "y"], 0)),
+    "MMLU": ({"question": "Why?", "choices": ["x", "y"], "answer": 1}, ("Why?", ["x", "y"], 1)),
+    "RACE": (RACE, ("Long.", ["Who? x", "Who? y"], 1)),
+    "COPA": ({"premise": "It fell.", "choice1": "x", "choice2": "y", "label": 0}, ("It fell.", ["x", "y"], 0)),
+    "small letter": ({"question": "Why?", "choices": ["x", "y"], "answer": " b"}, ("Why?", ["x", "y"], 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_of_well_known_datasets(name):
+    row, expected = CASES[name]
+    assert encoded(row) == [expected]
+
+
+def test_columns_by_flag():
+    row = {"q": "Why", "start": "Because", "of": ["x", "y"], "right": 0, "choices": ["no", "no", "no"], "label": 2}
+    flags = {"text_column": "q", "text_pair_column": "start", "choices_column": "of", "label_column": "right"}
+    assert encoded(row, **flags) == [("Why", ["Because x", "Because y"], 0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"choices": ["x"], "label": 0}, r"row 1 of train \('q'\) has 1 choices, the rows before it 2: all rows need as many"),
+        (
+            {"choices": ["x", "y"], "label": 2},
+            r"row 1 of train \('q'\) has the label 2 for 2 choices: it must be a number from 0 to 1",
+        ),
+        ({"choices": ["x", "y"], "label": -1}, r"row 1 of train \('q'\) has the label -1"),
+        ({"choices": ["x", "y"], "label": None}, r"row 1 of train \('q'\) has the label None"),
+        ({"choices": None, "label": 0}, r"row 1 of train \('q'\) has no list of strings for its choices.*--choices_column"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, message):
+    with pytest.raises(DataError, match=message):
+        encoded({"question": "q", "choices": ["x", "y"], "label": 0}, {"question": "q", **row})
+
+
+@pytest.mark.parametrize(("label", "shown"), [("C", "a letter from A to B"), ("7", "from 0 to 1"), ("yes", "the label 'yes'")])
+def test_labels_beyond_the_choices(label, shown):
+    with pytest.raises(DataError, match=f"row 0 of train.*{shown}"):
+        encoded({"question": "q", "choices": ["x", "y"], "answer": label})
+
+
+def test_one_choice_is_none():
+    with pytest.raises(DataError, match=r"row 0 of train \('q'\) has 1 choice\(s\): there is nothing to choose from"):
+        encoded({"question": "q", "choices": ["x"], "label": 0})
+
+
+ROWS = {"text": ["a b", "c", None], "choices": [["d", "e f g"], ["", "h"], ["a", "b"]], "label": [1, 0, 0]}
+
+
+def test_samples_by_hand():
+    """<cls> text <sep> choice <sep>, one after the other; at 6 tokens the longer text is cut first."""
+    columns = tokenize_choices(ROWS, encoder_tokenizer(), 6)
+    first = [13, *ids_of("a b"), 14, *ids_of("d"), 14], [13, *ids_of("a"), 14, *ids_of("e f"), 14]
+    assert columns["input_ids"][0] == first[0] + first[1] and columns["choice_lengths"][0] == [6, 6]
+    assert columns["token_type_ids"][0] == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    assert columns["input_ids"][1] == [13, 5, 14, 14, 13, 5, 14, 10, 14] and columns["choice_lengths"][1] == [4, 5]
+    assert columns["length"] == [6, 5, 0] and columns["was_cut"] == [True, False, False] and columns["num_targets"] == [1, 1, 0]
+    uncut = tokenize_choices(ROWS, encoder_tokenizer(), None)
+    assert uncut["choice_lengths"] == [[6, 8], [4, 5], []] and not any(uncut["was_cut"])
+
+
+def test_batches_by_hand():
+    columns = tokenize_choices(ROWS, encoder_tokenizer(), None)
+    samples = [{name: values[i] for name, values in columns.items()} for i in range(2)]
+    batch = collate_choices(samples, pad_token_id=0)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape == (2, 2, 8)
+    assert batch["attention_mask"].sum(-1).tolist() == [[6, 8], [4, 5]] and batch["labels"].tolist() == [1, 0]
+    assert batch["input_ids"][1].tolist() == [[13, 5, 14, 14, 0, 0, 0, 0], [13, 5, 14, 10, 14, 0, 0, 0]]
+
+
+@torch.no_grad()
+def test_a_model_sees_each_choice_as_alone():
+    """Logits of the batch against those of every pair of texts by itself, without padding; another order is another result."""
+    config = tf.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, initializer_range=0.5
+    )
+    model = tf.BertForMultipleChoice(config).double().eval()  # larger first weights: logits that differ
+    columns = tokenize_choices(ROWS, encoder_tokenizer(), None)
+    samples = [{name: values[i] for name, values in columns.items()} for i in range(2)]
+    together = model(**{k: v for k, v in collate_choices(samples, 0).items() if k != "labels"}).logits
+    tokenizer = encoder_tokenizer()
+    for i in range(2):
+        pairs = [tokenizer([ROWS["text"][i]], [choice], return_tensors="pt") for choice in ROWS["choices"][i]]
+        alone = torch.cat([model(**{k: v.unsqueeze(0) for k, v in pair.items()}).logits for pair in pairs], 1)[0]
+        assert torch.allclose(together[i], alone, atol=1e-12) and not torch.allclose(together[i], alone.flip(0), atol=1e-4)

@@ -1,0 +1,175 @@
+"""Texts that models generate, against one token at a time by hand; metrics of them, whatever the batch; seq2seq's smoothed loss."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from accelerate import Accelerator
+from runs import JOBS, filled_place, job_config, lines_of, save_jobs, train_job, write_rows
+
+import hf_ga
+from hf_ga.building import build_run
+from hf_ga.collation import collate_ids
+from hf_ga.data import prepare_data
+from hf_ga.generation import generated_targets
+from hf_ga.models import complete_config, load_base_config, load_tokenizer
+from hf_ga.text_metrics import TEXT_METRICS
+
+NAME, NOISE = "translations", 0.5
+SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("generation")) as folder:
+        save_jobs(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    """A run of 24 steps, after which a T5 writes many texts, and most of them wrong."""
+    train_job(place, place / "run", NAME, max_steps=24, learning_rate=1e-2, still=True, eval_steps=24)
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def model(trained):
+    """Its weights with noise: less sure of what it writes, so that padding and search matter."""
+    model = tf.T5ForConditionalGeneration.from_pretrained(trained)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data += NOISE * parameter.data.std() * noise if parameter.dim() > 1 else 0.0
+    return model.eval()
+
+
+def samples_of(place, sources=SOURCES):
+    data = prepare_data(job_config(place, place / "unused", NAME), load_tokenizer(job_config(place, place / "unused", NAME)))
+    return data.tokenizer, [{"input_ids": data.tokenizer(text)["input_ids"]} for text in sources]
+
+
+@torch.no_grad()
+def by_hand(model, ids, count):
+    """The likeliest token each time, of one source without padding."""
+    made = [model.config.decoder_start_token_id]
+    while len(made) <= count and made[-1:] != [model.config.eos_token_id]:
+        logits = model(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([made])).logits
+        made.append(int(logits[0, -1].argmax()))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_a_generated_text_is_that_of_its_source_alone(size, place, model):
+    """In batches of every size; the control: without the mask, padding would change it."""
+    tokenizer, samples = samples_of(place)
+    expected = [tokenizer.decode(by_hand(model, s["input_ids"], 6), skip_special_tokens=True).strip() for s in samples]
+    made, unmasked = [], []
+    for start in range(0, len(samples), size):
+        batch = collate_ids(samples[start : start + size], tokenizer.pad_token_id)
+        made += generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1)
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        unmasked += generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1)
+    assert made == expected and len(set(made)) > 3
+    assert size == 1 or unmasked != expected
+
+
+@torch.no_grad()
+def test_beams_find_what_is_likelier_as_a_whole(place, model):
+    """As many beams as two tokens can begin with: of all pairs of tokens the likeliest, which greedy search misses somewhere."""
+    tokenizer, samples = samples_of(place)
+    start, end = model.config.decoder_start_token_id, model.config.eos_token_id
+    missed = 0
+    for sample in samples:
+        ids = torch.tensor([sample["input_ids"]])
+        first = model(input_ids=ids, decoder_input_ids=torch.tensor([[start]])).logits[0, -1].log_softmax(-1)
+        first[end] = -torch.inf  # texts of two tokens are compared
+        rows = torch.tensor([[start, token] for token in range(len(first))])
+        second = model(input_ids=ids.expand(len(rows), -1), decoder_input_ids=rows).logits[:, -1].log_softmax(-1)
+        best = int((first.unsqueeze(1) + second).argmax())
+        likeliest, greedy = divmod(best, len(first)), by_hand(model, sample["input_ids"], 2)[1:]
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        made = generated_targets(model, tokenizer, batch, max_new_tokens=2, num_beams=len(first) // 2)
+        if end not in (*likeliest, *greedy):
+            assert made == [tokenizer.decode(likeliest, skip_special_tokens=True).strip()]
+            missed += list(likeliest) != greedy
+    assert missed
+
+
+def test_metrics_of_generated_texts(place, trained, tmp_path):
+    """The same in evaluation batches of all sizes, and as computed from the texts that are written to predictions.jsonl."""
+    flags = {"eval_only": True, "model_name_or_path": str(trained), "test_file": None}
+    file = str(place / f"{NAME}.validation.jsonl")
+    results = {}
+    for size in (1, 3, 13):
+        more = {"per_device_eval_batch_size": size, "predict_file": file, **flags}
+        results[size] = train_job(place, tmp_path / f"{size}", NAME, **more)
+    measured = {size: [r[f"eval_{name}"] for name in ("exact_match", "rouge_l", "perplexity")] for size, r in results.items()}
+    assert measured[1] == pytest.approx(measured[3], rel=1e-6) and measured[1] == pytest.approx(measured[13], rel=1e-6)
+    rows = [json.loads(line) for line in (tmp_path / "3" / "predictions.jsonl").read_text().splitlines()]
+    texts, targets = [row["prediction"]["text"] for row in rows], [row["target"] for row in rows]
+    for name, metric in TEXT_METRICS.items():
+        assert metric().compute(predictions=texts, references=targets)[name] == pytest.approx(results[3][f"eval_{name}"])
+    assert 0 < results[3]["eval_rouge_l"] < 1  # the control: neither is what any text would give
+    lines = [line for line in lines_of(trained) if "eval_rouge_l" in line]
+    assert lines[-1]["eval_rouge_l"] == pytest.approx(results[3]["eval_rouge_l"], rel=1e-6)
+    without = train_job(place, tmp_path / "without", NAME, predict_with_generate=False, **flags)
+    assert "eval_rouge_l" not in without and without["eval_loss"] == pytest.approx(results[3]["eval_loss"], rel=1e-6)
+
+
+def test_smoothed_loss_against_torch(place):
+    """Unshifted, every target its share; the head's own loss, and the loss shifted as a causal head's, are others."""
+    accelerator = Accelerator(cpu=True)
+    config = job_config(place, place / "unused", NAME, label_smoothing=0.3, still=True)
+    data = prepare_data(config, load_tokenizer(config))
+    model_config = complete_config(load_base_config(config), config, data)
+    run = build_run(config, accelerator, data, model_config, torch.float32)
+    window = next(iter(run.windows))
+    batch = data.collate(window.samples())
+    plain = tf.T5ForConditionalGeneration.from_pretrained(place / "job-t5-still").train()
+    logits, labels = plain(**batch).logits, batch["labels"]
+    flat = logits.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, label_smoothing=0.3)
+    expected.backward()
+    result = hf_ga.backward_window(accelerator, run.model, window, targets=run.rule, loss_fn=run.loss_fn)
+    expected, logits = float(expected.detach()), logits.detach()
+    assert result.loss == pytest.approx(expected, rel=1e-6) and result.num_targets == int((labels != -100).sum())
+    for (name, ours), theirs in zip(run.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6), name
+    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.3)
+    for other in (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), shifted):
+        assert abs(float(other) / expected - 1) > 1e-3
+
+
+@pytest.mark.parametrize("name", [NAME, "answers", "choices"])
+def test_lora(name, place, tmp_path):
+    """Each head with adapters in two splits: the same losses. What is saved is a plain model that generates and is evaluated."""
+    flags = {"lora_r": 2, "max_steps": 3, "eval_steps": 3, "learning_rate": 1e-2, "still": True}
+    whole = train_job(place, tmp_path / "whole", name, per_device_train_batch_size=16, **flags)
+    split = train_job(place, tmp_path / "split", name, per_device_train_batch_size=5, **flags)
+    assert split["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    losses = [[line["loss"] for line in lines_of(tmp_path / folder)] for folder in ("whole", "split")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != pytest.approx(losses[0][2], rel=1e-4)
+    assert (tmp_path / "split" / "adapter" / "adapter_model.safetensors").is_file()
+    merged = train_job(place, tmp_path / "merged", name, eval_only=True, model_name_or_path=str(tmp_path / "split"))
+    assert merged["eval_loss"] == pytest.approx(split["eval_loss"], rel=1e-4)
+
+
+def test_rows_without_a_target_add_nothing(place, tmp_path):
+    """Alone in their micro-batch too: the run is that of micro-batches in which they stand beside others."""
+    rows = JOBS[NAME][1](32, 5)
+    for i in range(0, 32, 3):
+        rows[i]["target"] = None if i % 2 else ""
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    flags = {"dataset_name": file, "max_steps": 2, "eval_steps": 2, "still": True, "predict_with_generate": False}
+    runs = {}
+    for size in (1, 16):
+        summary = train_job(place, tmp_path / f"{size}", NAME, per_device_train_batch_size=size, **flags)
+        runs[size] = [line["loss"] for line in lines_of(tmp_path / f"{size}")]
+        assert any("11 of 32 rows kept although they have no target" in fact for fact in summary["data_facts"])
+    assert runs[1] == pytest.approx(runs[16], rel=1e-5)
+    targets = [len(row["target"].split()) + 1 for row in rows if row["target"]]
+    assert np.ptp(targets) > 0
