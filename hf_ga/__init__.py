@@ -2,6 +2,8 @@
 
 from hf_ga.batch_norm import replace_batch_norm
 from hf_ga.config import FinetuneConfig
+from hf_ga.equivalence.check import check_equivalence
+from hf_ga.equivalence.report import EquivalenceReport
 from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.finetuning import finetune
@@ -15,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EquivalenceReport",
     "ExactTrainer",
     "ExactTrainerMixin",
     "FinetuneConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "Window",
     "WindowLoader",
     "backward_window",
+    "check_equivalence",
     "finetune",
     "prove_targets",
     "replace_batch_norm",

@@ -13,6 +13,8 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_ga.config import FinetuneConfig
+from hf_ga.equivalence.cli import CheckConfig, run_check
+from hf_ga.equivalence.report import OURS
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.finetuning import finetune
 
@@ -26,8 +28,11 @@ class _Parser(HfArgumentParser):
         raise ConfigError(message)
 
 
-def parse_config(arguments: Sequence[str]) -> FinetuneConfig:
+def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
     """Flags (dashes or underscores) and, as first argument, a YAML or JSON file of the same names. Flags win over the file.
+
+    Args:
+        kind: `FinetuneConfig`, or one with more flags.
 
     Raises:
         ConfigError: an unknown flag (with the nearest known one), a value of the wrong type, a malformed file.
@@ -35,11 +40,11 @@ def parse_config(arguments: Sequence[str]) -> FinetuneConfig:
     >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
     0.0001
     """
-    parser = _Parser(FinetuneConfig, prog="finetune.py", description="Fine-tune: any split of a global batch is the full batch.")
+    parser = _Parser(kind, description="Any split of a global batch is the full batch.")
     parser.allow_abbrev = False
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
-        arguments = [*_flags_of_file(Path(arguments[0])), *arguments[1:]]
+        arguments = [*_flags_of_file(Path(arguments[0]), kind), *arguments[1:]]
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         _refuse_unknown(unknown[0], list(parser._option_string_actions))
@@ -51,9 +56,14 @@ def finetune_main(arguments: Sequence[str] | None = None) -> int:
     return _guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
 
 
+def check_main(arguments: Sequence[str] | None = None) -> int:
+    """`check_equivalence.py` and `hf-ga check-equivalence`. Returns the exit code: 1 with --assert where hf_ga did not pass."""
+    return _guarded(_check, sys.argv[1:] if arguments is None else arguments)
+
+
 def main() -> int:
     """`hf-ga COMMAND ...`: the scripts under one name."""
-    commands = {"finetune": finetune_main}
+    commands = {"finetune": finetune_main, "check-equivalence": check_main}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         print(f"usage: hf-ga {{{','.join(commands)}}} [flags]; hf-ga finetune --help lists the flags", file=sys.stderr)
         return 0 if sys.argv[1:] in (["--help"], ["-h"]) else 2
@@ -66,16 +76,25 @@ def _finetune(arguments: Sequence[str]) -> None:
     finetune(config)
 
 
-def _guarded(run: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+def _check(arguments: Sequence[str]) -> int:
+    config = parse_config(arguments, CheckConfig)
+    assert isinstance(config, CheckConfig)
+    logging.disable_progress_bar()
+    report = run_check(config)
+    print(report)
+    print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
+    return 1 if config.assert_passed and not report.arm(OURS).passed else 0
+
+
+def _guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
     try:
-        run(arguments)
+        return run(arguments) or 0
     except HfGaError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
         return 2
-    return 0
 
 
-def _flags_of_file(path: Path) -> list[str]:
+def _flags_of_file(path: Path, kind: type[FinetuneConfig]) -> list[str]:
     """The file's entries as flags, so that both go through the same checks."""
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends in .yaml or .json.")
@@ -89,7 +108,7 @@ def _flags_of_file(path: Path) -> list[str]:
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
-    takes_list = {field.name for field in fields(FinetuneConfig) if "list[" in str(field.type)}
+    takes_list = {field.name for field in fields(kind) if "list[" in str(field.type)}
     nested = {name: value for name, value in values.items() if isinstance(value, list | dict)}
     if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or isinstance(v, dict)]:
         raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(wrong)}.")

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+CHECKS = [line for line in COMMANDS if line.startswith("python scripts/check_equivalence.py")]
 RUNS = [line.split("&& ")[-1] for line in COMMANDS if "finetune" in line]
 
 
@@ -23,14 +25,29 @@ def test_the_demonstration_fails_and_then_passes(capsys):
 
 
 def test_the_notebook_snippet_runs(capsys):
-    exec(compile(PYTHON_BLOCKS[1], "README.md", "exec"), {"__name__": "snippet"})
+    exec(compile(PYTHON_BLOCKS[3], "README.md", "exec"), {"__name__": "snippet"})
     printed = capsys.readouterr().out
     assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
 
 
+def test_the_check_convicts_the_step_and_acquits_ours(capsys):
+    names: dict = {}
+    exec(compile(PYTHON_BLOCKS[1], "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "hf_ga: passed" in printed and "mine: FAILED" in printed and "x4.00" in printed
+    assert names["report"].arm("hf_ga").passed and not names["report"].passed
+
+
+def test_the_one_import_line_gives_a_trainer():
+    names: dict = {}
+    exec(compile(PYTHON_BLOCKS[2], "README.md", "exec"), names)
+    assert issubclass(names["Trainer"], Trainer) and names["Trainer"] is not Trainer
+
+
 def test_all_python_blocks_are_tried():
-    assert len(PYTHON_BLOCKS) == 2
-    assert len(RUNS) == 7
+    assert len(PYTHON_BLOCKS) == 4
+    assert len(RUNS) == 10
+    assert len(CHECKS) == 1
 
 
 @pytest.mark.launch
@@ -45,6 +62,16 @@ def test_the_commands_run(tmp_path):
         result = subprocess.run(shortened, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
     assert (tmp_path / "outputs/finetune/summary.json").exists()
+
+
+@pytest.mark.launch
+def test_the_check_runs(tmp_path):
+    """With a quick window; it must pass, as `--assert` says by the exit code."""
+    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in CHECKS[0].split()[1:]]
+    command = [sys.executable, *words, "--quick", "--compare", "none", "--max_length", "16"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
 
 
 def test_ci_runs_the_test_command():

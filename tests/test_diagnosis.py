@@ -1,0 +1,341 @@
+"""The checker convicts every usual mistake by its name, and acquits the right method in the same check."""
+
+import helpers
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hf_ga
+from hf_ga.equivalence.arms import accelerate_arm, trainer_arm
+from hf_ga.equivalence.report import OURS
+
+EVEN = {"even": [4, 3, 3, 2]}
+SHORT = ["short last window"]
+
+
+def names(report, arm):
+    return {cause.name for cause in report.causes(arm)}
+
+
+def texts(report, arm):
+    return " | ".join(report.reasons(arm))
+
+
+def check(model, samples, layouts=EVEN, **more):
+    return hf_ga.check_equivalence(model, samples, helpers.pad_right, layouts, **more)
+
+
+def weighted(weight):
+    """A plain loop in which micro-batch k's mean loss counts `weight(n_k, N, K, GA)`; targets are counted by hand."""
+
+    def step(model, micro_batches, accumulation_steps):
+        counts = [helpers.num_targets(model, batch) for batch in micro_batches]
+        for batch, n in zip(micro_batches, counts, strict=True):
+            (helpers.mean_loss(model, batch) * weight(n, sum(counts), len(counts), accumulation_steps)).backward()
+
+    return step
+
+
+right = weighted(lambda n, total, k, ga: n / total)
+
+
+def assert_only(report, arm, *causes, says=""):
+    """The arm failed for these causes and no other; hf_ga's own arm passed."""
+    assert report.arm(OURS).passed, report
+    assert not report.arm(arm).passed
+    assert names(report, arm) == set(causes), report
+    assert says in texts(report, arm), report
+
+
+WRONG_WEIGHTS = {
+    "gradients not divided": (lambda n, total, k, ga: 1, "normalisation", "x4.00: the loss is divided by the micro-batch's own"),
+    "mean of means": (lambda n, total, k, ga: 1 / k, "normalisation", "mean of means"),
+    "divided twice": (lambda n, total, k, ga: n / total / k, "normalisation", "x0.25: the right gradient is divided by GA"),
+    "a sum": (lambda n, total, k, ga: n, "normalisation", "the loss is a sum"),
+    "odd": (lambda n, total, k, ga: n**2 / total**2, "normalisation", "weigh x("),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_WEIGHTS)
+def test_wrong_weights_are_named(mistake):
+    weight, cause, says = WRONG_WEIGHTS[mistake]
+    steps = {"wrong": weighted(weight), "right": right}
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps)
+    assert_only(report, "wrong", cause, says=says)
+    assert report.arm("right").passed
+
+
+def test_a_short_last_window_divided_by_the_full_accumulation_is_named():
+    steps = {
+        "wrong": weighted(lambda n, total, k, ga: n / total * k / ga),
+        "both": weighted(lambda n, total, k, ga: 1 / ga),
+        "right": right,
+    }
+    report = check(helpers.gpt2(), helpers.token_samples(18), SHORT, steps=steps)
+    assert_only(report, "wrong", "last window", says="x0.5: the last window has 2 of 4 micro-batches")
+    assert_only(report, "both", "last window", "normalisation", says="mean of means")
+    assert report.arm("right").passed
+
+
+def test_native_dropout_is_named():
+    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), step=right)
+    assert_only(report, "step", "dropout")
+    without = check(helpers.bert_classifier(0.0), helpers.class_samples(12), step=right)
+    assert without.passed
+
+
+def test_dropout_that_a_step_switches_off_is_named():
+    def in_evaluation_mode(model, micro_batches, accumulation_steps):
+        right(model.eval(), micro_batches, accumulation_steps)
+
+    assert_only(check(helpers.gpt2(0.1), helpers.token_samples(12), step=in_evaluation_mode), "step", "dropout")
+
+
+class Normalised(nn.Module):
+    """A classifier of bags of tokens with a BatchNorm over samples and tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(helpers.VOCABULARY, 8, padding_idx=0), nn.BatchNorm1d(8)
+        self.output = nn.Linear(8, helpers.NUM_CLASSES)
+
+    def forward(self, input_ids, labels):
+        logits = self.output(torch.tanh(self.norm(self.embedding(input_ids).transpose(1, 2))).mean(2))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def bag_samples(count):
+    """Of one length, so that padding plays no part."""
+    return [{"input_ids": s["input_ids"][:4], "labels": s["labels"]} for s in helpers.class_samples(count)]
+
+
+def loop(model, micro_batches):
+    """Right for any mean over samples."""
+    total = sum(len(batch["labels"]) for batch in micro_batches)
+    for batch in micro_batches:
+        (model(**batch)["loss"] * len(batch["labels"]) / total).backward()
+
+
+def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
+    model = helpers.seeded(Normalised)()
+    report = check(model, bag_samples(12), step=loop)
+    assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
+    assert report.arm(OURS).rows[0].refused and not report.passed
+    model.norm.eval()
+    assert check(model, bag_samples(12), step=loop).passed
+
+
+def test_batch_norm_replaced_by_group_norm_passes():
+    model = helpers.seeded(Normalised)()
+    assert not check(model, bag_samples(12), step=loop).passed
+    hf_ga.replace_batch_norm(model)
+    assert check(model, bag_samples(12), step=loop).passed
+
+
+class InBatchNegatives(nn.Module):
+    """Each sample's first token must find the mean of its others, among those of the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(helpers.VOCABULARY, 8, padding_idx=0)
+        self.query = nn.Linear(8, 8)
+
+    def forward(self, input_ids, labels):
+        vectors = self.embedding(input_ids)
+        scores = self.query(vectors[:, 0]) @ vectors[:, 1:].sum(1).T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "scores": scores}
+
+
+def test_a_loss_across_samples_is_named():
+    model = helpers.seeded(InBatchNegatives)()
+    report = check(model, bag_samples(12), step=loop)
+    assert names(report, OURS) == names(report, "step") == {"cross-batch loss"}
+    own = check(model, bag_samples(12), loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])))
+    assert own.passed  # a loss of each sample by itself
+
+
+def test_the_routers_loss_is_named():
+    samples = helpers.token_samples(12)
+    plain = weighted(lambda n, total, k, ga: n / total)
+
+    def own_loss(model, micro_batches, accumulation_steps):
+        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+        for batch in micro_batches:
+            (model(**batch).loss * int((batch["labels"][:, 1:] != -100).sum()) / total).backward()
+
+    report = check(helpers.mixtral(0.1), samples, step=own_loss)
+    assert_only(report, "step", "auxiliary loss")
+    assert check(helpers.mixtral(0.0), samples, step=plain).passed
+
+
+def sums_divided_by(count):
+    """The sum of a causal head's loss over all micro-batches, divided by a count of labels."""
+
+    def step(model, micro_batches, accumulation_steps):
+        total = sum(int((count(batch["labels"]) != -100).sum()) for batch in micro_batches)
+        for batch in micro_batches:
+            logits, labels = model(**batch).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+            (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
+
+    return step
+
+
+def test_labels_counted_unshifted_are_named():
+    samples = helpers.token_samples(12)
+    steps = {"wrong": sums_divided_by(lambda labels: labels), "right": sums_divided_by(lambda labels: labels[:, 1:])}
+    report = check(helpers.gpt2(), samples, steps=steps)
+    all_labels = sum(v != -100 for s in samples for v in s["labels"])
+    predicted = sum(v != -100 for s in samples for v in s["labels"][1:])
+    assert_only(
+        report, "wrong", "labels counted unshifted", says=f"x{predicted / all_labels:.4g}: the window has {predicted} targets"
+    )
+    assert report.arm("right").passed
+
+
+def test_width_dependent_padding_is_named():
+    report = check(helpers.fnet_masked_lm(0.0), helpers.token_samples(12), step=right)
+    assert_only(report, "step", "padding width")
+    equal = [s for s in helpers.token_samples(60) if len(s["input_ids"]) == 9][:8]
+    assert len(equal) == 8
+    assert check(helpers.fnet_masked_lm(0.0), equal, {"even": [2, 3, 3]}, step=right).passed
+
+
+def clipping(clip, every):
+    def step(model, micro_batches, accumulation_steps):
+        total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
+        for batch in micro_batches:
+            (helpers.mean_loss(model, batch) * helpers.num_targets(model, batch) / total).backward()
+            if every:
+                clip(model)
+        if not every:
+            clip(model)
+
+    return step
+
+
+def torch_clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def own_clip(model):
+    grads = [p.grad for p in model.parameters()]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    for grad in grads:
+        grad.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))
+
+
+@pytest.mark.parametrize("clip", [torch_clip, own_clip])
+def test_clipping_every_micro_batch_is_named(clip):
+    model, samples = helpers.bert_classifier(), helpers.class_samples(12)
+    steps = {"wrong": clipping(clip, every=True), "right": clipping(clip, every=False)}
+    report = check(model, samples, steps=steps, max_grad_norm=0.05)
+    assert_only(report, "wrong", "clipping per micro-batch", says="micro-batch")
+    assert report.arm("right").passed
+
+
+def test_a_step_that_clips_once_where_the_truth_does_not_is_told_so():
+    report = check(helpers.bert_classifier(), helpers.class_samples(12), step=clipping(torch_clip, every=False))
+    assert_only(report, "step", "clipping", says="give max_grad_norm")
+
+
+def test_a_parameter_frozen_in_one_arm_is_named():
+    def frozen(model, micro_batches, accumulation_steps):
+        model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
+        right(model, micro_batches, accumulation_steps)
+
+    report = check(helpers.bert_classifier(), helpers.class_samples(12), step=frozen)
+    assert_only(report, "step", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight")
+    whole = helpers.bert_classifier()
+    whole.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)  # frozen for all: nothing to convict
+    assert check(whole, helpers.class_samples(12), step=right).passed
+
+
+def accumulating(dtype):
+    def step(model, micro_batches, accumulation_steps):
+        total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
+        sums = [torch.zeros_like(p, dtype=dtype) for p in model.parameters()]
+        for batch in micro_batches:
+            (helpers.mean_loss(model, batch) * helpers.num_targets(model, batch) / total).backward()
+            for added, parameter in zip(sums, model.parameters(), strict=True):
+                added += parameter.grad.to(dtype)
+                parameter.grad = None
+        for added, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = added.float()
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_accumulation_in_low_precision_is_named(dtype):
+    steps = {"wrong": accumulating(dtype), "right": accumulating(torch.float32)}
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps)
+    assert_only(report, "wrong", "accumulation precision", says=str(dtype).removeprefix("torch."))
+    assert report.arm("right").passed
+
+
+def test_computing_in_low_precision_is_named():
+    def step(model, micro_batches, accumulation_steps):
+        right(model.to(torch.bfloat16), micro_batches, accumulation_steps)
+
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), step=step)
+    assert "accumulation precision" in names(report, "step") and report.arm(OURS).passed
+
+
+def test_autocast_where_float32_was_asked_for_is_named():
+    def step(model, micro_batches, accumulation_steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            right(model, micro_batches, accumulation_steps)
+
+    assert_only(check(helpers.gpt2(), helpers.token_samples(12), step=step), "step", "precision")
+
+
+def test_several_mistakes_at_once_are_all_named():
+    report = check(helpers.fnet_masked_lm(0.1), helpers.token_samples(12), step=weighted(lambda n, total, k, ga: 1))
+    assert_only(report, "step", "normalisation", "dropout", "padding width", says="x4.00")
+
+
+def test_an_update_made_by_the_step_itself_is_diagnosed_too():
+    def update(weight):
+        def step(model, micro_batches, accumulation_steps):
+            weighted(weight)(model, micro_batches, accumulation_steps)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    steps = {"wrong": update(lambda n, total, k, ga: 1), "right": update(lambda n, total, k, ga: n / total)}
+    more = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps, **more)
+    assert_only(report, "wrong", "normalisation", says="x4.00")
+    assert report.arm("right").passed and report.arm("right").rows[0].judged_by == "weights after one step"
+
+
+def test_what_nobody_can_explain_is_called_unknown():
+    def noisy(model, micro_batches, accumulation_steps):
+        right(model, micro_batches, accumulation_steps)
+        for parameter in model.parameters():
+            parameter.grad += 0.01 * torch.randn_like(parameter)
+
+    assert_only(check(helpers.bert_masked_lm(), helpers.token_samples(12), step=noisy), "step", "unknown")
+
+
+def test_a_step_without_gradients_is_told_so():
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), step=lambda model, micro_batches: None)
+    assert_only(report, "step", "no gradients")
+
+
+def test_trainer_and_accelerate_are_convicted_in_one_table():
+    steps = {"Trainer": trainer_arm(), "accelerate": accelerate_arm()}
+    report = check(helpers.bert_classifier(0.1), helpers.class_samples(18), ["even", "short last window"], steps=steps)
+    assert report.arm(OURS).passed
+    assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(report, "Trainer")
+    assert names(report, "accelerate") == {"normalisation", "last window", "dropout"}
+    without = check(helpers.llama(), helpers.token_samples(12), steps={"Trainer": trainer_arm()})
+    assert without.passed  # there its count is right
+
+
+def test_trainer_counts_column_0_of_gpt2():
+    report = check(helpers.gpt2(), helpers.token_samples(12), steps={"Trainer": trainer_arm()})
+    assert_only(report, "Trainer", "labels counted unshifted")

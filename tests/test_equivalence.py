@@ -1,0 +1,373 @@
+"""check_equivalence: its truth against plain torch, its verdicts on right and slightly wrong steps, what it leaves untouched."""
+
+import copy
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import hf_ga
+from hf_ga.equivalence.layouts import AUTO, choose_layouts
+from hf_ga.equivalence.reference import measure_memory
+from hf_ga.equivalence.report import OURS
+from hf_ga.equivalence.subjects import own_accelerate_state
+from hf_ga.errors import ConfigError
+
+MODELS = {
+    "bert": (helpers.bert_classifier, helpers.class_samples),
+    "gpt2": (helpers.gpt2, helpers.token_samples),
+    "t5": (helpers.t5, helpers.token_samples),
+    "xlnet": (helpers.xlnet_classifier, helpers.class_samples),
+    "no transformers model": (helpers.plain_tagger, helpers.plain_samples),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_of_hf_ga_passes_with_dropout(name):
+    build, samples = MODELS[name]
+    report = hf_ga.check_equivalence(build(0.1), samples(12), helpers.pad_right)
+    assert report.passed, report
+    assert [row.layout for row in report.rows] == list(AUTO)
+    assert 0 < report.max_error < 2e-6
+
+
+def leaving(gradients, loss=None):
+    """A step that leaves given gradients, whatever it is given."""
+
+    def step(model, micro_batches):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].to(parameter.dtype).clone()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_the_truth_is_that_of_plain_torch_in_float64(name):
+    build, samples = {**MODELS, "llama": (helpers.llama, helpers.token_samples)}[name]
+    model, window = build(0.0), samples(12)
+    batch = helpers.pad_right(window)
+    truth = helpers.full_batch_gradient(model, batch)
+    own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
+    nudged = {key: value * (1 + 1e-5) for key, value in truth.items()}
+    loss = float(helpers.mean_loss(copy.deepcopy(model).double(), batch).detach())
+    steps = {"right": leaving(truth, loss), "scaled": leaving(nudged), "wrong loss": leaving(truth, loss * 1.001)}
+    report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, steps=steps)
+    right, scaled, wrong_loss = (report.arm(arm).rows[0] for arm in steps)
+    assert right.passed and right.error < 1e-7  # rounded once to float32
+    assert right.loss_error < 1e-7 and abs(right.cosine - 1) < 1e-12
+    assert right.own_error == pytest.approx(own, rel=0.3) and right.limit == pytest.approx(2 * right.own_error + 1e-6)
+    assert not scaled.passed and scaled.error == pytest.approx(1e-5, rel=0.02) and scaled.norm_ratio == pytest.approx(1 + 1e-5)
+    assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_one_wrong_parameter_fails_although_the_whole_passes():
+    model, window = helpers.bert_classifier(), helpers.class_samples(12)
+    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    floor = 1e-6 * helpers.norm(truth)
+    truth[name] = truth[name] + 1.4 * floor * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
+    row = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=leaving(truth)).arm("step").rows[0]
+    assert row.error <= 1.5e-6 and not row.passed
+    assert row.worst_parameter == name and row.worst_share == pytest.approx(1.4, rel=0.1)
+
+
+def test_a_nan_fails():
+    model, window = helpers.bert_classifier(), helpers.class_samples(12)
+    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
+    truth["classifier.bias"] = truth["classifier.bias"] * float("nan")
+    row = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=leaving(truth)).arm("step").rows[0]
+    assert not row.passed and row.worst_parameter == "classifier.bias" and [c.name for c in row.causes] == ["not finite"]
+
+
+def test_the_optimizer_step_is_that_of_torch():
+    """AdamW hides a factor of 4 (its step is the gradient's sign, at first), SGD shows it."""
+    model, window = helpers.bert_classifier(), helpers.class_samples(12)
+    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
+    four = leaving({name: 4 * value for name, value in truth.items()})
+    errors = {}
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+
+        def build(parameters, kind=kind):
+            return kind(parameters, lr=1e-3)
+
+        report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=four, optimizer=build)
+        errors[kind] = report.arm("step").rows[0].update_error
+    assert errors[torch.optim.SGD] == pytest.approx(3.0, rel=1e-3)
+    assert errors[torch.optim.AdamW] < 0.3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision):
+    report = hf_ga.check_equivalence(
+        helpers.bert_classifier(0.1), helpers.class_samples(12), helpers.pad_right, precision=precision
+    )
+    assert report.passed, report
+    assert 1e-4 < report.max_error < 2e-2  # it is computed in that precision
+    naive = naive_in(torch.bfloat16 if precision == "bf16" else torch.float16)
+    wrong = hf_ga.check_equivalence(
+        helpers.bert_masked_lm(), helpers.token_samples(12), helpers.pad_right, ["uneven"], precision=precision, step=naive
+    )
+    assert wrong.arm(OURS).passed and not wrong.arm("step").passed
+
+
+def naive_in(dtype):
+    """A mean of means; under autocast where the type is not float32."""
+
+    def step(model, micro_batches):
+        for batch in micro_batches:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = model(**batch).loss
+            (loss / len(micro_batches)).backward()
+
+    return step
+
+
+def test_an_own_loss_function_and_its_naive_mean():
+    def naive(model, micro_batches):
+        for batch in micro_batches:
+            total, count = helpers.weighted_token_loss(model(batch["input_ids"]), batch)
+            (total / count / len(micro_batches)).backward()
+
+    report = hf_ga.check_equivalence(
+        helpers.plain_tagger(0.1), helpers.weighted_samples(12), helpers.pad_right, loss_fn=helpers.weighted_token_loss, step=naive
+    )
+    assert report.arm(OURS).passed and not report.arm("step").passed
+
+
+def test_a_collate_function_that_draws_masks():
+    def collate(samples):
+        batch = helpers.pad_right(samples)
+        hidden = torch.rand(batch["labels"].shape) < 0.4
+        return {**batch, "labels": batch["labels"].masked_fill(hidden, helpers.IGNORED)}
+
+    assert hf_ga.check_equivalence(helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate).passed
+
+
+def state_of(model):
+    """Everything of a model that a check may not change."""
+    tensors = [t.clone() for t in (*model.parameters(), *model.buffers())]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
+    return tensors, grads, flags, [set(vars(m)) for m in model.modules()]
+
+
+def assert_same(state, other):
+    assert all(map(torch.equal, state[0], other[0])) and state[2:] == other[2:]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(state[1], other[1], strict=True))
+
+
+def moving(model, micro_batches):
+    """A step that changes everything it can reach: weights, modes, random states, Accelerate's state."""
+    torch.rand(3), np.random.rand(3)
+    Accelerator(gradient_accumulation_steps=7, mixed_precision="bf16")
+    for batch in micro_batches:
+        model.eval()(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_everything_is_left_as_found(training):
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model = helpers.bert_classifier(0.1).train(training)
+    model.bert.pooler.train(not training)
+    model.classifier.bias.requires_grad_(False)
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    before, random, shared = state_of(model), helpers.global_random_states(), dict(accelerator.state._shared_state)
+    report = hf_ga.check_equivalence(model, helpers.class_samples(12), helpers.pad_right, ["even"], step=moving)
+    assert report.arm(OURS).passed and not report.arm("step").passed
+    assert_same(state_of(model), before)
+    assert helpers.global_random_states() == random
+    assert accelerator.state._shared_state == shared and accelerator.gradient_accumulation_steps == 3
+    assert accelerator.mixed_precision == "no"
+
+
+def test_a_prepared_model_is_checked_without_its_autocast():
+    with own_accelerate_state():
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = accelerator.prepare(helpers.bert_classifier())
+        before = state_of(model)
+        report = hf_ga.check_equivalence(model, helpers.class_samples(12), helpers.pad_right, ["even"])
+        assert report.passed and report.max_error < 1e-6  # float32 was asked for
+        assert_same(state_of(model), before)
+        assert accelerator.mixed_precision == "bf16"
+
+
+def test_quick_takes_fewer_samples_of_all_lengths():
+    samples = helpers.class_samples(60)
+    report = hf_ga.check_equivalence(helpers.bert_classifier(), samples, helpers.pad_right, quick=True)
+    assert report.passed and [row.layout for row in report.rows] == ["uneven", "one by one", "short last window"]
+    assert report.rows[1].micro_batches == [1] * 16
+    assert report.settings["num_samples"] == 16 and "(quick)" in report.facts[0]
+
+
+def test_a_subset_of_the_parameters():
+    report = hf_ga.check_equivalence(
+        helpers.bert_classifier(0.1),
+        helpers.class_samples(12),
+        helpers.pad_right,
+        ["even"],
+        parameters=["*.layer.1.*", "classifier.*"],
+    )
+    names = report.rows[0].parameter_errors
+    assert report.passed and names and all(".layer.1." in name or name.startswith("classifier.") for name in names)
+    with pytest.raises(ConfigError, match="match some trainable parameter"):
+        hf_ga.check_equivalence(helpers.bert_classifier(), helpers.class_samples(12), helpers.pad_right, parameters="nothing.*")
+
+
+def test_without_room_for_float64_the_report_says_so_and_still_convicts():
+    model, samples = helpers.bert_masked_lm(0.1), helpers.token_samples(12)
+    full = hf_ga.check_equivalence(model, samples, helpers.pad_right, ["even"])
+    assert "in float64" in full.facts[1] and "does not fit" not in full.facts[1]
+    needed = full.settings["bytes"]
+    size = (needed["full batch"] + needed["in float64"]) / 2 / 2**30
+    report = hf_ga.check_equivalence(
+        model,
+        samples,
+        helpers.pad_right,
+        ["uneven"],
+        max_memory_gib=size,
+        step=lambda m, batches: [m(**b).loss.backward() for b in batches],
+    )
+    assert "float64 does not fit" in report.facts[1]
+    assert report.arm(OURS).passed and not report.arm("step").passed
+    assert report.rows[0].limit == pytest.approx(3 * report.rows[0].own_error + 1e-5)
+    with pytest.raises(ConfigError, match=r"full batch of 12 samples must fit the memory limit.*quick=True"):
+        hf_ga.check_equivalence(model, samples, helpers.pad_right, max_memory_gib=1e-5)
+
+
+def test_memory_is_foreseen_from_two_samples():
+    """Against what autograd really keeps of the full batch."""
+    model, kept = helpers.bert_masked_lm(0.1), {}
+    samples = [s for s in helpers.token_samples(200) if len(s["input_ids"]) == 11][:12]
+    assert len(samples) == 12
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(**helpers.pad_right(samples))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    measured = sum(size for pointer, size in kept.items() if pointer not in weights)
+    foreseen = measure_memory(model, helpers.pad_right(samples[:2]), 12, None, 1.0)
+    assert foreseen.activations == pytest.approx(measured, rel=0.1)
+    assert foreseen.weights == foreseen.gradients == 4 * sum(p.numel() for p in model.parameters())
+    assert foreseen.available == 2**30
+
+
+class OnlyFloat32(nn.Module):
+    """A model with a part that has no float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.tagger = helpers.PlainTagger()
+
+    def forward(self, input_ids, labels):
+        if self.tagger.hidden.weight.dtype == torch.float64:
+            raise RuntimeError("no kernel for Double")
+        return self.tagger(input_ids, labels)
+
+
+def test_a_model_that_cannot_compute_in_float64_is_checked_without():
+    model = helpers.seeded(OnlyFloat32)()
+    report = hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["uneven"], step=naive_loss)
+    assert "float64 is not possible here (no kernel for Double)" in report.facts[1]
+    assert report.arm(OURS).passed and not report.arm("step").passed
+
+
+def naive_loss(model, micro_batches):
+    for batch in micro_batches:
+        (model(**batch) / len(micro_batches)).backward()
+
+
+class Noisy(nn.Module):
+    """Draws in a way that cannot be keyed."""
+
+    def __init__(self):
+        super().__init__()
+        self.tagger, self.noise = helpers.PlainTagger(0.1), Noise()
+
+    def forward(self, input_ids, labels):
+        return self.tagger(input_ids, labels) + self.noise(self.tagger.hidden.weight).square().mean()
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x) if self.training else x
+
+
+def test_what_cannot_be_keyed_is_refused_or_left_out():
+    model = helpers.seeded(Noisy)()
+    refused = hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["even"])
+    assert refused.rows[0].refused and [cause.name for cause in refused.causes()] == ["randomness"]
+    assert hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["even"], allow_unkeyed=True).passed
+    assert model.noise.training
+
+
+def test_a_sample_without_targets():
+    samples = [helpers.without_targets(s) if i in (3, 7) else s for i, s in enumerate(helpers.token_samples(12))]
+    report = hf_ga.check_equivalence(helpers.gpt2(0.1), samples, helpers.pad_right, ["one by one"], step=naive_in(torch.float32))
+    assert report.arm(OURS).passed and not report.arm("step").passed
+    assert {cause.name for cause in report.causes("step")} == {"normalisation", "dropout"}
+
+
+def test_a_step_that_raises_does_not_lose_the_others():
+    def step(model, micro_batches):
+        raise KeyError("lost")
+
+    report = hf_ga.check_equivalence(helpers.gpt2(), helpers.token_samples(12), helpers.pad_right, ["even"], step=step)
+    assert report.arm(OURS).passed and report.arm("step").rows[0].refused == "raised KeyError: 'lost'"
+
+
+def test_a_right_gradient_with_a_wrong_number_is_told_so():
+    model, window = helpers.bert_classifier(), helpers.class_samples(12)
+    step = leaving(helpers.full_batch_gradient(model, helpers.pad_right(window)), loss=1.0)
+    report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=step)
+    assert not report.arm("step").passed and [cause.name for cause in report.causes("step")] == ["reported loss"]
+
+
+def test_layouts_by_name_and_by_sizes():
+    lengths = np.array([9, 3, 5, 7, 1, 8, 2, 6, 4, 10, 12, 11])
+    layouts = {layout.name: layout for layout in choose_layouts("auto", lengths)}
+    assert {name: layout.sizes for name, layout in layouts.items()} == {
+        "even": [3, 3, 3, 3],
+        "uneven": [5, 1, 4, 2],
+        "one by one": [1] * 12,
+        "sorted by length": [3, 3, 3, 3],
+        "short last window": [1, 1],
+    }
+    assert np.concatenate(layouts["sorted by length"].offsets).tolist() == np.argsort(lengths).tolist()
+    short = layouts["short last window"]
+    assert (short.accumulation_steps, short.window_size, short.window_index) == (4, 4, 1)
+    assert [layout.sizes for layout in choose_layouts({"own": [5, 7]}, lengths)] == [[5, 7]]
+
+
+BAD = {
+    "few samples": ({"samples": 7}, "at least 8 samples, got 7"),
+    "unknown layout": ({"layouts": ["odd"]}, "auto, some of even"),
+    "no layout": ({"layouts": []}, "at least one of even"),
+    "sizes": ({"layouts": {"own": [5, 5]}}, "have .5, 5. samples, but must add up to 12"),
+    "precision": ({"precision": "fp8"}, "one of fp32, bf16, fp16, got 'fp8'"),
+    "memory": ({"max_memory_gib": 0.0}, "greater than 0, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused_before_any_work(case):
+    arguments, message = BAD[case]
+    model = helpers.bert_classifier()
+    model.forward = None  # any forward would fail
+    samples = helpers.class_samples(arguments.pop("samples", 12))
+    with pytest.raises(ConfigError, match=message):
+        hf_ga.check_equivalence(model, samples, helpers.pad_right, **arguments)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("hf_ga.equivalence.subjects.PartialState._shared_state", {})
+    with pytest.raises(ConfigError, match="one process, but 2 were launched"):
+        hf_ga.check_equivalence(helpers.bert_classifier(), helpers.class_samples(12), helpers.pad_right)

@@ -1,0 +1,187 @@
+"""What a check hands out: text, dict, files, HTML, and the command line."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import helpers
+import pytest
+
+import hf_ga
+from hf_ga.cli import check_main
+from hf_ga.equivalence.cli import CheckConfig
+from hf_ga.equivalence.html import fragment, full_page, layer_errors, layer_of
+from hf_ga.equivalence.report import OURS, Cause, EquivalenceReport, Row, sizes_text
+
+
+def mean_of_means(model, micro_batches):
+    for batch in micro_batches:
+        (model(**batch).loss / len(micro_batches)).backward()
+
+
+@pytest.fixture(scope="module")
+def report():
+    model = helpers.bert_masked_lm(0.0)
+    layouts = ["even", "short last window"]
+    return hf_ga.check_equivalence(model, helpers.token_samples(12), helpers.pad_right, layouts, steps={"a <loop>": mean_of_means})
+
+
+def test_the_text_has_the_verdict_first_and_every_row(report):
+    lines = str(report).splitlines()
+    assert lines[0] == "BertForMaskedLM: hf_ga passed, a <loop> FAILED"
+    assert lines[1].startswith("hf_ga: passed, the full batch's gradient in all 2 layouts (largest error ")
+    assert lines[2].startswith("a <loop>: FAILED in 2 of 2 layouts")
+    assert lines[3].startswith("  because of normalisation: mean of means")
+    assert sum(line.endswith(("passed", "FAILED")) for line in lines[4:]) == 4
+    assert any("in float64" in line for line in lines)
+
+
+def test_passed_worst_and_max_error(report):
+    assert not report.passed and report.arm(OURS).passed
+    errors = {(row.arm, row.layout): row.error for row in report.rows}
+    assert report.max_error == max(errors.values()) == report.worst.error
+    assert report.worst.arm == "a <loop>" and report.arm(OURS).max_error < 1e-6
+
+
+def test_the_dict_is_json_and_holds_every_figure(report, tmp_path):
+    report.save(tmp_path)
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN, no Infinity
+    assert read == json.loads(json.dumps(report.to_dict()))
+    assert read["passed"] is False and read["worst"]["arm"] == "a <loop>"
+    assert [row["error"] for row in read["rows"]] == [row.error for row in report.rows]
+    assert read["reasons"][OURS] == [] and "mean of means" in read["reasons"]["a <loop>"][0]
+    assert set(read["rows"][0]["parameter_errors"]) == {n for n, _ in helpers.bert_masked_lm().named_parameters()}
+    assert read["versions"]["torch"] and read["settings"]["precision"] == "fp32"
+
+
+class Checked(HTMLParser):
+    """Balanced tags, and what a page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.sources, self.tags = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone(report):
+    text = full_page(report)
+    page = Checked(text)
+    assert not page.open and "script" not in page.tags and page.tags.count("img") == 2
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert not re.search(r"https?://", text)
+    assert text.index("FAILED in 2 of 2") < text.index("<table>")  # the verdict comes first
+    assert "a &lt;loop&gt;" in text and "<loop>" not in text
+    assert text.count('class="good">passed') == 2 and text.count('class="bad">FAILED') == 2
+    assert "color-scheme" in text and "background: #ffffff" in text
+
+
+def test_the_notebooks_fragment_is_no_page(report):
+    text = report._repr_html_()
+    assert text == fragment(report)
+    page = Checked(text)
+    assert not page.open and "html" not in page.tags and page.tags.count("table") == 1
+
+
+def test_a_refusal_is_the_verdict():
+    rows = [Row(OURS, "even", [2, 2], 2, refused="no <rule> fits", causes=[Cause("BatchNorm", "it mixes", "error 1e-1")])]
+    refused = EquivalenceReport("Model", rows, ["a fact"], {}, {})
+    assert not refused.passed and refused.max_error == math.inf and refused.to_dict()["max_error"] is None
+    assert refused.summary() == "Model: hf_ga refused"
+    assert refused.verdict(OURS) == "hf_ga: refused: no <rule> fits"
+    assert refused.reasons(OURS) == ["BatchNorm: it mixes (even; error 1e-1)"]
+    text = full_page(refused)
+    assert "refused" in str(refused) and "no &lt;rule&gt; fits" in text
+    assert "img" not in Checked(text).tags  # there is nothing to plot
+
+
+def test_errors_are_added_up_by_layer():
+    assert layer_of("bert.encoder.layer.3.output.dense.weight") == "bert.encoder.layer.3"
+    assert layer_of("transformer.h.10.mlp.c_fc.bias") == "transformer.h.10"
+    assert layer_of("classifier.bias") == "classifier" and layer_of("scale") == "scale"
+    row = Row(OURS, "even", [1], 1, parameter_errors={"h.0.a": 3.0, "h.1.a": 1.0, "h.0.b": 4.0})
+    assert layer_errors(row) == {"h.0": 5.0, "h.1": 1.0}
+
+
+def test_sizes_are_written_short():
+    assert [sizes_text(sizes) for sizes in ([4, 4], [12, 4], [7], list(range(1, 9)))] == [
+        "2 x 4",
+        "12 + 4",
+        "7",
+        "1 + 2 + 3 + 4 + 5 + 6 + ...",
+    ]
+
+
+FLAGS = ["--task", "text-classification", "--max_length", "24", "--per_device_train_batch_size", "2"]
+
+
+def test_the_script_writes_its_report_and_asserts(tmp_path, capsys):
+    folder = tmp_path / "check"
+    flags = [*FLAGS, "--compare", "none", "--check_layouts", "even,uneven", "--assert", "--output_dir", str(folder)]
+    assert check_main(flags) == 0
+    read = json.loads((folder / "report.json").read_text())
+    assert read["passed"] and [row["layout"] for row in read["rows"]] == ["even", "uneven"]
+    assert sum(read["rows"][0]["micro_batches"]) == 8  # 2 x 4, the window of these flags
+    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
+    assert "BertForSequenceClassification: hf_ga passed" in capsys.readouterr().out
+
+
+def test_another_loss_is_compared_with_nothing(tmp_path):
+    layouts = ["--check_layouts", "uneven", "--label_smoothing", "0.1"]
+    assert check_main([*FLAGS, *layouts, "--output_dir", str(tmp_path)]) == 0
+    read = json.loads((tmp_path / "report.json").read_text())
+    assert read["passed"] and [row["arm"] for row in read["rows"]] == [OURS] and "nothing is compared" in read["facts"][-1]
+
+
+def test_assert_is_about_hf_ga_and_fails_where_it_does(tmp_path, monkeypatch, capsys):
+    flags = [*FLAGS, "--compare", "accelerate", "--check_layouts", "uneven", "--assert", "--output_dir", str(tmp_path)]
+    assert check_main(flags) == 0
+    assert "accelerate loop: FAILED" in capsys.readouterr().out
+    monkeypatch.setattr("hf_ga.equivalence.judging.UPDATE_FLOOR", 0.0)
+    monkeypatch.setattr("hf_ga.equivalence.reference.TIMES_OWN_ERROR", 0.0)
+    monkeypatch.setattr("hf_ga.equivalence.reference.FLOOR", 0.0)  # nothing is exact to the last bit
+    assert check_main([*flags, "--compare", "none"]) == 1
+
+
+BAD = {
+    "unknown arm": (["--compare", "lightning"], "compare must name some of trainer, accelerate, got 'lightning'"),
+    "unknown layout": (["--check_layouts", "even,odd"], "check_layouts must name some of even"),
+    "misspelt flag": (["--check_layout", "even"], "unknown flag --check_layout. Did you mean --check_layouts?"),
+    "of finetune": (["--task", "poetry"], "unknown task 'poetry'"),
+    "pattern": ([*FLAGS, "--parameters", "none.*"], "parameters must match some trainable parameter"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_one_line_and_exit_code_2(case, capsys, tmp_path):
+    flags, message = BAD[case]
+    assert check_main([*flags, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_flags_of_finetune_come_from_its_file_too(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("task: masked-lm\nlearning_rate: 0.001\nparameters: [a.*, b.*]\n")
+    from hf_ga.cli import parse_config
+
+    config = parse_config([str(path), "--quick"], CheckConfig)
+    assert (config.task, config.quick, config.parameters, config.output_dir) == ("masked-lm", True, ["a.*", "b.*"], "outputs/check")
+
+
+@pytest.mark.launch
+def test_the_script_lists_its_flags():
+    done = subprocess.run([sys.executable, "scripts/check_equivalence.py", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: ") and "--check_layouts" in done.stdout and "--assert" in done.stdout
