@@ -93,6 +93,8 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
+    if getattr(config, "expert_capacity", None):
+        return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
         return "the loss is a sum, not a mean"
     return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"

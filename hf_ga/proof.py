@@ -246,9 +246,10 @@ class Prover:
         reverse = np.arange(NUM_PROBE_SAMPLES)[::-1].copy()
         rounding = off(self._probe(take_rows(whole, reverse, self.entries), reverse), probe)
         if not rounding <= MOST_ROUNDING:
+            cause = likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over nothing"
             raise LossNotAdditive(
                 f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
-                f"{MOST_ROUNDING:.0e}). Likely cause: {likely_cause(self.model, None)}, or computing in low precision."
+                f"{MOST_ROUNDING:.0e}). Likely cause: {cause}, or computing in low precision."
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 

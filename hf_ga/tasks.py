@@ -79,8 +79,8 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 
 
 def small_roformer(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A RoFormer of about 1.1 million parameters: where an answer begins is told by the word before it, which a model with
-    positions relative to each other learns sooner than a BERT.
+    """A RoFormer of about 1.1 million parameters, for pairs of texts: where an answer begins is told by the word before it, which a
+    model with positions relative to each other learns sooner than a BERT.
     """
     return RoFormerConfig(
         vocab_size=len(tokenizer),
@@ -184,7 +184,7 @@ TASKS: dict[str, Task] = {
         "choice",
         choices.tokenize_choices,
         _padding(choices.collate_choices),
-        small_bert,
+        small_roformer,
         metrics=("accuracy",),
         pipeline="multiple-choice",
         lora_type=None,
