@@ -66,6 +66,8 @@ def _count_positions(batch: Batch, num_samples: int, positions: str) -> int:
 def _position_loss(outputs: Any, batch: Batch, positions: str, logits: str) -> Tensor:
     """Half the cross entropy over the positions of a text; an answer beyond its end is left out, one before its begin is at 0."""
     scores = _logits(outputs, logits)
+    if scores.dim() != 2:
+        raise LossNotAdditive(f"{logits} have shape {list(scores.shape)}, not (samples, tokens).")
     width = scores.shape[1]
     return F.cross_entropy(scores, batch[positions].reshape(-1).clamp(0, width), ignore_index=width, reduction="sum") / 2
 

@@ -190,10 +190,10 @@ class Prover:
         separated = separating_parts(batch, NUM_PROBE_SAMPLES)
         try:
             with torch.no_grad():
-                self._forward(separated, np.arange(NUM_PROBE_SAMPLES))
+                is_finite = head_loss(self._forward(separated, np.arange(NUM_PROBE_SAMPLES))).isfinite()
         except (IndexError, RuntimeError):  # positions beyond the text are an error of this head
             return batch
-        return separated
+        return separated if is_finite else batch
 
     def width_matters(self, rule: str) -> bool | None:
         """Whether padding short samples to a long one's width changes their loss or gradient; None: it cannot be told."""
@@ -228,8 +228,7 @@ class Prover:
         batches = {name: take_rows(whole, index, self.entries) for name, index in rows.items()}
         if not any(add_counts(rule, [count_targets(rule, batch, 1) for batch in batches.values()])):
             return
-        added_up = self._added_up(rule, batches, rows)
-        counts = count_targets(rule, whole, 2)
+        added_up, counts = self._added_up(rule, batches, rows), count_targets(rule, whole, 2)
         balance = self._balance([(whole, np.arange(2))])
         with self._without_router():
             together = self._probe(whole, np.arange(2), partial(self._term, rule, counts, counts, balance))
@@ -275,7 +274,8 @@ class Prover:
                     f"the model fails on labels of {IGNORED_LABEL}, which ask its loss to leave a target out ({error}). If its "
                     "loss ignores another value, pass loss_fn."
                 ) from error
-            loss.backward()
+            if loss.requires_grad:  # it is a constant where nothing is a target
+                loss.backward()
             kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None

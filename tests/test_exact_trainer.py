@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch.nn.functional as F
 import transformers as tf
+from accelerate.state import AcceleratorState
 from helpers import (
     IGNORED,
     VOCABULARY,
@@ -34,6 +35,14 @@ from trainers import LAYOUTS, arguments, distance, trained, weight_error
 
 from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.order import epoch_order
+
+
+@pytest.fixture(autouse=True)
+def _state_of_its_own():
+    """The precision of one trainer's Accelerate would be that of every test behind it."""
+    yield
+    AcceleratorState._reset_state(True)
+
 
 NUM_SAMPLES, WINDOW = 24, 16  # a full window and a short one in each of two epochs
 CLOSE = 1e-5

@@ -4,6 +4,7 @@ import copy
 import random
 
 import pytest
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers import full_batch_gradient, gpt2, llama, mixtral, pad_right, relative_error
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
@@ -13,6 +14,13 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from hf_ga import ConfigError, ExactTrainerMixin
+
+
+@pytest.fixture(autouse=True)
+def _state_of_its_own():
+    """The precision of one trainer's Accelerate would be that of every test behind it."""
+    yield
+    AcceleratorState._reset_state(True)
 
 
 class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from helpers import (
@@ -35,6 +36,13 @@ from trainers import arguments, distance, make_trainer, settings, weight_error
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.precision import enable_fp16_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def _state_of_its_own():
+    """The precision of one trainer's Accelerate would be that of every test behind it."""
+    yield
+    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 CHECKS = [line for line in COMMANDS if line.startswith("python scripts/check_equivalence.py")]
+SWEEPS = [line for line in COMMANDS if line.startswith("python scripts/sweep_heads.py")]
 RUNS = [line.split("&& ")[-1] for line in COMMANDS if "finetune" in line]
 
 
@@ -48,6 +49,7 @@ def test_all_python_blocks_are_tried():
     assert len(PYTHON_BLOCKS) == 4
     assert len(RUNS) == 10
     assert len(CHECKS) == 1
+    assert len(SWEEPS) == 1
 
 
 @pytest.mark.launch
@@ -72,6 +74,16 @@ def test_the_check_runs(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
+
+
+@pytest.mark.launch
+def test_the_sweep_runs(tmp_path):
+    """Of fewer heads; none may be wrong."""
+    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in SWEEPS[0].split()[1:]]
+    words = [word.replace("^BertFor", "^BertFor(Mask|Quest)") for word in words]
+    result = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 right, 0 refused" in result.stdout and (tmp_path / "outputs/heads/heads.md").exists()
 
 
 def test_ci_runs_the_test_command():

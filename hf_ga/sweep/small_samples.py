@@ -1,0 +1,181 @@
+"""Ragged samples for every kind of head, and a plain padding collate function. Nothing of hf_ga is used here.
+
+The 8 samples of a window are of 4 to 21 tokens, and their targets differ by more than a factor of 3 wherever the head has targets
+per token.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+NUM_CLASSES, NUM_CHOICES = 3, 3
+IGNORED = -100
+FIRST_ID, LAST_ID = 32, 96  # ids of plain tokens
+LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
+IMAGE_SIZE = 32
+CUT_STARTS, CUT_ENDS, BEYOND = (
+    (1, 6),
+    (1, 2, 6),
+    1000,
+)  # answers that were cut off with their text; question answering leaves them out
+# Architectures that take batches of one width only: the longest sample, rounded up to what their chunks or tables ask for.
+WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
+
+# kind of head -> attributes of its config
+KINDS: dict[str, dict[str, Any]] = {
+    "causal LM": {},
+    "causal LM with router loss": {"output_router_logits": True},
+    "masked LM": {},
+    "sequence classification": {"num_labels": NUM_CLASSES},
+    "regression": {"num_labels": 1, "problem_type": "regression"},
+    "multi-label": {"num_labels": NUM_CLASSES, "problem_type": "multi_label_classification"},
+    "token classification": {"num_labels": NUM_CLASSES},
+    "question answering": {"num_labels": 2},
+    "multiple choice": {},
+    "seq2seq": {},
+    "next sentence": {},
+    "pre-training": {},
+    "image classification": {"num_labels": NUM_CLASSES},
+}
+Sample = dict[str, Any]
+
+
+def make_samples(kind: str, class_name: str, config: PreTrainedConfig, seed: int = 0) -> list[Sample]:
+    """8 samples for a head, as lists of numbers.
+
+    Args:
+        kind: a key of `KINDS`. class_name: of the model, whose pre-training labels have names of their own.
+    """
+    rng = np.random.default_rng(seed)
+    if kind == "image classification" and class_name.startswith("ImageGPT"):  # its pixels are tokens
+        return [{"input_ids": rng.integers(0, FIRST_ID, 16).tolist(), "labels": i % NUM_CLASSES} for i in range(len(LENGTHS))]
+    if kind == "image classification":
+        return [_image_sample(rng, config, i) for i in range(len(LENGTHS))]
+    end, last = end_token(config), min(LAST_ID, getattr(config.get_text_config(), "vocab_size", None) or LAST_ID)
+    if kind == "seq2seq" and not config.is_encoder_decoder:  # a decoder that writes behind what it hears or sees
+        kind = "causal LM"
+    texts = [_tokens(rng, length, last, end) for length in LENGTHS]
+    samples = [_with_labels(kind, ids, texts[-1 - i], rng, i) for i, ids in enumerate(texts)]
+    return [{**s, **_more_labels(class_name, s, rng), **_more_inputs(class_name, s, config, rng)} for s in samples]
+
+
+def end_token(config: PreTrainedConfig) -> int | None:
+    """The id that ends every sample (BART's classifier reads it there), if it is not what pads."""
+    text = config.get_text_config()
+    end = getattr(text, "eos_token_id", None)
+    end = end[0] if isinstance(end, list | tuple) else end
+    return end if isinstance(end, int) and end >= 0 and end != getattr(text, "pad_token_id", None) else None
+
+
+class PaddingCollator:
+    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100, all else with 0.
+
+    width: pad to this many tokens instead.
+    """
+
+    def __init__(self, pad_id: int, width: int = 0) -> None:
+        self.pad_id, self.width = pad_id, width
+
+    def __call__(self, samples: list[Sample]) -> dict[str, Tensor]:
+        return {name: self._padded([s[name] for s in samples], self._filler(name)) for name in samples[0]}
+
+    def _filler(self, name: str) -> int:
+        if "labels" in name:
+            return IGNORED
+        return self.pad_id if name.endswith("input_ids") else 0
+
+    def _padded(self, values: list[Any], filler: int) -> Tensor:
+        arrays = [np.asarray(value) for value in values]
+        shape = np.max([a.shape for a in arrays], axis=0).astype(int)
+        if self.width and len(shape) and arrays[0].dtype.kind == "i":  # tokens, not pixels or probabilities
+            shape[-1] = max(self.width, shape[-1])
+        padded = np.full((len(arrays), *shape), filler, dtype=arrays[0].dtype)
+        for row, array in enumerate(arrays):
+            padded[(row, *(slice(size) for size in array.shape))] = array
+        tensor = torch.from_numpy(padded)
+        return tensor.float() if tensor.is_floating_point() else tensor.long()
+
+
+def _tokens(rng: np.random.Generator, length: int, last: int, end: int | None) -> list[int]:
+    ids = rng.integers(FIRST_ID, last, length).tolist()
+    return ids if end is None else [*ids[:-1], end]
+
+
+def _with_labels(kind: str, ids: list[int], target: list[int], rng: np.random.Generator, index: int) -> Sample:
+    sample: Sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    if kind.startswith("causal LM"):
+        return {**sample, "labels": [IGNORED] * (2 if index % 2 else 0) + ids[2 if index % 2 else 0 :]}
+    if kind in ("masked LM", "pre-training"):
+        return {**sample, "labels": _masked(ids, rng)}
+    if kind == "token classification":
+        return {**sample, "labels": _masked([i % NUM_CLASSES for i in ids], rng)}
+    if kind == "seq2seq":
+        return {**sample, "labels": target}
+    if kind == "question answering":
+        start, end = sorted(rng.integers(0, len(ids), 2).tolist())
+        start, end = BEYOND if index in CUT_STARTS else start, BEYOND if index in CUT_ENDS else end
+        return {**sample, "start_positions": start, "end_positions": end}
+    if kind == "multiple choice":
+        choices = [ids, *([*rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1).tolist(), ids[-1]] for _ in range(NUM_CHOICES - 1))]
+        return {"input_ids": choices, "attention_mask": [[1] * len(ids)] * NUM_CHOICES, "labels": index % NUM_CHOICES}
+    return {**sample, "labels": _sample_label(kind, rng, index)}
+
+
+def _masked(labels: list[int], rng: np.random.Generator) -> list[int]:
+    """About two labels in three are left out in some samples, none in others; the second one stays."""
+    share = (0.0, 0.7)[int(rng.integers(2))] if len(labels) > LENGTHS[0] else 0.5
+    return [label if i == 1 or rng.random() >= share else IGNORED for i, label in enumerate(labels)]
+
+
+def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
+    if kind == "regression":
+        return float(rng.normal())
+    if kind == "multi-label":
+        return rng.integers(0, 2, NUM_CLASSES).astype(float).tolist()
+    return index % (2 if kind == "next sentence" else NUM_CLASSES)
+
+
+def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int) -> Sample:
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", IMAGE_SIZE)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    pixels = rng.normal(size=(getattr(vision, "num_channels", 3), height, width))
+    return {"pixel_values": pixels.astype(np.float32), "labels": index % NUM_CLASSES}
+
+
+def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
+    """The other labels of pre-training heads."""
+    family = class_name.removesuffix("ForPreTraining")
+    if family == class_name:
+        return {}
+    if family in ("Electra", "Funnel"):  # was this token replaced?
+        return {"labels": rng.integers(0, 2, len(sample["input_ids"])).tolist()}
+    if family == "Albert":
+        return {"sentence_order_label": int(rng.integers(2))}
+    if family in ("Bert", "BigBird", "Ernie", "FNet", "MegatronBert", "MobileBert"):
+        return {"next_sentence_label": int(rng.integers(2))}
+    return {}
+
+
+def _more_inputs(class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator) -> Sample:
+    """What single architectures want beside the text."""
+    size = len(sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"])
+    if class_name.startswith("Bros"):  # a box for every token, as its corners
+        return {"bbox": rng.random((size, 8)).astype(np.float32)}
+    if class_name.startswith("Longformer"):  # else its question answering looks for three separators
+        ids = np.zeros_like(sample["input_ids"])
+        ids[..., 0] = 1
+        return {"global_attention_mask": ids}
+    if class_name == "SplinterForPreTraining":  # some questions a sample; 0 pads
+        places = rng.integers(1, len(sample["input_ids"]), (3, size // 4)).tolist()
+        return dict(zip(("question_positions", "start_positions", "end_positions"), places, strict=True))
+    if class_name.startswith("PaliGemma"):  # what is given and what is to be written; without it only padded batches are causal
+        return {"token_type_ids": [int(label != IGNORED) for label in sample["labels"]]}
+    if class_name.startswith("FSMT"):  # it shifts the source where it gets no target's input
+        return {"decoder_input_ids": [end_token(config), *sample["labels"][:-1]]}
+    if class_name.startswith("Git"):  # its loss begins behind the tokens of an image
+        return _image_sample(rng, config, 0) | {"labels": sample["labels"]}
+    return {}
