@@ -60,7 +60,7 @@ class Prover:
         self.by_length = sorted(samples, key=sample_length)
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
         self.candidates = [self.by_length[i] for i in spread]
-        self.collate_draws = False
+        self.collate_draws, self.tolerance = False, TOLERANCE  # the second as measured by `prove_rule`
         self.entries: frozenset[str] = frozenset()
 
     @contextmanager
@@ -113,7 +113,7 @@ class Prover:
         batches = {name: take_rows(whole, index, self.entries) for name, index in rows.items()}
         with self._without_router():
             probes = {name: self._probe(batch, rows[name]) for name, batch in batches.items()}
-            tolerance = self._tolerance(whole, probes["A+B"])
+            tolerance = self.tolerance = self._tolerance(whole, probes["A+B"])
             rule, residual = self._sum_of_means(batches, rows, probes["A+B"], tolerance) or self._one_mean(
                 batches, rows, probes, tolerance
             )
@@ -232,7 +232,7 @@ class Prover:
         balance = self._balance([(whole, np.arange(2))])
         with self._without_router():
             together = self._probe(whole, np.arange(2), partial(self._term, rule, counts, counts, balance))
-        if not (distance := off(added_up, together)) <= MOST_ROUNDING:
+        if not (distance := off(added_up, together)) <= self.tolerance:
             raise LossNotAdditive(unlike_without_padding(distance))
 
     def _probe_one(self, rule: str, batch: Batch) -> Probe:

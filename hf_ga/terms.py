@@ -2,7 +2,8 @@
 
     mean loss of the window = sum over its micro-batches of (mean loss x targets of the micro-batch) / targets of the window
 
-and, for a head whose loss is a sum of several means, the same for each of them. The proof and the step both call these functions:
+and, for a head whose loss is a sum of several means, the same for each of them. (An own `loss_fn` counts in its forward: what
+it sums is divided in `step.py`, at the window's end.) The proof and the step both call these functions:
 what is proven is what runs.
 """
 
