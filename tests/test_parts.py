@@ -172,3 +172,32 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
         parts = [float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()}).loss) for i in range(0, 15, 3)]
     assert losses == pytest.approx([expected] * 3, rel=1e-6)
     assert np.mean(parts) != pytest.approx(expected, rel=1e-4)
+
+
+class MaskedAnswers(torch.nn.Module):
+    """Never answers in the padding, so its softmax does not see how wide that is; the ignored positions still do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = h.bert_question_answering()
+
+    def forward(self, input_ids, attention_mask, start_positions, end_positions):
+        outputs, loss, width = self.bert(input_ids, attention_mask), 0.0, input_ids.shape[1]
+        for name, positions in (("start_logits", start_positions), ("end_logits", end_positions)):
+            outputs[name] = outputs[name].masked_fill(attention_mask == 0, -30.0)
+            loss = loss + torch.nn.functional.cross_entropy(outputs[name], positions.clamp(0, width), ignore_index=width) / 2
+        outputs["loss"] = loss
+        return outputs
+
+
+def test_one_width_decides_which_positions_are_behind_the_text():
+    """A position behind its own text, but not behind the longest of the window, counts: in every split."""
+    samples = answers(8)
+    model, accelerator = MaskedAnswers().train(), Accelerator()
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)  # on samples none of which shows it
+    assert rule.width_matters is False and rule.pad_to_window
+    longest = max(len(s["input_ids"]) for s in samples)
+    next(s for s in samples if len(s["input_ids"]) < longest)["start_positions"] = longest - 1
+    hf_ga.backward_window(accelerator, model, window_of(samples, 1, accelerator), targets=rule)
+    full = [h.full_batch_gradient(model, h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64)]
+    h.assert_promise_1(h.gradients(model), *full)
