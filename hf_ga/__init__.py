@@ -1,5 +1,6 @@
 """Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full batch."""
 
+from hf_ga.batch_arithmetic import BatchPlan, plan_batch
 from hf_ga.batch_norm import replace_batch_norm
 from hf_ga.config import FinetuneConfig
 from hf_ga.equivalence.check import check_equivalence
@@ -14,6 +15,7 @@ from hf_ga.windows import MicroBatch, Window, WindowLoader
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchPlan",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -32,6 +34,7 @@ __all__ = [
     "backward_window",
     "check_equivalence",
     "finetune",
+    "plan_batch",
     "prove_targets",
     "replace_batch_norm",
     "train_step",
