@@ -1,5 +1,6 @@
 """Small helpers on samples and on what a collate function returns."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
 
@@ -39,7 +40,8 @@ def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> f
     Raises:
         DataError: the batch cannot be cut into samples: no entry has one row a sample, or not on its first axis.
     """
-    two, three = as_batch(collate_fn([sample] * 2)), as_batch(collate_fn([sample] * 3))
+    # Copies: a collate function may take entries out of its samples.
+    two, three = (as_batch(collate_fn([copy.copy(sample) for _ in range(count)])) for count in (2, 3))
     found = set()
     for name in two:
         small, large = (_shape(batch[name]) for batch in (two, three))

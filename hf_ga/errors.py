@@ -23,3 +23,7 @@ class UnkeyedRandomness(HfGaError, RuntimeError):
 
 class CheckpointError(HfGaError, RuntimeError):
     """A checkpoint that is missing, damaged or of another run."""
+
+
+class ProcessFailed(HfGaError, RuntimeError):
+    """Another process failed in this window; the message is that process's."""

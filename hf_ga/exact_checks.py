@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.precision import check_precision
-from hf_ga.reduce import check_supported
 
 # Methods that the mixin must own: one that is overridden elsewhere would bring its own order or batches.
 OWNED = ("get_train_dataloader", "_get_train_sampler")
@@ -26,13 +27,22 @@ def check_trainer(trainer: Any, mixin: type) -> None:
     """
     if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
-    check_supported(trainer.accelerator)
+    _check_one_process(trainer.accelerator)
     check_precision(trainer.accelerator)
     dataset = trainer.train_dataset
     if dataset is not None and (isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")):
         raise DataError(
             f"the order of the samples needs a dataset with a length and random access, but train_dataset is a "
             f"{type(dataset).__name__}: load it without streaming."
+        )
+
+
+def _check_one_process(accelerator: Accelerator) -> None:
+    if accelerator.num_processes > 1 or accelerator.distributed_type != DistributedType.NO:
+        raise ConfigError(
+            f"ExactTrainer is exact on one process, but Accelerate runs {accelerator.num_processes} process(es) under "
+            f"{accelerator.distributed_type.value}. Launch one process and take the same global batch by gradient accumulation, or "
+            "train with hf_ga.train_step or scripts/finetune.py, which are exact on many."
         )
 
 

@@ -26,11 +26,11 @@ from hf_ga.exact_batches import WindowBatch, WindowedDataLoader, probe_samples
 from hf_ga.exact_checks import check_trainer
 from hf_ga.forward import module_modes
 from hf_ga.generators import moved_generators, random_states
+from hf_ga.gradients import choices_of_experts, set_keys
 from hf_ga.known_rules import NUM_PROOF_SAMPLES
 from hf_ga.parts import parts_known_by
 from hf_ga.precision import full_precision
-from hf_ga.router import BalanceCall
-from hf_ga.step import balance_of_window, set_keys
+from hf_ga.router import BalanceCall, add_calls
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.terms import Counts, add_counts, count_targets, window_term
 from hf_ga.windows import Window, WindowLoader
@@ -164,7 +164,9 @@ class WindowLoss:
         if self.rule.router is not None and any(self.current.totals):
             window, accelerator = self.current.window, self.trainer.accelerator
             with _without_bookkeeping(self.trainer):
-                self.current.balance = balance_of_window(accelerator, self.module, window, self.rule, window.micro_batches)
+                self.current.balance = add_calls(
+                    choices_of_experts(accelerator, self.module, window, self.rule, window.micro_batches)
+                )
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler

@@ -1,7 +1,7 @@
 """Samples -> collated micro-batches, in the main process or in workers; everything random is seeded from the request."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,19 @@ from hf_ga.batches import as_batch, entries_of_samples, equal_batches, take_rows
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.hashing import Stream, make_key
+from hf_ga.layout import Layout
+from hf_ga.plan import Planner, check_plan
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window."""
+    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window.
+
+    Attributes:
+        micro_batches: of this process. most_micro_batches: of the process that has most of them.
+    """
 
     seed: int
     epoch: int
@@ -25,6 +31,31 @@ class WindowRequest:
     sample_ids: np.ndarray
     micro_batches: list[np.ndarray]
     whole_window: bool
+    most_micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Makes requests: which part of a window this process computes, from what all processes know."""
+
+    seed: int
+    layout: Layout
+    planner: Planner
+    process_index: int
+
+    def request(
+        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
+    ) -> WindowRequest:
+        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
+
+        Raises:
+            ConfigError: the planner drops or repeats samples.
+        """
+        plan = self.planner(lengths, self.layout.num_processes)
+        check_plan(plan, len(sample_ids), self.layout.num_processes)
+        positions = index * self.layout.window_size + np.arange(len(sample_ids))
+        own, most = plan[self.process_index], max(map(len, plan))
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most)
 
 
 class Fetcher:
@@ -54,6 +85,11 @@ class Fetcher:
             seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
             samples.append(self.dataset[int(sample_id)])
         return samples
+
+    def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
+        """About `count` samples from all over the dataset, for a proof."""
+        ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
+        return self.samples(replace(request, positions=ids, sample_ids=ids), np.arange(len(ids)))
 
     def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
         if not request.whole_window:

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_ga.batches import Batch
 from hf_ga.errors import LossNotAdditive
 from hf_ga.precision import at_least_float32
 
+WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
 # (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
@@ -21,6 +24,13 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP and the like; mixed-precision wrappers stay."""
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+
+
+def callable_module(model: nn.Module) -> nn.Module:
+    """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer, both of them
+    meetings of all processes in every forward. Under FSDP the model as it is: its forward must gather the parameters.
+    """
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -107,8 +117,8 @@ def _has_float64(tensor: Tensor) -> bool:
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
-    """Of every module, whether it is in training mode."""
-    return tuple(module.training for module in model.modules())
+    """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are not counted: they come later."""
+    return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
 
 
 @contextmanager

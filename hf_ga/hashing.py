@@ -24,6 +24,7 @@ class Stream(enum.IntEnum):
     COLLATE = 3  # random collators, one key a window
     DROPOUT = 4  # draws that belong to a sample
     WINDOW = 5  # draws that belong to the whole window
+    BUFFER = 6  # which sample leaves a shuffle buffer; opening a stream
 
 
 def mix(value: int) -> int:

@@ -40,6 +40,10 @@ class BalanceCall:
     num_tokens: Tensor
     value: Tensor
 
+    def times(self, weight: int) -> "BalanceCall":
+        """The sums of a micro-batch that counts `weight` times."""
+        return BalanceCall(self.chosen * weight, self.probability * weight, self.num_tokens * weight, self.value)
+
 
 class RouterLoss:
     """Stands in for the balancing loss of a model while its windows are computed. One object a model.

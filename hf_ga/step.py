@@ -1,25 +1,25 @@
 """One optimizer step on one window: the terms of its micro-batches (`terms.py` owns the divisor), then clip and update once."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, UnkeyedRandomness
-from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, module_modes, run_forward, unwrapped
+from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
+from hf_ga.forward import LossFunction, gradients_apart, module_modes
 from hf_ga.generators import moved_generators, random_states
-from hf_ga.keyed import sample_keys, window_key
+from hf_ga.gradients import head_gradients, summed_gradients
 from hf_ga.known_rules import proven_rule
+from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
-from hf_ga.reduce import check_supported, sum_over_processes
-from hf_ga.router import BalanceCall, add_calls
+from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
+from hf_ga.sharding import allow_unequal_use, check_sharding, clip_gradients
 from hf_ga.targets import TargetRule
-from hf_ga.terms import add_counts, count_targets, window_term
-from hf_ga.windows import MicroBatch, Window
+from hf_ga.terms import add_counts
+from hf_ga.windows import Window
 
 
 @dataclass
@@ -62,6 +62,7 @@ def backward_window(
     targets: TargetRule | None = None,
     loss_fn: LossFunction | None = None,
     allow_unkeyed: bool = False,
+    sync_each_micro_batch: bool = False,
 ) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. Clipping, the optimizer and zeroing are the caller's.
 
@@ -76,10 +77,13 @@ def backward_window(
             kept on the loader.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); wins over the head's own loss.
         allow_unkeyed: go on although some draws depend on the split.
+        sync_each_micro_batch: under FSDP, reduce the gradients after every micro-batch instead of once a window: more traffic, but
+            no process keeps whole gradients between micro-batches.
 
     Raises:
-        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: more than one process, a precision that would not
-            be the one asked for, or the loader's `target_counts` contradict the proven rule.
+        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, a precision that would
+            not be the one asked for, or the loader's `target_counts` contradict the proven rule. ProcessFailed: another process
+            raised one of these, or anything else, in this window.
 
     Example:
         result = backward_window(accelerator, model, window)
@@ -87,30 +91,73 @@ def backward_window(
     """
     check_supported(accelerator)
     check_precision(accelerator)
+    check_sharding(accelerator)
     rule = targets or proven_rule(model, window, loss_fn, allow_unkeyed)
-    if rule.modes != module_modes(unwrapped(model)):
+    if rule.modes != module_modes(model):
         raise ConfigError(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
             "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
         )
-    if rule.pad_to_window:
-        window = window.padded_to_window()
+    if rule.name in PARTS:
+        allow_unequal_use(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     before = random_states()
-    with ExitStack() as stack:
-        stack.enter_context(_undivided(accelerator))
-        stack.enter_context(accelerator.no_sync(model))
-        stack.enter_context(rule.places.active())
-        stack.enter_context(gradients_apart([p for p in model.parameters() if p.requires_grad]))
-        if loss_fn is None:
-            result = _backward_head(accelerator, model, window, rule)
-        else:
-            result = _backward_sums(accelerator, model, window, rule, loss_fn)
-    if not allow_unkeyed and (moved := moved_generators(before)):
-        raise UnkeyedRandomness(
-            f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
-            "not: this randomness depends on the split of the window. Switch it off, or accept it with allow_unkeyed."
-        )
+    with _undivided(accelerator), rule.places.active(), gradients_apart(parameters):
+        share = _own_share(accelerator, model, window, rule, loss_fn, parameters, sync_each_micro_batch)
+        if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None:
+            share.failure = UnkeyedRandomness(
+                f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
+                "not: this randomness depends on the split of the window. Switch it off, or accept it with allow_unkeyed."
+            )
+        share = meet(accelerator, share)
+        result = _result(window, rule, share, is_sum=loss_fn is not None)
+        if accelerator.num_processes > 1 and not is_sharded(accelerator):
+            sum_gradients(parameters, share.has_gradient)
+        if loss_fn is not None and (gradients := [p.grad for p in parameters if p.grad is not None]):
+            torch._foreach_mul_(gradients, window.num_samples / (sum(share.counts) or 1.0))
     return result
+
+
+def _own_share(
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    rule: TargetRule,
+    loss_fn: LossFunction | None,
+    parameters: Sequence[nn.Parameter],
+    sync_each: bool,
+) -> Share:
+    """This process's part of the gradient, in `.grad`. What fails is told to the others when they meet, so that nobody waits for a
+    process that is gone; under FSDP they meet in every forward, so a failing process just ends.
+    """
+    loss = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
+    share = Share(loss, (0,) if loss_fn else add_counts(rule.name, []), (False,) * len(parameters))
+    try:
+        if rule.pad_to_window:
+            window = window.padded_to_window()
+        if loss_fn is None:
+            head_gradients(accelerator, model, window, rule, share, sync_each=sync_each)
+        else:
+            summed_gradients(accelerator, model, window, rule, loss_fn, share, sync_each=sync_each)
+    except ProcessFailed:
+        raise
+    except Exception as error:
+        if accelerator.num_processes == 1 or is_sharded(accelerator):
+            raise
+        share.failure = error
+    share.has_gradient = tuple(p.grad is not None for p in parameters)
+    return share
+
+
+def _result(window: Window, rule: TargetRule, share: Share, *, is_sum: bool) -> StepResult:
+    total = sum(share.counts)
+    if not is_sum and window.expected_targets not in (None, total):
+        raise ConfigError(
+            f"window {window.index} of epoch {window.epoch} has {int(total)} targets counted as {rule.name}, but target_counts "
+            f"say {window.expected_targets}: correct target_counts, or leave them out."
+        )
+    loss = share.loss / (total or 1.0) if is_sum else share.loss
+    return StepResult(loss, int(total) if float(total).is_integer() else total, skipped=total == 0)
 
 
 def train_step(
@@ -124,6 +171,7 @@ def train_step(
     targets: TargetRule | None = None,
     loss_fn: LossFunction | None = None,
     allow_unkeyed: bool = False,
+    sync_each_micro_batch: bool = False,
 ) -> StepResult:
     """One update: gradient of the window, clip once, optimizer, scheduler, zero the gradients.
 
@@ -150,17 +198,27 @@ def train_step(
     check_optimizer(accelerator, optimizer)
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
-    result = backward_window(accelerator, model, window, targets=targets, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
+    result = backward_window(
+        accelerator,
+        model,
+        window,
+        targets=targets,
+        loss_fn=loss_fn,
+        allow_unkeyed=allow_unkeyed,
+        sync_each_micro_batch=sync_each_micro_batch,
+    )
     if result.skipped:
         return result
-    _update(accelerator, optimizer, max_grad_norm, result)
+    _update(accelerator, model, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
     return result
 
 
-def _update(accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult) -> None:
+def _update(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult
+) -> None:
     """Remove the loss scale, clip, step; `result` is told.
 
     Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
@@ -171,7 +229,7 @@ def _update(accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_grad
         return
     accelerator.unscale_gradients(optimizer)
     if max_grad_norm:
-        result.grad_norm_tensor = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        result.grad_norm_tensor = clip_gradients(model, parameters, max_grad_norm)
     if accelerator.scaler is None:
         optimizer.step()
         return
@@ -191,86 +249,6 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _backward_head(accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule) -> StepResult:
-    """The head's own mean loss: targets are counted first, on the host, so the divisor is known before any forward."""
-    all_counts = [count_targets(rule.name, m.batch, len(m)) for m in window.micro_batches]
-    totals = sum_over_processes(accelerator, add_counts(rule.name, all_counts))
-    num_targets = sum(totals)
-    if window.expected_targets not in (None, num_targets):
-        raise ConfigError(
-            f"window {window.index} of epoch {window.epoch} has {num_targets} targets counted as {rule.name}, but target_counts "
-            f"say {window.expected_targets}: correct target_counts, or leave them out."
-        )
-    loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
-    # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out, unless its tokens were routed.
-    needed = [(m, n) for m, n in zip(window.micro_batches, all_counts, strict=True) if any(n) or rule.router] if num_targets else []
-    micro_batches = [m for m, _ in needed]
-    with nullcontext() if rule.router is None else rule.router.active():
-        balance = balance_of_window(accelerator, model, window, rule, micro_batches)
-        for batch, (_, counts) in zip(_keyed_batches(accelerator, window, rule, micro_batches), needed, strict=True):
-            with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                term = window_term(rule.name, model(**accepted_arguments(model, batch)), batch, counts, totals)
-                if rule.router is not None:
-                    term = term + rule.router.term(rule.router.take(), balance)
-            accelerator.backward(term)
-            loss_sum += term.detach()
-    return StepResult(loss_sum, num_targets, skipped=num_targets == 0)
-
-
-@torch.no_grad()
-def balance_of_window(
-    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, micro_batches: Sequence[MicroBatch]
-) -> list[BalanceCall]:
-    """What experts the tokens of the whole window choose, by forwards that are done again with gradients: the same dropout."""
-    calls = []
-    if rule.router is not None:
-        for batch in _keyed_batches(accelerator, window, rule, micro_batches):
-            with accelerator.autocast():
-                model(**accepted_arguments(model, batch))
-            calls.append(rule.router.take())
-    return add_calls(calls)
-
-
-def _backward_sums(
-    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, loss_fn: LossFunction
-) -> StepResult:
-    """An own loss counts during its forward, so the divisor is known at the end: gradients are divided by the samples first (which
-    keeps their size) and corrected once.
-
-    A count that is a number, not a tensor on the device, saves waiting for the device.
-    """
-    loss_sum = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
-    total = 0.0
-    for batch in _keyed_batches(accelerator, window, rule, window.micro_batches):
-        with accelerator.autocast():
-            loss, count = run_forward(model, batch, loss_fn)
-        if count := float(count):  # without targets the sum may be 0 / 0: it contributes nothing and is left out
-            accelerator.backward(loss / window.num_samples)
-            loss_sum += loss.detach().to(loss_sum.dtype)
-            total += count
-    if gradients := [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]:
-        torch._foreach_mul_(gradients, window.num_samples / total)
-    return StepResult(loss_sum / (total or 1.0), int(total) if total.is_integer() else total, skipped=total == 0)
-
-
-def set_keys(rule: TargetRule, window: Window, micro_batch: MicroBatch, device: torch.device) -> None:
-    """The next forward on `device` draws the dropout of these samples."""
-    keys, for_window = (
-        sample_keys(window.seed, window.epoch, micro_batch.positions),
-        window_key(window.seed, window.epoch, window.index),
-    )
-    rule.places.set_keys(keys.to(device, non_blocking=True), for_window.to(device, non_blocking=True))
-
-
-def _keyed_batches(
-    accelerator: Accelerator, window: Window, rule: TargetRule, micro_batches: Iterable[MicroBatch]
-) -> Iterator[dict]:
-    """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward."""
-    for micro_batch in micro_batches:
-        set_keys(rule, window, micro_batch, accelerator.device)
-        yield send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
 
 
 @contextmanager

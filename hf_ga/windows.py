@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,17 +9,15 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_ga.base_loader import BaseLoader, as_it_is
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.generators import preserved_random_states
-from hf_ga.layout import Layout
 from hf_ga.order import epoch_order
-from hf_ga.plan import Planner, check_plan, plan_window
+from hf_ga.plan import Planner
 
 if TYPE_CHECKING:
-    from hf_ga.targets import TargetRule
-
-    Proof = tuple[torch.nn.Module, Any, TargetRule]  # model, code of the loss_fn, what was proven of them
+    from hf_ga.base_loader import Proof
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,11 @@ class Window:
             return self.fetcher.samples(self.request, np.arange(self.num_samples))
 
     def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, not collated, for a proof: this window's may be too few or too alike."""
-        dataset = self.fetcher.dataset
-        ids = np.unique(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
-        request = replace(self.request, positions=ids, sample_ids=ids)
+        """About `count` samples from all over the dataset (of a stream: from its beginning), not collated, for a proof: this
+        window's may be too few or too alike.
+        """
         with preserved_random_states():
-            return self.fetcher.samples(request, np.arange(len(ids)))
+            return self.fetcher.probe_samples(self.request, count)
 
     def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
@@ -115,10 +111,8 @@ class Window:
         return self if self.request.whole_window else self.split(self.request.micro_batches, whole_window=True)
 
 
-class WindowLoader:
+class WindowLoader(BaseLoader):
     """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on the layout.
-
-    A window counts as consumed when it is handed out, so a loop that was left goes on behind it (`set_epoch` begins anew).
 
     Args:
         dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword arguments of the model.
@@ -160,19 +154,20 @@ class WindowLoader:
         num_workers: int = 0,
     ) -> None:
         self.num_samples = _checked_length(dataset, lengths, target_counts)
-        accumulation = accelerator.gradient_accumulation_steps if global_batch_size is None else None
-        self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed=seed,
+            planner=planner,
+            pad_to_window=pad_to_window,
+            drop_last_window=drop_last_window,
+            num_workers=num_workers,
         )
-        self.planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
+        self.shuffle = shuffle
         self.lengths = np.ones(self.num_samples, np.int64) if lengths is None else np.asarray(lengths)
         self.target_counts = None if target_counts is None else np.asarray(target_counts)
-        self.process_index, self.device = accelerator.process_index, accelerator.device
-        self.seed, self.shuffle, self.drop_last_window, self.num_workers = seed, shuffle, drop_last_window, num_workers
         self.fetcher = Fetcher(dataset, collate_fn)
-        self.epoch, self.num_consumed = 0, 0
-        self.pad_to_window = pad_to_window
-        self.proofs: list[Proof] = []
         if not len(self):
             raise DataError(
                 f"drop_last_window leaves nothing: {self.num_samples} samples are less than one window of "
@@ -184,25 +179,6 @@ class WindowLoader:
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin the given epoch (0-based) at its first window."""
-        self.epoch, self.num_consumed = epoch, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: epoch, windows consumed, and what makes the order."""
-        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a `state_dict()`, also one of another layout.
-
-        Raises:
-            ConfigError: the state belongs to another order (seed, number of samples, window size).
-        """
-        if changed := {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}:
-            listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-            raise ConfigError(f"this position belongs to another order of windows: {listed}")
-        self.epoch, self.num_consumed = state["epoch"], state["num_consumed"]
-
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
         requests = self.requests()
@@ -211,7 +187,7 @@ class WindowLoader:
             self.fetcher,
             sampler=_remembered(requests, in_flight),
             batch_size=None,  # an item is a window, collated by the fetcher
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
@@ -228,28 +204,20 @@ class WindowLoader:
                 iterator._shutdown_workers()
         self.set_epoch(self.epoch + 1)
 
+    def epochs_done(self, window: Window) -> float:
+        """Passes over the dataset up to the end of the window, for reports."""
+        return window.epoch + (window.index + 1) / len(self)
+
     def requests(self) -> Iterator[WindowRequest]:
         """What the windows of the current epoch that are not consumed yet will be made of."""
         order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
-            positions = np.arange(index * size, min((index + 1) * size, self.num_samples))
-            plan = self.planner(self.lengths[order[positions]], self.layout.num_processes)
-            check_plan(plan, len(positions), self.layout.num_processes)
-            whole = self.pad_to_window or any(rule.pad_to_window for _, _, rule in self.proofs)
-            yield WindowRequest(self.seed, self.epoch, index, positions, order[positions], plan[self.process_index], whole)
+            ids = order[index * size : (index + 1) * size]
+            yield self.splitter.request(self.epoch, index, ids, self.lengths[ids], self.pads_to_window)
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "seed": self.seed,
-            "num_samples": self.num_samples,
-            "window_size": self.layout.window_size,
-            "shuffle": int(self.shuffle),
-        }
-
-
-def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> list[list[np.ndarray]]:
-    return plan_window(len(lengths), num_processes, micro_batch_size)
+        return {**super()._identity(), "num_samples": self.num_samples, "shuffle": int(self.shuffle)}
 
 
 def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) -> Iterator[WindowRequest]:
@@ -259,15 +227,11 @@ def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) ->
         yield request
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _checked_length(dataset: Any, lengths: Any, target_counts: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
-            "without streaming."
+            "without streaming, or take a StreamLoader."
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: there is nothing to train on.")

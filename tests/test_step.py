@@ -8,6 +8,7 @@ import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 import hf_ga
@@ -421,11 +422,12 @@ def test_accumulation_steps_are_restored(countdown):
     assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
 
 
-def test_several_processes_are_refused(monkeypatch):
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA])
+def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
     model, samples = h.bert_classifier(), h.class_samples(WINDOW)
     (window,) = make_loader(samples)
-    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
-    with pytest.raises(hf_ga.ConfigError, match="2 process"):
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
+    with pytest.raises(hf_ga.ConfigError, match=f"summed exactly under .*under {kind.value}.*accelerate_configs"):
         hf_ga.backward_window(Accelerator(), model, window)
     assert all(p.grad is None for p in model.parameters())
 

@@ -1,0 +1,19 @@
+"""Start a script under the real `accelerate launch`, on CPU processes, with a time limit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TIME_LIMIT = 400  # seconds; a launch takes 15 to 60
+
+
+def launch(num_processes: int, script: Path, *arguments: str, timeout: float = TIME_LIMIT) -> subprocess.CompletedProcess:
+    """`--multi_gpu` is Accelerate's only way to start several processes, whatever they compute on."""
+    several = "--multi_gpu" if num_processes > 1 else "--cpu"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", several, "--num_processes", str(num_processes)]
+    command += ["--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(script), *arguments], capture_output=True, text=True, env=environment, timeout=timeout, check=False
+    )

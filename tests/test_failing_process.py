@@ -1,0 +1,71 @@
+"""One process fails: all of them say why, and nobody waits for it. Launched by `accelerate launch`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import helpers as h
+import numpy as np
+import pytest
+from launching import launch
+from safetensors.torch import load_file
+
+import hf_ga
+from hf_ga.keyed import sample_keys, window_key
+from hf_ga.order import epoch_order
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
+from failing import SAMPLES, Bomb
+from processes import SEED
+
+pytestmark = pytest.mark.launch
+WORKER = Path(__file__).resolve().parent / "workers" / "failing.py"
+LIMIT = 60  # seconds, start-up included
+MESSAGES = {
+    "forward": "a forward of process 1 went wrong",
+    "loss_fn": "labels beyond the vocabulary",
+    "collate": "row 7 cannot be decoded",
+}
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """The folder of the run under DDP, and how it ended."""
+    folder, began = tmp_path_factory.mktemp("failing"), time.monotonic()
+    done = launch(2, WORKER, str(folder), "ddp", timeout=LIMIT * 2)
+    return folder, done, time.monotonic() - began
+
+
+@pytest.mark.parametrize("stage", MESSAGES)
+def test_every_process_raises_in_the_same_window_and_can_go_on(ddp, stage):
+    """The failing process its own error, the others its message; after that the same window is right."""
+    folder, _, _ = ddp
+    first, second = (json.loads((folder / f"survived {stage}.{i}.json").read_text()) for i in (0, 1))
+    assert second["said"] == f"Fails: {MESSAGES[stage]}"
+    assert first["said"] == f"ProcessFailed: process 1 failed: Fails: {MESSAGES[stage]}"
+    bomb, samples = Bomb(), h.class_samples(SAMPLES)  # the same path of modules, so the same dropout
+    rule = hf_ga.prove_targets(bomb, samples, h.pad_right)
+    rule.places.set_keys(sample_keys(SEED, 0, np.arange(SAMPLES)), window_key(SEED, 0, 0))
+    bomb.double()
+    with rule.places.active():
+        loss = bomb(**h.pad_right([samples[i] for i in epoch_order(SAMPLES, SEED, 0, True)])).loss
+        loss.backward()
+    assert first["loss"] == second["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert h.relative_error(load_file(folder / f"survived {stage}.safetensors"), h.gradients(bomb)) < 1e-6
+
+
+def test_an_error_that_nobody_catches_ends_all_within_a_minute_ddp(ddp):
+    """In the data loader, where no meeting is near: the launcher ends the others."""
+    _, done, seconds = ddp
+    assert done.returncode != 0 and seconds < LIMIT
+    assert "Fails: row 7 cannot be decoded" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_an_error_that_nobody_catches_ends_all_within_a_minute_fsdp(tmp_path, kind):
+    """In a forward, in which the other processes wait for the shards of the failing one."""
+    began = time.monotonic()
+    done = launch(2, WORKER, str(tmp_path), kind, timeout=LIMIT * 2)
+    assert done.returncode != 0 and time.monotonic() - began < LIMIT
+    assert "Fails: a forward of process 1 went wrong" in done.stderr
