@@ -9,6 +9,7 @@ from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, Los
 from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.finetuning import finetune
 from hf_ga.step import StepResult, backward_window, train_step
+from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import MicroBatch, Window, WindowLoader
 
@@ -27,6 +28,7 @@ __all__ = [
     "LossNotAdditive",
     "MicroBatch",
     "StepResult",
+    "StreamLoader",
     "TargetRule",
     "UnkeyedRandomness",
     "Window",

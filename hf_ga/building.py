@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hf_ga.checkpoint import weights_sha256
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
 from hf_ga.evaluation import evaluate, evaluation_windows
-from hf_ga.forward import LossFunction
+from hf_ga.forward import LossFunction, unwrapped
 from hf_ga.labels import class_weights
 from hf_ga.layout import scaled_learning_rate
 from hf_ga.loop import Run
@@ -26,8 +27,11 @@ from hf_ga.losses import make_loss_fn
 from hf_ga.models import load_model
 from hf_ga.optimizers import build_optimizer
 from hf_ga.outputs import save_best
-from hf_ga.plan import plan_by_sizes
+from hf_ga.plan import plan_by_length
 from hf_ga.readers import make_reader
+from hf_ga.reduce import is_sharded
+from hf_ga.sharding import full_state_dict, prepare
+from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import WindowLoader
 
@@ -51,6 +55,7 @@ FREE_TO_CHANGE = {
     "per_device_eval_batch_size",
     "deterministic",
     "gradient_checkpointing",
+    "sync_each_micro_batch",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
@@ -79,6 +84,7 @@ def build_run(
     """Model, optimizer, schedule and windows; the target rule is proven on the way."""
     loss_fn, collate = chosen_loss_fn(config, data), data.collate  # may be refused, so before a model is built
     model = build_model(config, accelerator, data, model_config, dtype)
+    size = _size(model)  # before it is cut into shards
     samples = proof_samples(data, "train")
     head_rule = rule = prove_targets(model, samples, collate, allow_unkeyed=config.allow_unkeyed)
     if loss_fn is not None:
@@ -88,18 +94,19 @@ def build_run(
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, _warmup_steps(config, max_steps), max_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    once_per_epoch = min(len(windows), max_steps)
+    model, optimizer = prepare(accelerator, model, optimizer)
+    once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # a stream's end is unknown
     return Run(
         accelerator=accelerator,
         model=model,
+        model_size=size,
         optimizer=optimizer,
         scheduler=scheduler,
         windows=windows,
         rule=rule,
         loss_fn=loss_fn,
         evaluate=make_evaluator(config, accelerator, model, data, head_rule),
-        save_best=lambda: save_best(Path(config.output_dir) / "best", model, data, dtype),
+        save_best=partial(_save_best, config, accelerator, model, data, dtype),
         metric_for_best_model=config.metric_for_best_model,
         lower_is_better=config.lower_is_better,
         patience=config.early_stopping_patience,
@@ -111,9 +118,16 @@ def build_run(
         save_steps=config.save_steps or once_per_epoch,
         save_total_limit=config.save_total_limit,
         max_grad_norm=config.max_grad_norm or None,
+        sync_each_micro_batch=config.sync_each_micro_batch,
         allow_unkeyed=config.allow_unkeyed,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
+
+
+def _size(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return f"{type(model).__name__} with {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable"
 
 
 def _identity(
@@ -124,8 +138,14 @@ def _identity(
         "window_size": window_size,
         "data": data.content_hash,
         "mixed_precision": accelerator.mixed_precision,
-        "base_model": weights_sha256(Part(model, trainable=False)) if is_lora(model) else None,  # not in checkpoints
+        "base_model": weights_sha256(Part(unwrapped(model), trainable=False)) if is_lora(model) else None,  # not in checkpoints
     }
+
+
+def _save_best(config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype) -> None:
+    weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
+    if accelerator.is_main_process:
+        save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
 
 
 def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
@@ -150,7 +170,26 @@ def _warmup_steps(config: FinetuneConfig, max_steps: int) -> int:
     return round(config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps)
 
 
-def _train_windows(config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, rule: TargetRule) -> WindowLoader:
+def _train_windows(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, rule: TargetRule
+) -> WindowLoader | StreamLoader:
+    # Micro-batches of similar lengths: less padding, the same update.
+    planner = None if rule.pad_to_window else partial(plan_by_length, micro_batch_size=config.per_device_train_batch_size)
+    if data.stream is not None:
+        return StreamLoader(
+            data.stream,
+            data.collate,
+            accelerator=accelerator,
+            per_device_batch_size=config.per_device_train_batch_size,
+            global_batch_size=config.layout(accelerator.num_processes).window_size,
+            seed=config.seed,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            length_of=itemgetter("length"),
+            planner=planner,
+            drop_last_window=config.drop_last_window,
+            num_workers=config.dataloader_num_workers,
+            pad_to_window=rule.pad_to_window,
+        )
     return WindowLoader(
         data.samples("train"),
         data.collate,
@@ -161,8 +200,7 @@ def _train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepa
         lengths=data.splits["train"]["length"],
         # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
         target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
-        # Micro-batches of similar lengths: less padding, the same update.
-        planner=None if rule.pad_to_window else partial(plan_by_sizes, sizes=[config.per_device_train_batch_size]),
+        planner=planner,
         drop_last_window=config.drop_last_window,
         num_workers=config.dataloader_num_workers,
         pad_to_window=rule.pad_to_window,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ga.errors import CheckpointError
 
@@ -92,8 +92,13 @@ def find_checkpoint(output_dir: Path, wanted: str) -> Path:
 
 def weights_sha256(model: nn.Module) -> str:
     """SHA-256 over names, shapes, types and bytes of all parameters and buffers, in the order of their names."""
+    return state_sha256(model.state_dict())
+
+
+def state_sha256(weights: Mapping[str, Tensor]) -> str:
+    """`weights_sha256` of the model whose `state_dict()` this is."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from hf_ga.equivalence.cli import CheckConfig, run_check
 from hf_ga.equivalence.report import OURS
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.finetuning import finetune
+from hf_ga.processes import main_speaks_first
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -71,7 +72,8 @@ def main() -> int:
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    config = parse_config(arguments)
+    with main_speaks_first():
+        config = parse_config(arguments)
     logging.disable_progress_bar()  # transformers shows one for every file that it writes
     finetune(config)
 

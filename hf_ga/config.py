@@ -12,6 +12,7 @@ from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
 DEFAULT_ACCUMULATION_STEPS = 4
+STREAMED_TASKS = ("causal-lm", "text-classification")
 
 
 def option(default: Any, help: str) -> Any:
@@ -71,6 +72,10 @@ class FinetuneConfig:
     global_batch_size: int | None = option(
         None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
     )
+    streaming: bool = option(
+        False, "Read the training rows one after the other instead of all before the first step; needs max_steps."
+    )
+    shuffle_buffer_size: int = option(10_000, "streaming: samples among which the next one is drawn; 0: the order of the stream.")
     drop_last_window: bool = option(False, "Leave the short last window of each epoch out.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
@@ -88,6 +93,7 @@ class FinetuneConfig:
     num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
+    sync_each_micro_batch: bool = option(False, "FSDP: reduce gradients in every micro-batch: less memory, more traffic.")
     seed: int = option(0, "Of order, dropout and initial weights.")
     allow_unkeyed: bool = option(False, "Train although some random draws depend on how the window is split.")
     deterministic: bool = option(False, "Only deterministic kernels (on a GPU slower, and bit for bit repeatable).")
@@ -172,6 +178,7 @@ class FinetuneConfig:
             if getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}.")
         self._check_of_task()
+        self._check_streaming()
         self._check_output_dir()
 
     def _check_of_task(self) -> None:
@@ -214,6 +221,23 @@ class FinetuneConfig:
         if metric in task.generated_metrics and not self.predict_with_generate:
             raise ConfigError(f"metric_for_best_model {metric} compares generated texts: give --predict_with_generate, too.")
 
+    def _check_streaming(self) -> None:
+        """What cannot be done with rows that are read once, in order."""
+        if not self.streaming:
+            return
+        refused = {
+            f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
+            "block_size": self.block_size,
+            "class_weights balanced (it counts all labels)": self.class_weights == "balanced",
+            "eval_only": self.eval_only,
+            "the embedded corpus stdlib": self.dataset_name == "stdlib",
+            f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
+        }
+        if found := [what for what, is_asked in refused.items() if is_asked]:
+            raise ConfigError(f"streaming does not go with {found[0]}: change it, or leave streaming out.")
+        if self.max_steps is None:
+            raise ConfigError("streaming needs max_steps: nobody knows how many rows a stream has.")
+
     def _check_output_dir(self) -> None:
         folder = Path(self.output_dir)
         if files := [path for path in (folder, *folder.parents) if path.is_file()]:
@@ -243,6 +267,7 @@ _AT_LEAST = {
     "max_length": 2,
     "per_device_eval_batch_size": 1,
     "dataloader_num_workers": 0,
+    "shuffle_buffer_size": 0,
     "weight_decay": 0,
     "warmup_steps": 0,
     "max_steps": 1,

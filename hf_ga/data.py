@@ -1,13 +1,12 @@
 """Datasets -> tokenised samples. Everything that is wrong with the data is found here, before a model is built."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, Value
+from datasets import Dataset, DatasetDict, IterableDataset, Value
 from datasets.fingerprint import Hasher
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
@@ -23,8 +22,9 @@ from hf_ga.labels import encode_labels
 from hf_ga.masking import KeyedMasks
 from hf_ga.sources import SPLITS, load_file, load_rows
 from hf_ga.spans import encode_answers
+from hf_ga.streamed import load_streamed, samples_of
 from hf_ga.tasks import TASKS, Task
-from hf_ga.tokenization import cut_into_blocks, tokenize_completions
+from hf_ga.tokenization import contents_of, cut_into_blocks, tokenize_completions
 
 # Columns of samples that only metrics and predictions need; see the functions that tokenise.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
@@ -42,6 +42,7 @@ class PreparedData:
         description: one line on where the rows come from. facts: lines on rows that were cut, left out or have no target.
         unigram_entropy: of the training tokens that may be targets, nats per token; None where tokens are not predicted.
         content_hash: of the training samples, wherever they came from.
+        stream: all training samples, where they are read while training; then `train` holds the first ones.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class PreparedData:
     facts: list[str] = field(default_factory=list)
     unigram_entropy: float | None = None
     content_hash: str = ""
+    stream: IterableDataset | None = None
 
     @property
     def collate(self) -> Any:
@@ -88,7 +90,8 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
-    task, rows = TASKS[config.task], load_rows(config)
+    task = TASKS[config.task]
+    rows, stream = load_streamed(config) if config.streaming else (load_rows(config), None)
     _complete_tokenizer(tokenizer, task)
     prepared = PreparedData(task, {}, tokenizer, {}, config.mlm_probability, _describe(rows, config))
     prepared.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
@@ -106,6 +109,10 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
             )
     if "train" in prepared.splits:
         measure(prepared)
+    if stream is not None:
+        prepared.unigram_entropy = None  # of the first samples only
+        tokenize = _tokenizing(prepared.columns, config, prepared)
+        prepared.stream = samples_of(stream, prepared.columns, prepared.labels, tokenize)
     return prepared
 
 
@@ -152,6 +159,9 @@ def _no_samples(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_l
 
 
 def _describe(rows: DatasetDict, config: FinetuneConfig) -> str:
+    if config.streaming:
+        numbers = f"of which {len(rows['train'])} rows were read ahead; {len(rows['validation'])} validation rows"
+        return f"{config.dataset_name}: a stream, {numbers}"
     if config.dataset_name != "stdlib":
         return f"{config.dataset_name}: {dict(rows.num_rows)} rows"
     if "train" in rows:
@@ -214,13 +224,12 @@ def _are_words(feature: Any) -> bool:
 
 
 def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
-    tokenizer, is_chat = prepared.tokenizer, bool(chat_columns(rows.column_names))
-    tokenize = tokenize_completions if is_chat else prepared.task.tokenize
-    max_length = None if config.block_size else config.max_length
+    tokenize = _tokenizing(rows.column_names, config, prepared)
+    is_chat, max_length = tokenize.func is tokenize_completions, tokenize.keywords["max_length"]
     # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
-    key = [rows._fingerprint, config.task, is_chat, max_length, _contents(tokenizer), _FORMAT]
+    key = [rows._fingerprint, config.task, is_chat, max_length, contents_of(prepared.tokenizer), _FORMAT]
     dataset = rows.map(
-        partial(tokenize, tokenizer=tokenizer, max_length=max_length),
+        tokenize,
         batched=True,
         remove_columns=rows.column_names,
         new_fingerprint=Hasher.hash(key),
@@ -236,7 +245,8 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
         "kept although they have no target (they add nothing)": int(((targets == 0) & (lengths > 0)).sum()),
         **_facts_of_answers(dataset),
     }
-    prepared.facts += [f"{split}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
+    shown = "train, read ahead" if config.streaming and split == "train" else split
+    prepared.facts += [f"{shown}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
     if not len(dataset):
         raise DataError(f"all {len(lengths)} {split} rows are empty: there is nothing to use.")
     if config.block_size:
@@ -244,6 +254,12 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
         sizes = f"{len(dataset)} blocks of {config.block_size} tokens (the last has {dataset['length'][-1]})"
         prepared.facts.append(f"{split}: {num_rows} rows, {sum(dataset['length'])} tokens, put together and cut into {sizes}")
     return dataset
+
+
+def _tokenizing(roles: Iterable[str], config: FinetuneConfig, prepared: PreparedData) -> partial:
+    """Rows by role -> columns of samples."""
+    tokenize = tokenize_completions if chat_columns(list(roles)) else prepared.task.tokenize
+    return partial(tokenize, tokenizer=prepared.tokenizer, max_length=None if config.block_size else config.max_length)
 
 
 def _facts_of_answers(dataset: Dataset) -> dict[str, int]:
@@ -276,15 +292,6 @@ def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
         )
-
-
-def _contents(tokenizer: PreTrainedTokenizerBase) -> str:
-    extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return str(sorted(tokenizer.get_vocab().items())) + extra
-    content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by its last use
-    return json.dumps(content) + extra
 
 
 _FORMAT = 4  # part of the cache key: raise it whenever tokenisation would give other samples

@@ -1,7 +1,11 @@
-"""Token-weighted loss and metrics over a whole split: the same numbers for every layout."""
+"""Token-weighted loss and metrics over a whole split: the same numbers for every layout.
+
+What each micro-batch adds is kept apart, exchanged between the processes, put in the order of the samples, and only then added up:
+so the numbers do not depend on who computed what, and every process has all of them.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +15,20 @@ import evaluate as evaluate_library
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from torch import nn
 
-from hf_ga.forward import LossFunction, accepted_arguments, head_loss, restored_modes
-from hf_ga.metrics import METRICS, predictions_and_references
+from hf_ga.forward import LossFunction, accepted_arguments, callable_module, head_loss, restored_modes
+from hf_ga.metrics import METRICS, entries_per_sample, predictions_and_references
 from hf_ga.parts import PARTS
 from hf_ga.plan import plan_by_sizes
-from hf_ga.router import BalanceCall, add_calls
+from hf_ga.reduce import gather_rows, is_sharded
+from hf_ga.router import BalanceCall
 from hf_ga.targets import TargetRule
 from hf_ga.terms import count_targets, loss_sums
 from hf_ga.windows import MicroBatch, WindowLoader
 
-# Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the batch size.
+# Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the layout.
 EVALUATION_WINDOW = 256
 
 
@@ -45,13 +50,18 @@ class Reader:
 def evaluation_windows(
     dataset: Any, collate_fn: Any, *, accelerator: Accelerator, batch_size: int, lengths: Sequence[int], rule: TargetRule
 ) -> WindowLoader:
-    """The split in its own order, in batches of samples of similar length (less padding, same result)."""
+    """The split in its own order, in batches of samples of similar length (less padding, same result), dealt out in turn.
+
+    The batches are the same for every number of processes, as long as each process gets one of a window of 256 samples. More
+    processes need larger windows, or some would be idle; where the padding width counts, they are.
+    """
+    busy = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
     return WindowLoader(
         dataset,
         collate_fn,
         accelerator=accelerator,
         per_device_batch_size=batch_size,
-        global_batch_size=EVALUATION_WINDOW,
+        global_batch_size=EVALUATION_WINDOW if rule.pad_to_window else max(EVALUATION_WINDOW, busy),
         shuffle=False,
         lengths=lengths,
         planner=partial(plan_by_sizes, sizes=[batch_size]),
@@ -70,52 +80,73 @@ def evaluate(
     loss_fn: LossFunction | None = None,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Evaluate in evaluation mode; the modes of all modules are put back.
+    """Evaluate in evaluation mode; the modes of all modules are put back. All processes call it, and all get the same numbers.
 
     Args:
         windows: see `evaluation_windows`. rule: counts targets as training does. metrics: keys of `METRICS`; what they compare is
             said in `metrics.predictions_and_references`. reader: other metrics, instead.
 
     Returns:
-        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics; without
-        metrics (language models), and where a reader says so, `perplexity` = exp(loss).
+        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN where there is
+        nothing to compare); without metrics (language models), and where a reader says so, `perplexity` = exp(loss).
     """
     windows.set_epoch(0)
-    objects = [(reader.metrics if reader else METRICS)[name]() for name in (reader.metrics if reader else metrics)]
-    sums = _LossSums(rule, loss_fn)
+    chosen = reader.metrics if reader else {name: METRICS[name] for name in metrics}
+    read = _no_comparison if not chosen else partial(_of_reader, reader) if reader else _classes_or_numbers
+    losses, shares, module = _Losses(rule, loss_fn), [], callable_module(model)
     with restored_modes(model):
         model.eval()
-        for micro_batch in (m for window in windows for m in window.micro_batches):
+        for micro_batch, counts in _equal_in_number(accelerator, windows):
             batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-            with sums.active():  # not where a reader generates
-                outputs = model(**accepted_arguments(model, batch))
-                sums.add(outputs, batch, micro_batch)
-            if objects:
-                predictions, references = (reader.read if reader else _classes_or_numbers)(outputs, batch, micro_batch)
-                for metric in objects if len(references) else ():
-                    metric.add_batch(predictions=predictions, references=references)
-    results = {"loss": sums.mean(), "num_targets": sums.num_targets}
-    if not objects or (reader and reader.predicts_tokens):
+            with losses.active():  # not where a reader generates
+                outputs = module(**accepted_arguments(module, batch))
+                loss = losses.of(outputs, batch, micro_batch)
+            if counts:
+                shares.append(_Share(micro_batch.positions, *loss, *read(outputs, batch, micro_batch)))
+    shares = sorted(gather_object(shares), key=lambda share: share.positions[0])
+    results = losses.mean(shares)
+    if not chosen or (reader and reader.predicts_tokens):
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
-    for metric in objects:
-        results |= metric.compute()
+    results |= _computed(chosen, shares)
+    if accelerator.num_processes > 1:  # those of the first process: another kind of machine may round otherwise
+        results = dict(zip(results, gather_rows(accelerator, list(results.values()))[0].tolist(), strict=True))
     return results
 
 
-class _LossSums:
-    """The loss of a split summed in float64, each part over its own targets; the router's choices of the whole split."""
+@dataclass(frozen=True)
+class _Share:
+    """What one micro-batch adds, on the host. Only ever exchanged between the processes of one run.
+
+    Attributes:
+        positions: int64, shape (n,): of its samples.
+        sums, counts: the loss summed over its targets, and their number, for each part of the loss.
+        balance: for each call of the router's loss: choices, probabilities (both of shape (experts,)), tokens; float64.
+        owners: int64: the position that each prediction belongs to. predictions, references: as many.
+    """
+
+    positions: np.ndarray
+    sums: tuple[float, ...]
+    counts: tuple[float, ...]
+    balance: list[tuple[np.ndarray, ...]]
+    owners: np.ndarray
+    predictions: Sequence[Any]
+    references: Sequence[Any]
+
+
+class _Losses:
+    """The loss of a split, each part over its own targets, and the router's choices of the whole split."""
 
     def __init__(self, rule: TargetRule, loss_fn: LossFunction | None) -> None:
         self.rule, self.loss_fn, self.router = rule, loss_fn, rule.router if loss_fn is None else None
-        self.sums, self.counts = np.zeros(1), np.zeros(1)
-        self.balance: list[BalanceCall] = []
 
     def active(self) -> AbstractContextManager[None]:
         """The balancing loss is taken over the split, not over each batch."""
         return nullcontext() if self.router is None else self.router.active()
 
-    def add(self, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> None:
-        """A batch that lies on the device."""
+    def of(
+        self, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+    ) -> tuple[tuple[float, ...], tuple[float, ...], list[tuple[np.ndarray, ...]]]:
+        """Sums, counts and balance of a batch that lies on the device."""
         if self.loss_fn is None:
             counts = count_targets(self.rule.name, micro_batch.batch, len(micro_batch))
             mean = None if self.rule.name in PARTS else head_loss(outputs).double()
@@ -123,21 +154,74 @@ class _LossSums:
         else:
             total, count = self.loss_fn(outputs, batch)
             sums, counts = (total,), (float(count),)
-        self.sums, self.counts = self.sums + np.array([float(s) for s in sums]), self.counts + np.array(counts)
-        if self.router is not None:
-            self.balance = add_calls([calls for calls in (self.balance, self.router.take()) if calls])
+        calls = [] if self.router is None else self.router.take()
+        balance = [tuple(t.cpu().double().numpy() for t in (c.chosen, c.probability, c.num_tokens)) for c in calls]
+        return tuple(map(float, sums)), counts, balance
 
-    @property
-    def num_targets(self) -> float:
-        return float(self.counts.sum())
+    def mean(self, shares: Sequence[_Share]) -> dict[str, float]:
+        """The mean over all targets (of each part, added up), NaN without targets, and their number."""
+        counts = [math.fsum(column) for column in zip(*(share.counts for share in shares), strict=True)]
+        sums = [math.fsum(column) for column in zip(*(share.sums for share in shares), strict=True)]
+        if not sum(counts):
+            return {"loss": float("nan"), "num_targets": 0.0}
+        routed = 0.0 if self.router is None else self._balance(shares)
+        return {"loss": sum(s / n for s, n in zip(sums, counts, strict=True) if n) + routed, "num_targets": sum(counts)}
 
-    def mean(self) -> float:
-        """The mean over all targets (of each part, added up); NaN without targets."""
-        if not self.num_targets:
-            return float("nan")
-        routed = float(self.router.term(self.balance, self.balance)) if self.router is not None else 0.0
-        return float(sum(s / n for s, n in zip(self.sums, self.counts, strict=True) if n)) + routed
+    def _balance(self, shares: Sequence[_Share]) -> float:
+        calls = []
+        for call in zip(*(share.balance for share in shares), strict=True):
+            chosen, probability, num_tokens = (torch.from_numpy(np.asarray(sum(part))) for part in zip(*call, strict=True))
+            calls.append(BalanceCall(chosen, probability, num_tokens, num_tokens))
+        assert self.router is not None
+        return float(self.router.term(calls, calls))
 
 
-def _classes_or_numbers(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
-    return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
+def _equal_in_number(accelerator: Accelerator, windows: WindowLoader) -> Iterator[tuple[MicroBatch, bool]]:
+    """This process's micro-batches, and whether each counts.
+
+    Under FSDP a forward is a meeting of all processes: one that has fewer micro-batches repeats one, and its result is dropped.
+    """
+    for window in windows:
+        own = window.micro_batches
+        yield from ((micro_batch, True) for micro_batch in own)
+        missing = window.request.most_micro_batches - len(own) if is_sharded(accelerator) else 0
+        if missing:
+            spare = own or window.split([np.zeros(1, np.int64)]).micro_batches
+            yield from [(spare[0], False)] * missing
+
+
+def _no_comparison(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, list[Any], list[Any]]:
+    return np.empty(0, np.int64), [], []
+
+
+def _of_reader(
+    reader: Reader, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[np.ndarray, Sequence[Any], Sequence[Any]]:
+    return micro_batch.positions, *reader.read(outputs, batch, micro_batch)
+
+
+def _classes_or_numbers(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    labels = micro_batch.batch["labels"].numpy()
+    owners = np.repeat(micro_batch.positions, entries_per_sample(labels))
+    return owners, *predictions_and_references(outputs.logits.float().cpu().numpy(), labels)
+
+
+def _computed(metrics: Mapping[str, type[evaluate_library.Metric]], shares: Sequence[_Share]) -> dict[str, float]:
+    """The metrics over all predictions, in the order of their samples."""
+    order = np.argsort(np.concatenate([np.empty(0, np.int64), *(share.owners for share in shares)]), kind="stable")
+    if not len(order):
+        return dict.fromkeys(metrics, float("nan"))
+    predictions, references = (
+        _in_order([getattr(share, name) for share in shares], order) for name in ("predictions", "references")
+    )
+    results: dict[str, float] = {}
+    for metric in metrics.values():  # in memory: the processes of a machine would write to the same cache
+        results |= metric(keep_in_memory=True).compute(predictions=predictions, references=references)
+    return results
+
+
+def _in_order(parts: Sequence[Sequence[Any]], order: np.ndarray) -> Sequence[Any]:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)[order]
+    together = [item for part in parts for item in part]
+    return [together[i] for i in order]

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_data
+from hf_ga.errors import ConfigError
 from hf_ga.evaluation import evaluate, evaluation_windows
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.models import load_tokenizer
@@ -87,6 +88,8 @@ class Experiment:
     """Data, first weights and settings that all arms share."""
 
     def __init__(self, num_samples: int, max_length: int, steps: int, learning_rate: float, seed: int) -> None:
+        if (count := PartialState().num_processes) > 1:
+            raise ConfigError(f"the experiment compares layouts of one process, but runs on {count}: start it without a launcher.")
         config = FinetuneConfig(max_length=max_length)
         self.data: PreparedData = prepare_data(config, load_tokenizer(config))
         train = self.data.splits["train"]

@@ -1,10 +1,14 @@
-"""finetune(): from a configuration to a trained model on disk. What `scripts/finetune.py` calls."""
+"""finetune(): from a configuration to a trained model on disk. What `scripts/finetune.py` calls.
 
-import os
+On several processes all of them go through everything together; the first one writes and prints.
+"""
+
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -12,19 +16,21 @@ from transformers import PretrainedConfig
 
 from hf_ga.adapters import check_peft
 from hf_ga.building import build_model, build_run, make_evaluator, proof_samples
-from hf_ga.checkpoint import find_checkpoint, weights_sha256
+from hf_ga.checkpoint import find_checkpoint, state_sha256
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
-from hf_ga.forward import unwrapped
 from hf_ga.loop import Progress, Run, fit, resume, stopped_early
 from hf_ga.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.outputs import prepare_output_dir, save_last, versions, write_reports
 from hf_ga.precision import enable_fp16_on_cpu, precision_name
 from hf_ga.predictions import Unlabelled, read_unlabelled, write_predictions
-from hf_ga.reduce import check_supported
+from hf_ga.processes import check_agreement, main_goes_first, main_speaks_first, of_main, say, share_cores, silence_others
+from hf_ga.reduce import check_supported, is_sharded
 from hf_ga.report import read_metrics, write_json
+from hf_ga.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.targets import prove_targets
+from hf_ga.tasks import TASKS
 from hf_ga.trackers import start_trackers, tracker_names
 
 
@@ -38,31 +44,42 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
             trained exactly. CheckpointError: nothing to resume from.
     """
-    config.check()
-    check_peft(config)
-    accelerator = _accelerator(config)
+    with main_speaks_first():
+        config.check()
+        check_peft(config)
+        return _finetune(config, _accelerator(config))
+
+
+def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
-    tokenizer = load_tokenizer(config)
-    base = load_base_config(config)
-    dtype = own_dtype(base)
-    data = prepare_data(config, tokenizer, known_labels(base))
-    model_config = complete_config(base, config, data)
-    unlabelled = read_unlabelled(config, data)
+    _check_sharded(config, accelerator)
+    with main_goes_first(accelerator):  # what it downloads, trains and tokenises is kept, and the others find it
+        tokenizer = load_tokenizer(config)
+        base = load_base_config(config)
+        dtype = own_dtype(base)
+        data = prepare_data(config, tokenizer, known_labels(base))
+        model_config = complete_config(base, config, data)
+        unlabelled = read_unlabelled(config, data)
+    check_agreement(accelerator, "data", _hash_of(data))
     checkpoint = None
     if config.resume_from_checkpoint is not None:
         checkpoint = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
     for line in (data.description, *data.facts, *([] if config.eval_only else [str(layout)]), precision_name(accelerator)):
-        accelerator.print(line)
+        say(accelerator, line)
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
-    accelerator.print(f"{_size(run.model)}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
+    check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
+    say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
     if data.unigram_entropy is not None:
-        accelerator.print(f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+        say(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+    if is_sharded(accelerator):
+        say(accelerator, "no checkpoints are written under FSDP yet: only the best and the last model")
     progress = resume(run, checkpoint) if checkpoint else Progress()
-    prepare_output_dir(config, checkpoint)
+    if accelerator.is_main_process:
+        prepare_output_dir(config, checkpoint)
     start_trackers(accelerator, config.to_dict(), run.output_dir)
     began = time.perf_counter()
     progress = fit(run, progress)
@@ -79,8 +96,10 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
     except ValueError as error:  # a mixed precision that the device lacks
         raise ConfigError(f"Accelerate cannot start: {error}") from error
     check_supported(accelerator)
+    enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
-    _use_all_cores(accelerator)
+    silence_others(accelerator)
+    share_cores(accelerator)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     if accelerator.device.type == "cuda":
@@ -88,15 +107,38 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
     return accelerator
 
 
-def _use_all_cores(accelerator: Accelerator) -> None:
-    """`accelerate launch` sets one CPU thread a process unless told otherwise; training on a CPU wants its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ and torch.get_num_threads() < cores:
-        torch.set_num_threads(cores)
+def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
+    """Refuse what FSDP cannot do here, before any work."""
+    if not is_sharded(accelerator):
+        return
+    if config.lora_r is not None:
+        raise ConfigError("LoRA trains so few weights that sharding them gains nothing, and is not supported under FSDP: use DDP.")
+    if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and config.model_name_or_path is not None:
+        raise ConfigError(
+            "every process proves the loss on the model's true weights, but with fsdp_cpu_ram_efficient_loading only the first has "
+            "any before sharding: launch with --fsdp_cpu_ram_efficient_loading false, as the profiles of accelerate_configs/ do."
+        )
+    generates = TASKS[config.task].pipeline == "text-generation" or config.task == "seq2seq"
+    if config.predict_with_generate or (config.predict_file is not None and generates):
+        raise ConfigError(
+            "FSDP's shards need all processes in every forward, but texts of different lengths need different numbers of them: "
+            "leave --predict_file and --predict_with_generate out, and generate with the saved model by --eval_only without FSDP."
+        )
+    if config.resume_from_checkpoint is not None:
+        raise ConfigError(
+            "resuming under FSDP is not supported yet, as its shards are not put together into checkpoints. Start anew, or train "
+            "with DDP (accelerate_configs/multi_gpu.yaml), which resumes on any number of processes."
+        )
+
+
+def _hash_of(data: PreparedData) -> str:
+    """Of the training samples, the labels, and the lengths in all splits: what the split of the work follows from."""
+    lengths = [np.asarray(dataset["length"]).tobytes() for dataset in data.splits.values()]
+    return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
 
 
 def _check_last_window(config: FinetuneConfig, window_size: int, data: PreparedData) -> None:
-    if config.drop_last_window and len(data.splits["train"]) < window_size:
+    if config.drop_last_window and data.stream is None and len(data.splits["train"]) < window_size:
         raise ConfigError(
             f"drop_last_window leaves nothing of {len(data.splits['train'])} samples, which are less than one window of "
             f"{window_size}: use a smaller global batch, or keep the last window."
@@ -113,7 +155,9 @@ def _finish(
     seconds: float,
 ) -> dict[str, Any]:
     """Evaluate on the test split, predict, save the last model, write what people read."""
-    accelerator, metrics = run.accelerator, read_metrics(run.output_dir / "metrics.jsonl")
+    accelerator = run.accelerator
+    metrics = read_metrics(run.output_dir / "metrics.jsonl") if accelerator.is_main_process else []
+    weights = full_state_dict(accelerator, run.model)  # of shards gathered, on the main process
     summary = {
         "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
         **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
@@ -130,18 +174,20 @@ def _finish(
         "data": data.description,
         "data_facts": data.facts,
         "labels": data.labels,
-        "weights_sha256": weights_sha256(unwrapped(run.model)),
+        "weights_sha256": state_sha256(weights),
         "versions": versions(),
         "config": config.to_dict(),
     }
     if "test" in data.splits:
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
     _predict(config, accelerator, run.model, data, unlabelled)
-    save_last(run.output_dir, run.model, data, dtype)
-    write_reports(config, summary)
+    if accelerator.is_main_process:
+        save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
+        write_reports(config, summary)
+    summary = of_main(accelerator, summary)
     accelerator.end_training()
     shown = {k: v for k, v in summary.items() if _is_shown(k) and isinstance(v, float)}
-    accelerator.print(", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}")
+    say(accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}")
     return summary
 
 
@@ -159,15 +205,18 @@ def _evaluate_only(
     rules = {  # how targets are counted; nothing is drawn in an evaluation
         split: prove_targets(model, proof_samples(data, split), data.collate, allow_unkeyed=True) for split in data.splits
     }
-    model = accelerator.prepare(model)
-    folder.mkdir(parents=True, exist_ok=True)
+    model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
     for split, rule in rules.items():
         measured = make_evaluator(config, accelerator, model, data, rule)(split)
-        accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+        say(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
         results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
     _predict(config, accelerator, model, data, unlabelled)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
-    write_json(folder / "evaluation.json", results)
+    if accelerator.is_main_process:
+        write_json(folder / "evaluation.json", results)
+    accelerator.wait_for_everyone()
     return results
 
 
@@ -177,14 +226,8 @@ def _predict(
     if unlabelled is not None:
         path = Path(config.output_dir) / "predictions.jsonl"
         count = write_predictions(config, accelerator, model, data, unlabelled, path)
-        accelerator.print(f"{count} rows predicted: {path}")
+        say(accelerator, f"{count} rows predicted: {path}")
 
 
 def _is_shown(name: str) -> bool:
     return name == "train_loss" or (name.startswith(("eval_", "test_")) and not name.endswith("num_targets"))
-
-
-def _size(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return f"{type(unwrapped(model)).__name__} with {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable"

@@ -19,8 +19,10 @@ from hf_ga.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.errors import CheckpointError, DataError
 from hf_ga.forward import LossFunction
 from hf_ga.precision import load_scaler_state, scaler_state
+from hf_ga.reduce import is_sharded, sum_over_processes
 from hf_ga.report import MetricsFile
 from hf_ga.step import StepResult, train_step
+from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule
 from hf_ga.windows import Window, WindowLoader
 
@@ -51,6 +53,7 @@ class Run:
     """All that `fit` puts together. Steps are optimizer steps.
 
     Attributes:
+        model_size: its class and numbers of parameters, in words.
         loss_fn: None: the head's own loss. evaluate: (split, by default validation) -> metrics with `loss`.
         save_best: called when the metric of the best model is the best so far.
         patience: evaluations without a better metric after which the run stops; None: it does not.
@@ -59,9 +62,10 @@ class Run:
 
     accelerator: Accelerator
     model: nn.Module
+    model_size: str
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    windows: WindowLoader
+    windows: WindowLoader | StreamLoader
     rule: TargetRule
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
@@ -77,12 +81,14 @@ class Run:
     save_steps: int
     save_total_limit: int
     max_grad_norm: float | None
+    sync_each_micro_batch: bool
     allow_unkeyed: bool
     identity: dict[str, Any]
 
 
 def fit(run: Run, progress: Progress) -> Progress:
-    """Train until `max_steps` or `max_windows`, from where `progress` stands.
+    """Train until `max_steps` or `max_windows`, from where `progress` stands. On several processes all run it in step; the main
+    process writes.
 
     Raises:
         DataError: 20 windows in a row made no step.
@@ -96,7 +102,8 @@ def fit(run: Run, progress: Progress) -> Progress:
         disable=not run.accelerator.is_main_process,
     )
     run.model.train()
-    with closing(MetricsFile(run.output_dir / "metrics.jsonl", progress.metrics_size)) as metrics, bar:
+    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
+    with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar:
         if run.eval_on_start and not progress.num_windows:
             metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
         while not _finished(run, progress):
@@ -118,8 +125,19 @@ def fit(run: Run, progress: Progress) -> Progress:
     return progress
 
 
-def save(run: Run, progress: Progress) -> Path:
-    """Write a checkpoint of the run as it stands, at a window boundary."""
+def save(run: Run, progress: Progress) -> None:
+    """Write a checkpoint of the run as it stands, at a window boundary: the main process does, the others wait for it.
+
+    Not under FSDP, whose shards it cannot put together yet.
+    """
+    if is_sharded(run.accelerator):
+        return
+    if run.accelerator.is_main_process:
+        _write_checkpoint(run, progress)
+    run.accelerator.wait_for_everyone()
+
+
+def _write_checkpoint(run: Run, progress: Progress) -> None:
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
@@ -127,7 +145,7 @@ def save(run: Run, progress: Progress) -> Path:
         "scaler": scaler_state(run.accelerator),
         "identity": run.identity,
     }
-    return save_checkpoint(run.output_dir, progress.step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
+    save_checkpoint(run.output_dir, progress.step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
 
 
 def resume(run: Run, folder: Path) -> Progress:
@@ -158,12 +176,14 @@ def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:
         window,
         scheduler=run.scheduler,
         max_grad_norm=run.max_grad_norm,
+        sync_each_micro_batch=run.sync_each_micro_batch,
         targets=run.rule,
         loss_fn=run.loss_fn,
         allow_unkeyed=run.allow_unkeyed,
     )
     loss, grad_norm = result.loss, result.grad_norm  # waits for the device
     seconds = time.perf_counter() - began
+    (tokens,) = sum_over_processes(run.accelerator, [sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)])
     progress.num_windows += 1
     progress.step += not result.skipped
     progress.num_skipped += result.skipped
@@ -172,12 +192,12 @@ def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:
         raise DataError(_why_skipped(window, result))
     line = {
         "step": progress.step,
-        "epoch": window.epoch + (window.index + 1) / len(run.windows),
+        "epoch": run.windows.epochs_done(window),
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else grad_norm,  # of an overflow it is no number
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
-        "tokens_per_second": round(sum(count_tokens(m.batch, len(m)) for m in window.micro_batches) / seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
     return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}

@@ -133,3 +133,14 @@ def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[
         return (logits > 0).astype(np.int64), labels.astype(np.int64)
     counted = labels != IGNORED_LABEL
     return logits.argmax(-1)[counted], labels[counted]
+
+
+def entries_per_sample(labels: np.ndarray) -> np.ndarray:
+    """How many predictions of `predictions_and_references` each sample has: int64, shape (samples,).
+
+    >>> entries_per_sample(np.array([[-100, 2, 0], [-100, -100, 1]]))
+    array([2, 1])
+    """
+    if labels.dtype.kind == "f":
+        return np.ones(len(labels), np.int64)
+    return (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(axis=1)

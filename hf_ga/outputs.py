@@ -10,14 +10,13 @@ import accelerate
 import datasets
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ga.adapters import is_lora, merged, save_adapter
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
 from hf_ga.forward import unwrapped
 from hf_ga.model_card import write_model_card
-from hf_ga.precision import parameters_in
 from hf_ga.report import plot_curves, read_metrics, write_json
 
 
@@ -35,22 +34,32 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
         shutil.copytree(best, folder / "best", dirs_exist_ok=True)
 
 
-def save_best(folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype) -> None:
-    """The model as it stands, with its tokenizer; of LoRA the adapters only."""
+def save_best(
+    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
+) -> None:
+    """The model as it stands, with its tokenizer; of LoRA the adapters only. For the main process.
+
+    Args:
+        weights: the whole `state_dict()`, where that of the model holds shards.
+    """
     if is_lora(model):
         save_adapter(model, folder)
     else:
-        _save(folder, unwrapped(model), dtype)
+        _save(folder, unwrapped(model), dtype, weights)
     data.tokenizer.save_pretrained(folder)
 
 
-def save_last(folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype) -> None:
-    """The trained model as `from_pretrained` loads it. LoRA adapters go to `adapter/` and are merged: the model is used up."""
+def save_last(
+    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
+) -> None:
+    """The trained model as `from_pretrained` loads it; see `save_best`. LoRA adapters go to `adapter/` and are merged: the model is
+    used up.
+    """
     if is_lora(model):
         save_adapter(model, folder / "adapter")
         _save(folder, merged(model), dtype)
     else:
-        _save(folder, unwrapped(model), dtype)
+        _save(folder, unwrapped(model), dtype, weights)
     data.tokenizer.save_pretrained(folder)
 
 
@@ -70,9 +79,22 @@ def versions() -> dict[str, str]:
     return {"hf_ga": version("hf_ga"), "python": platform.python_version()} | {k: m.__version__ for k, m in modules.items()}
 
 
-def _save(folder: Path, model: Any, dtype: torch.dtype) -> None:
-    """In its own type: a model that came in bf16 goes in bf16."""
+def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
+    """In its own type: a model that came in bf16 goes in bf16. Buffers keep theirs."""
+    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+    converted: dict[int, Tensor] = {}  # by address: a tensor that goes by two names stays one
+    saved = {}
+    for name, tensor in (model.state_dict() if weights is None else _tied(model, weights)).items():
+        keeps = name in buffers or not tensor.is_floating_point()
+        saved[name] = tensor if keeps else converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
     trained = model.config.dtype
-    with parameters_in(model, dtype):
-        model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=saved)
+    model.config.dtype = dtype  # it has written that of the parameters
+    model.config.save_pretrained(folder)
     model.config.dtype = trained
+
+
+def _tied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for weights that go by two names: of shards, each name was gathered by itself."""
+    pairs = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in weights and source in weights]
+    return weights | {name: weights[source] for name, source in pairs if torch.equal(weights[name], weights[source])}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -21,8 +21,9 @@ from hf_ga.choices import collate_choices
 from hf_ga.collation import collate_ids
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_unlabelled
-from hf_ga.forward import accepted_arguments, restored_modes
+from hf_ga.forward import accepted_arguments, callable_module, restored_modes
 from hf_ga.generation import continuations, generated_targets
+from hf_ga.reduce import is_sharded
 from hf_ga.spans import read_answers
 
 Prediction = dict[str, Any]
@@ -66,7 +67,7 @@ def read_unlabelled(config: FinetuneConfig, data: PreparedData) -> Unlabelled | 
 def write_predictions(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled, path: Path
 ) -> int:
-    """Predict rows and write them to `path`. Returns how many.
+    """Predict rows and write them to `path`. Returns how many. The processes share the batches; the main process writes.
 
     A prediction holds: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`; regression
     `value`; token classification `tags` (one for each word), masked LM `tokens` (one for each mask token of the text), both with
@@ -75,27 +76,39 @@ def write_predictions(
     without text.
     """
     rows, asked, lengths = unlabelled.rows, unlabelled.prompts, unlabelled.lengths
-    predictions: list[Prediction | None] = [None] * len(rows)
     order = np.argsort(-lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    size = config.per_device_eval_batch_size
-    bar = tqdm(total=len(order), desc="predicting", unit="row", disable=not accelerator.is_main_process)
+    order, size = order[lengths[order] > 0], config.per_device_eval_batch_size
+    batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+    own = _of_process(accelerator, batches)
+    predictions: dict[int, Prediction] = {}
+    bar = tqdm(total=sum(map(len, own)), desc="predicting", unit="row", disable=not accelerator.is_main_process)
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
-        for start in range(0, len(order), size):
-            ids = [int(i) for i in order[start : start + size]]
+        for ids in own:
             if asked is not None:
                 made = _completions(config, model, data, unlabelled.tokenizer, [asked[i] for i in ids])
             else:
                 samples, named = ([dataset[i] for i in ids] for dataset in (unlabelled.samples, unlabelled.named))
                 made = _of_batch(config, accelerator, model, data, samples, named)
-            for index, prediction in zip(ids, made, strict=True):
-                predictions[index] = prediction
+            predictions |= zip(ids, made, strict=True)
             bar.update(len(ids))
-    with path.open("w", encoding="utf-8") as file:
-        for row, prediction in zip(rows, predictions, strict=True):
-            file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
+    predictions = dict(gather_object(list(predictions.items())))
+    if accelerator.is_main_process:
+        with path.open("w", encoding="utf-8") as file:
+            for index, row in enumerate(rows):
+                prediction = predictions.get(index)
+                file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
     return len(rows)
+
+
+def _of_process(accelerator: Accelerator, batches: list[list[int]]) -> list[list[int]]:
+    """The batches of this process, dealt out in turn. Under FSDP, where each forward is a meeting of all processes, one that has
+    fewer does one of them again.
+    """
+    count = accelerator.num_processes
+    own = batches[accelerator.process_index :: count]
+    missing = -(-len(batches) // count) - len(own)
+    return own + batches[:1] * missing if is_sharded(accelerator) else own
 
 
 def _of_batch(
@@ -107,7 +120,7 @@ def _of_batch(
     if kind == "target":
         limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
         return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, **limits)]
-    outputs = model(**accepted_arguments(model, batch))
+    outputs = callable_module(model)(**accepted_arguments(model, batch))
     if kind == "answers":
         answers = read_answers(outputs, samples)
         return [{"answer": a.text, "score": a.score, "start": a.start, "end": a.end} for a in answers]

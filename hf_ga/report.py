@@ -9,25 +9,31 @@ from matplotlib.figure import Figure
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, flushed at once. `size` (bytes) lets a resumed run cut what it will write again."""
+    """metrics.jsonl: one JSON object a line, flushed at once. `size` (bytes) lets a resumed run cut what it will write again.
 
-    def __init__(self, path: Path, size: int = 0) -> None:
-        self.path = path
-        path.touch()
-        os.truncate(path, min(size, path.stat().st_size))  # beyond its end it would be filled with zero bytes
-        self._file = path.open("a")
+    Without a path nothing is written: on all processes but one.
+    """
+
+    def __init__(self, path: Path | None, size: int = 0) -> None:
+        self.path, self._file = path, None
+        if path is not None:
+            path.touch()
+            os.truncate(path, min(size, path.stat().st_size))  # beyond its end it would be filled with zero bytes
+            self._file = path.open("a")
 
     @property
     def size(self) -> int:
-        return self.path.stat().st_size
+        return self.path.stat().st_size if self.path is not None else 0
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Where rows come from: the embedded corpus, files, folders, the hub. Splits are named train, validation and test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,7 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
     has_own_rows = bool(extra) or config.predict_file is not None
     if config.eval_only and has_own_rows and config.dataset_name == "stdlib" and config.model_name_or_path is not None:
         return DatasetDict(extra)
-    rows = _named_rows(config)
-    aliases = [alias for alias in VALIDATION_ALIASES if alias in rows and "validation" not in rows]
-    renamed = dict.fromkeys(aliases[:1], "validation")
-    rows = DatasetDict({**{renamed.get(split, split): dataset for split, dataset in rows.items()}, **extra})
+    rows = DatasetDict({**with_usual_names(_named_rows(config)), **extra})
     rows = DatasetDict({split: rows[split] for split in SPLITS if split in rows and (len(rows[split]) or split == "train")})
     if not config.eval_only and not len(rows.get("train", ())):
         raise DataError(
@@ -49,18 +46,36 @@ def load_rows(config: FinetuneConfig) -> DatasetDict:
     return rows
 
 
+def with_usual_names(splits: Mapping[str, Any]) -> dict[str, Any]:
+    """The splits, with `validation` for what goes by another usual name."""
+    aliases = [alias for alias in VALIDATION_ALIASES if alias in splits and "validation" not in splits]
+    renamed = dict.fromkeys(aliases[:1], "validation")
+    return {renamed.get(split, split): rows for split, rows in splits.items()}
+
+
 def _named_rows(config: FinetuneConfig) -> DatasetDict:
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     if name == "stdlib":
         return embedded.load(config.task)
-    if _file_kind(path) or path.is_file():
+    if is_file(name):
         return DatasetDict(train=load_file(name))
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        loaded = _load(name, load_from_disk, path)
+        loaded = load(name, load_from_disk, path)
         return loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
-    if name.startswith((".", "/", "~")) and not path.exists():
+    check_exists(name)
+    return load(name, load_dataset, name, config.dataset_config_name)
+
+
+def is_file(name: str) -> bool:
+    """Whether a dataset's name is that of a file, one that is missing included."""
+    path = Path(name).expanduser()
+    return _file_kind(path) is not None or path.is_file()
+
+
+def check_exists(name: str) -> None:
+    """Raise DataError for a dataset that looks like a path and is none."""
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
-    return _load(name, load_dataset, name, config.dataset_config_name)
 
 
 def load_file(file: str) -> Dataset:
@@ -68,6 +83,16 @@ def load_file(file: str) -> Dataset:
 
     Raises:
         DataError: it is missing, empty, of an unknown kind or not readable.
+    """
+    kind, path = readable_file(file)
+    return load(file, load_dataset, kind, data_files=str(path), split="train")
+
+
+def readable_file(file: str) -> tuple[str, Path]:
+    """Kind and path of a file, found without reading it.
+
+    Raises:
+        DataError: it is missing, empty or of an unknown kind.
     """
     path = Path(file).expanduser()
     kind = _file_kind(path)
@@ -77,14 +102,15 @@ def load_file(file: str) -> Dataset:
         raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
-    return _load(file, load_dataset, kind, data_files=str(path), split="train")
+    return kind, path
 
 
-def _load(name: str, load: Callable, *args: Any, **kwargs: Any) -> Any:
+def load(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What a function of `datasets` returns; whatever it raises becomes a DataError of one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
     try:
-        return load(*args, **kwargs)
+        return function(*args, **kwargs)
     except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
         cause = error.__cause__ or error
         if "corresponds to no data" in str(cause):

@@ -3,6 +3,7 @@
 Every function takes a batch of rows by column, a tokenizer and the tokens to cut at (None: nothing is cut).
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,16 @@ def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
     blocks = (pa.ListArray if len(ids) < 2**31 else pa.LargeListArray).from_arrays(offsets, ids)
     columns = {"input_ids": blocks, "length": lengths, "num_targets": lengths - 1, "was_cut": np.zeros(len(lengths), bool)}
     return Dataset(pa.table(columns))
+
+
+def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that samples follow from, without what a tokenizer's last use left in it."""
+    extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return str(sorted(tokenizer.get_vocab().items())) + extra
+    content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return json.dumps(content) + extra
 
 
 def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -31,8 +31,9 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(accelerator: Accelerator, settings: dict[str, Any], output_dir: Path) -> None:
-    """Open them, with the settings of the run. Their files lie in `output_dir/trackers`."""
+    """Open them, with the settings of the run; Accelerate does so on the main process only. Files lie in `output_dir/trackers`."""
     if accelerator.log_with:
-        (output_dir / "trackers").mkdir(parents=True, exist_ok=True)
+        if accelerator.is_main_process:
+            (output_dir / "trackers").mkdir(parents=True, exist_ok=True)
         plain = {name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in settings.items()}
         accelerator.init_trackers("hf_ga", config=plain)

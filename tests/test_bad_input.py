@@ -10,7 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 import transformers as tf
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 from hf_ga import cli, corpus, finetuning
 
@@ -450,11 +451,9 @@ def test_mixed_precision(files, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_model")
-def test_two_processes(files, tmp_path, capsys, monkeypatch):
-    finetuning.Accelerator(cpu=True)  # makes the state that is changed here
-    monkeypatch.setattr(PartialState(), "num_processes", 2)
-    words = ["exact on one process", "runs 2 process(es)", "--num_processes 1", "gradient accumulation"]
-    refused(arguments_of("", files, tmp_path / "out"), words, capsys)
+def test_deepspeed(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finetuning.Accelerator, "distributed_type", property(lambda self: DistributedType.DEEPSPEED))
+    refused(arguments_of("", files, tmp_path / "out"), ["under DEEPSPEED", "not by targets", "accelerate_configs"], capsys)
 
 
 @pytest.mark.launch

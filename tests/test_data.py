@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
@@ -1046,6 +1047,7 @@ def test_small_models_take_the_samples(name, tmp_path):
     model, new = load_model(config, model_config, data)
     assert new == [] and model_config.max_position_embeddings >= 300 and sum(p.numel() for p in model.parameters()) < 2e6
     samples = data.samples("train")
+    np.random.seed(0)  # as a loader does: masks are drawn from it, and other states may leave these three samples without a target
     loss = model(**data.collate([samples[i] for i in (0, 5, 9)])).loss
     loss.backward()
     assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -1,7 +1,13 @@
 """Evaluation: the mean over all targets of a split, the same for every batch size; accuracy and macro F1 by counting."""
 
+import json
+import os
+import subprocess
+import sys
+
 import datasets
 import evaluate as evaluate_library
+import evaluation_worker
 import helpers
 import numpy as np
 import pytest
@@ -238,3 +244,73 @@ def test_a_split_without_targets_has_no_loss():
     rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     results = evaluated(model, [helpers.without_targets(s) for s in samples], 4, rule)
     assert results["num_targets"] == 0 and np.isnan(results["loss"])
+
+
+# Many processes
+
+
+@pytest.fixture(scope="module")
+def on_processes(tmp_path_factory):
+    """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=240)
+    found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*.json")}
+    assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", evaluation_worker.CASES)
+def test_all_processes_get_the_very_same_numbers(name, on_processes):
+    """Bit for bit those of one process: of every head, of texts, of fewer samples than processes, of none with a target."""
+    alone = on_processes[1, 0][name]
+    assert all(repr(found[name]) == repr(alone) for found in on_processes.values())
+    assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
+
+
+@pytest.mark.launch
+def test_those_numbers_are_right(on_processes):
+    """By hand: losses in float64 one sample at a time, classes by counting."""
+    found = on_processes[3, 1]
+    for name in ("causal LM", "texts"):
+        total, count = by_hand(evaluation_worker.louder(helpers.gpt2()), evaluation_worker.ragged(53))
+        assert (found[name]["loss"], found[name]["num_targets"]) == (pytest.approx(total / count, rel=1e-6), count)
+    model, samples = evaluation_worker.louder(helpers.bert_classifier(), 4).eval(), helpers.class_samples(53)
+    with torch.no_grad():
+        batches = [helpers.pad_right([s]) for s in samples]
+        predictions = [int(model(**{k: v for k, v in b.items() if k != "labels"}).logits.argmax()) for b in batches]
+    accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
+    assert (found["classes"]["accuracy"], found["classes"]["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
+    errors = [abs(number_by_hand(s) - s["labels"]) for s in evaluation_worker.numbers(53)]
+    assert found["numbers"]["mae"] == pytest.approx(sum(errors) / 53, rel=1e-5)
+
+
+@torch.no_grad()
+def number_by_hand(sample) -> float:
+    batch = helpers.pad_right([sample])
+    model = evaluation_worker.louder(evaluation_worker.number_head()).eval()
+    return float(model(**{k: v for k, v in batch.items() if k != "labels"}).logits)
+
+
+@pytest.mark.launch
+def test_the_usual_loop_counts_samples_twice(on_processes):
+    """The control: a prepared DataLoader fills its last round of batches with the first samples again."""
+    true = on_processes[1, 0]["causal LM"]["num_targets"]
+    counts = {processes: found["naive targets"] for (processes, _), found in on_processes.items()}
+    assert counts[1] == true and all(counts[processes] > true for processes in (2, 3, 4))
+
+
+@pytest.mark.launch
+def test_processes_with_different_data_are_told_so(on_processes):
+    """All of them, in the same words; the same data are welcome. What the first process knows, all get."""
+    for (count, _), found in on_processes.items():
+        if count == 1:
+            assert found["disagreement"] == []
+            continue
+        (message,) = found["disagreement"]
+        assert (
+            "all processes must have the same data" in message and found["disagreement"] == on_processes[count, 0]["disagreement"]
+        )
+        assert all(f"process {i}: rows of process {i}" in message for i in range(count))
+        assert found["of main"] == {"process": 0}

@@ -176,7 +176,7 @@ def test_their_documentation_is_right():
 
     from hf_ga import metrics
 
-    assert doctest.testmod(metrics) == (0, 6)
+    assert doctest.testmod(metrics) == (0, 7)
 
 
 def test_is_lower_better():

@@ -1,0 +1,111 @@
+"""Training rows that are read one after the other: where they come from, and how they become samples while they are read.
+
+The first rows are read ahead. They stand for the training split wherever something must be known before the first step: columns,
+labels, the proof of the target rule.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict, Features, IterableDataset, load_dataset
+
+from hf_ga.config import FinetuneConfig
+from hf_ga.errors import DataError
+from hf_ga.sources import check_exists, is_file, load, load_file, readable_file, with_usual_names
+
+NUM_READ_AHEAD = 1000
+BATCH_SIZE = 100  # rows that are tokenised at once
+
+
+def load_streamed(config: FinetuneConfig) -> tuple[DatasetDict, IterableDataset]:
+    """The splits, of which `train` is the first rows of the stream, and the stream of all training rows.
+
+    Validation and test rows are read whole.
+
+    Raises:
+        DataError: a missing or unreadable file, an unknown dataset, no training rows, no validation rows.
+    """
+    splits = with_usual_names(_streams(config))
+    name, files = config.dataset_name, {"validation": config.validation_file, "test": config.test_file}
+    if "train" not in splits:
+        raise DataError(f"dataset_name {name} has no training rows (splits: {', '.join(splits)}): there is nothing to train on.")
+    rows = DatasetDict(train=_read(name, splits["train"], NUM_READ_AHEAD))
+    if not len(rows["train"]):
+        raise DataError(f"dataset_name {name} has no training rows: there is nothing to train on.")
+    for split, file in files.items():
+        if file:
+            rows[split] = load_file(file)
+        elif split in splits:
+            rows[split] = _read(name, splits[split], None)
+    if not len(rows.get("validation", ())):
+        raise DataError(
+            f"dataset_name {name} has no validation rows, and none can be taken from a stream: give --validation_file, or leave "
+            "streaming out."
+        )
+    return rows, splits["train"]
+
+
+def samples_of(
+    stream: IterableDataset, columns: dict[str, str], labels: Sequence[str], tokenize: Callable[[dict[str, list]], dict[str, list]]
+) -> IterableDataset:
+    """The stream's samples, tokenised while they are read; empty rows are left out.
+
+    Args:
+        columns: role -> column of the rows. labels: names in the order of their ids; empty where rows have none.
+        tokenize: rows by role -> columns of samples.
+    """
+    stream = stream.select_columns(list(columns.values()))
+    stream = stream.rename_columns({column: role for role, column in columns.items() if column != role})
+    feature = (stream.features or {}).get("label")
+    names = feature.names if isinstance(feature, ClassLabel) else None
+    encode = partial(_encode, names=names, labels=labels, tokenize=tokenize)
+    samples = stream.map(encode, batched=True, batch_size=BATCH_SIZE, remove_columns=list(columns))
+    return samples.filter(_is_filled)
+
+
+def _streams(config: FinetuneConfig) -> dict[str, IterableDataset]:
+    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
+    if is_file(name):
+        kind, path = readable_file(name)
+        return load(name, load_dataset, kind, data_files={"train": str(path)}, streaming=True)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        raise DataError(
+            f"dataset_name {name} was saved to disk by `datasets`, which reads it row by row anyway: leave streaming out."
+        )
+    check_exists(name)
+    return load(name, load_dataset, name, config.dataset_config_name, streaming=True)
+
+
+def _read(name: str, stream: IterableDataset, most: int | None) -> Dataset:
+    rows = load(name, lambda: list(islice(stream, most)))
+    features = stream.features
+    return Dataset.from_list(rows, features=Features(features) if features else None)
+
+
+def _encode(
+    rows: dict[str, list],
+    names: Sequence[str] | None,
+    labels: Sequence[str],
+    tokenize: Callable[[dict[str, list]], dict[str, list]],
+) -> dict[str, list]:
+    if labels:
+        rows = {**rows, "label": [_label_id(value, names, labels) for value in rows["label"]]}
+    return tokenize(rows)
+
+
+def _label_id(value: Any, names: Sequence[str] | None, labels: Sequence[str]) -> int:
+    """Numbers that a dataset names stand for the names."""
+    name = names[value] if names and isinstance(value, int) and 0 <= value < len(names) else str(value)
+    if name not in labels:
+        raise DataError(
+            f"the stream has the label {name!r}, which is none of the {len(labels)} known ones (such as {', '.join(labels[:5])}): "
+            f"those of the first {NUM_READ_AHEAD} rows, unless the dataset names all (ClassLabel) or the model was trained on them."
+        )
+    return labels.index(name)
+
+
+def _is_filled(sample: dict[str, Any]) -> bool:
+    return sample["length"] > 0

@@ -1,0 +1,128 @@
+"""Evaluates small models on 1, 2, 3 and 4 processes and writes what each process got; run by `test_evaluation.py`.
+
+    python tests/evaluation_worker.py OUTPUT_DIR
+
+The processes are forked, so that the libraries are imported once; the process group (gloo) is real.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import helpers
+import torch
+import transformers as tf
+from accelerate import Accelerator, notebook_launcher
+from accelerate.utils.other import get_free_port
+from torch.utils.data import DataLoader
+
+import hf_ga
+from hf_ga.evaluation import Reader, evaluate, evaluation_windows
+from hf_ga.processes import check_agreement, of_main
+from hf_ga.targets import prove_targets
+from hf_ga.text_metrics import TEXT_METRICS
+
+BATCH_SIZE = 7
+PROCESSES = (2, 3, 4, 1)  # one process is this one itself, so it comes last
+
+
+def louder(model, factor=3):
+    """Outputs that differ much from sample to sample."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor if parameter.dim() > 1 else 1)
+    return model
+
+
+def ragged(count):
+    """Every fourth without a target: its first label is not predicted."""
+    samples = helpers.token_samples(count, ignored_share=0.3)
+    none = [[s["labels"][0]] + [helpers.IGNORED] * (len(s["labels"]) - 1) for s in samples]
+    return [{**s, "labels": none[i]} if i % 4 == 0 else s for i, s in enumerate(samples)]
+
+
+def numbers(count):
+    return [{**s, "labels": sum(s["input_ids"]) / 97} for s in helpers.class_samples(count)]
+
+
+def label_sets(count):
+    return [{**s, "labels": [float(n % (k + 2) == 0) for k in range(3)]} for n, s in enumerate(helpers.class_samples(count))]
+
+
+def read_texts(outputs, batch, micro_batch):
+    """Each sample's likeliest tokens as words, against its own ids."""
+    ids = [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    made = [row[: len(own)].tolist() for row, own in zip(outputs.logits.argmax(-1), ids, strict=True)]
+    return [" ".join(map(str, row)) for row in made], [" ".join(str(i % 5) for i in row) for row in ids]
+
+
+def number_head():
+    return helpers.bert_classifier(num_labels=1, problem_type="regression")
+
+
+def label_set_head():
+    return helpers.bert_classifier(problem_type="multi_label_classification")
+
+
+# name -> (model, samples, further arguments of `evaluate`)
+CASES = {
+    "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), {}),
+    "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), {}),
+    "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), {"metrics": ("accuracy",)}),
+    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), {"metrics": ("accuracy", "f1")}),
+    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), {"metrics": ("accuracy", "f1")}),
+    "numbers": (lambda: louder(number_head()), partial(numbers, 53), {"metrics": ("mae", "pearson")}),
+    "label sets": (lambda: louder(label_set_head()), partial(label_sets, 53), {"metrics": ("exact_match", "micro_f1")}),
+    "texts": (lambda: louder(helpers.gpt2()), partial(ragged, 53), {"reader": Reader(TEXT_METRICS, read_texts, True)}),
+    "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), {"loss_fn": helpers.weighted_token_loss}),
+    "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], {}),
+    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], {}),
+}
+
+
+def measured(accelerator, name):
+    make, samples_of, more = CASES[name]
+    model, samples = make(), samples_of()
+    probes = samples if len(samples) > 5 else ragged(53)
+    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=more.get("loss_fn"))
+    lengths = [len(s["input_ids"]) for s in samples]
+    windows = evaluation_windows(
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=BATCH_SIZE, lengths=lengths, rule=rule
+    )
+    return evaluate(accelerator, accelerator.prepare(model), windows, rule, **more)
+
+
+def naive_targets(accelerator):
+    """Targets that the usual loop counts: its batches wrap around to the first samples where they do not divide."""
+    loader = accelerator.prepare(DataLoader(ragged(53), batch_size=BATCH_SIZE, collate_fn=helpers.pad_right))
+    count = sum((batch["labels"][:, 1:] != helpers.IGNORED).sum() for batch in loader)
+    return int(accelerator.reduce(torch.as_tensor(count)))
+
+
+def disagreement(accelerator):
+    """What is said where each process has data of its own, and where all have the same."""
+    said = []
+    for value in ("same", f"rows of process {accelerator.process_index}"):
+        try:
+            check_agreement(accelerator, "data", value)
+        except hf_ga.ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def run(folder):
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    accelerator = Accelerator(cpu=True)
+    results = {name: measured(accelerator, name) for name in CASES}
+    results |= {"naive targets": naive_targets(accelerator), "disagreement": disagreement(accelerator)}
+    results["of main"] = of_main(accelerator, {"process": accelerator.process_index})
+    name = f"{accelerator.num_processes}-{accelerator.process_index}.json"
+    Path(folder, name).write_text(json.dumps(results))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    for count in PROCESSES:
+        notebook_launcher(run, (sys.argv[1],), num_processes=count, use_port=str(get_free_port()))

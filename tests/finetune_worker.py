@@ -1,0 +1,65 @@
+"""hf_ga.finetune as `accelerate launch` starts it, and what each process had at the end; run by `test_finetune_processes.py`.
+
+    accelerate launch ... tests/finetune_worker.py CONFIG.json RECORDS_DIR [FAILING_PROCESS]
+
+RECORDS_DIR gets a file for each process. A process that fails raises while it reads the third window.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_ga import fetch, finetuning
+from hf_ga.checkpoint import weights_sha256
+from hf_ga.cli import parse_config
+from hf_ga.forward import unwrapped
+
+MESSAGE = "this process cannot read its disk"
+
+
+def recorded(run) -> dict:
+    """What kind of model it is, and the hash of this process's own copy."""
+    units = [module for module in run.model.modules() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    is_ddp = isinstance(run.model, DistributedDataParallel)
+    return {
+        "processes": run.accelerator.num_processes,
+        "ddp": is_ddp,
+        "fsdp_units": len(units),
+        "weights": weights_sha256(unwrapped(run.model)) if is_ddp else None,
+    }
+
+
+def record_the_end(records: dict) -> None:
+    """`records` is filled where training is over."""
+    finish = finetuning._finish
+
+    def finish_and_record(config, run, *args, **kwargs):
+        records.update(recorded(run))
+        return finish(config, run, *args, **kwargs)
+
+    finetuning._finish = finish_and_record
+
+
+def fail_on(process: str) -> None:
+    samples = fetch.Fetcher.samples
+
+    def read(self, request, offsets):
+        if os.environ["RANK"] == process and request.index == 2:
+            raise OSError(f"{MESSAGE} since {time.time():.1f}")
+        return samples(self, request, offsets)
+
+    fetch.Fetcher.samples = read
+
+
+if __name__ == "__main__":
+    records: dict = {}
+    record_the_end(records)
+    for process in sys.argv[3:]:
+        fail_on(process)
+    summary = finetuning.finetune(parse_config([sys.argv[1]]))
+    Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps({**records, "summary": summary}))
