@@ -89,6 +89,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
 def _accelerator(config: FinetuneConfig) -> Accelerator:
     try:
         accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # or else several CPU processes would not know of each other
             step_scheduler_with_optimizer=False,
             log_with=tracker_names(config.report_to) or None,
             project_dir=str(Path(config.output_dir) / "trackers"),

@@ -1,11 +1,11 @@
 """What reducing gradients costs on several processes: against DDP's overlapped reducer; under FSDP, memory against traffic.
 
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 scripts/benchmark_processes.py
-    ACCELERATE_USE_CPU=true accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 scripts/benchmark_processes.py
+    accelerate launch --multi_gpu --num_processes 2 scripts/benchmark_processes.py
+    accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 scripts/benchmark_processes.py
 
 Forward and backward of one window of a random GPT-2, without dropout, arms in turn, medians over the rounds. DDP's arm is the usual
 loop (`no_sync` but for the last micro-batch, whose backward overlaps with the all-reduce), with the right divisor. Under FSDP the
-arms are one reduction a window, and one a micro-batch. On a GPU leave ACCELERATE_USE_CPU out.
+arms are one reduction a window, and one a micro-batch.
 """
 
 import argparse
@@ -33,7 +33,7 @@ VOCABULARY = 8192
 def main() -> None:
     """Measure and print one table."""
     flags = parse()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     enable_fsdp_on_cpu(accelerator)
     torch.set_num_threads(1)
     torch.manual_seed(0)

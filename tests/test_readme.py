@@ -1,6 +1,7 @@
 """The README is true: its Python blocks run, its commands run (shortened), and continuous integration runs its test command."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 CHECKS = [line for line in COMMANDS if line.startswith("python scripts/check_equivalence.py")]
 SWEEPS = [line for line in COMMANDS if line.startswith("python scripts/sweep_heads.py")]
-RUNS = [line.split("&& ")[-1] for line in COMMANDS if "finetune" in line]
+PLANS = [line for line in COMMANDS if line.startswith(("python scripts/plan_batch.py", "python scripts/submit_slurm.py"))]
+RUNS = [line.split("&& ")[-1] for line in COMMANDS if "finetune" in line and line not in PLANS]
 
 
 def test_the_demonstration_fails_and_then_passes(capsys):
@@ -47,7 +49,8 @@ def test_the_one_import_line_gives_a_trainer():
 
 def test_all_python_blocks_are_tried():
     assert len(PYTHON_BLOCKS) == 4
-    assert len(RUNS) == 10
+    assert len(RUNS) == 11
+    assert len(PLANS) == 2
     assert len(CHECKS) == 1
     assert len(SWEEPS) == 1
 
@@ -64,6 +67,20 @@ def test_the_commands_run(tmp_path):
         result = subprocess.run(shortened, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
     assert (tmp_path / "outputs/finetune/summary.json").exists()
+
+
+@pytest.mark.launch
+def test_the_plans_are_printed(tmp_path):
+    """The exact layout with the lines that the README shows, and the batch script with the launch command of each node."""
+    printed = []
+    for command in PLANS:
+        words = [str(ROOT / word) if word.startswith("scripts/") else word for word in shlex.split(command)[1:]]
+        result = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr[-3000:]
+        printed.append(result.stdout)
+    shown = [line for line in README.splitlines() if line.startswith("    ") and "3072" in line]
+    assert len(shown) == 2 and all(line.strip() in printed[0].splitlines() for line in shown)
+    assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
 
 
 @pytest.mark.launch
