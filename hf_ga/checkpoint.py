@@ -15,9 +15,11 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from hf_ga.errors import CheckpointError
+from hf_ga.shards import load_shards
 
 PREFIX = "checkpoint-"
-FILES = ("model.safetensors", "optimizer.pt", "state.json")  # manifest.json holds their hashes
+WEIGHTS, OPTIMIZER, SHARDS = "model.safetensors", "optimizer.pt", "shards"  # either the first two or, under FSDP, the folder
+STATE, MANIFEST = "state.json", "manifest.json"  # the manifest holds the hashes of all other files
 
 
 def save_checkpoint(
@@ -28,41 +30,70 @@ def save_checkpoint(
     Args:
         model: unwrapped. state: what else is needed, as plain values (position, schedule, best loss).
     """
-    final = output_dir / f"{PREFIX}{step}"
-    partial = output_dir / f"partial-{final.name}"
+    partial = begin_checkpoint(output_dir, step)
+    save_model(model, str(partial / WEIGHTS))
+    torch.save(optimizer.state_dict(), partial / OPTIMIZER)
+    return finish_checkpoint(partial, step, state, keep)
+
+
+def partial_folder(output_dir: Path, step: int) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return output_dir / f"partial-{PREFIX}{step}"
+
+
+def begin_checkpoint(output_dir: Path, step: int) -> Path:
+    """An empty folder to write weights and optimizer to."""
+    partial = partial_folder(output_dir, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_model(model, str(partial / "model.safetensors"))
-    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-    (partial / "state.json").write_text(json.dumps({"step": step, **state}))
-    (partial / "manifest.json").write_text(json.dumps({name: _digest(partial / name) for name in FILES}))
-    for file in (*partial.iterdir(), partial):
-        _flush(file)
+    return partial
+
+
+def finish_checkpoint(partial: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Add state and manifest to what was written, make it last, give it its name, delete all but the newest `keep`."""
+    (partial / STATE).write_text(json.dumps({"step": step, **state}))
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    (partial / MANIFEST).write_text(json.dumps({path.relative_to(partial).as_posix(): _digest(path) for path in files}))
+    for path in (*partial.rglob("*"), partial):
+        _flush(path)
+    final = partial.with_name(f"{PREFIX}{step}")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _flush(output_dir)
-    for old in list_checkpoints(output_dir)[:-keep]:
+    _flush(final.parent)
+    for old in list_checkpoints(final.parent)[:-keep]:
         shutil.rmtree(old)
     return final
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load weights and optimizer in place; returns the saved state.
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> dict[str, Any]:
+    """Load weights and optimizer in place; returns the saved state. One in shards is read by any layout.
+
+    Args:
+        model: unwrapped; under FSDP (`sharded`) as it is.
 
     Raises:
-        CheckpointError: a file is missing or does not fit this model.
+        CheckpointError: a file is missing or does not fit this model, or FSDP is to go on with a checkpoint without shards.
     """
-    manifest = _read(folder / "manifest.json", lambda file: json.loads(file.read_text()))
-    for name in FILES:
+    manifest = _read(folder / MANIFEST, lambda file: json.loads(file.read_text()))
+    in_shards = f"{SHARDS}/.metadata" in manifest
+    for name in {STATE, *({} if in_shards else (WEIGHTS, OPTIMIZER)), *manifest}:
         if _read(folder / name, _digest) != manifest.get(name):
             raise CheckpointError(
                 f"{folder / name} has not the SHA-256 that manifest.json states: one of them is damaged. Resume from an older "
                 "checkpoint."
             )
-    state = _read(folder / "state.json", lambda file: json.loads(file.read_text()))
-    _read(folder / "model.safetensors", lambda file: load_model(model, str(file), strict=True))
+    state = _read(folder / STATE, lambda file: json.loads(file.read_text()))
+    if in_shards:
+        load_shards(model, optimizer, folder / SHARDS)
+        return state
+    if sharded:
+        raise CheckpointError(
+            f"{folder} was not written under FSDP and has no shards: go on without FSDP, or start anew (FSDP's own checkpoints can "
+            "be resumed with and without it)."
+        )
+    _read(folder / WEIGHTS, lambda file: load_model(model, str(file), strict=True))
     _read(
-        folder / "optimizer.pt",
+        folder / OPTIMIZER,
         lambda file: optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu")),
     )
     return state

@@ -75,8 +75,6 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
     if data.unigram_entropy is not None:
         say(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
-    if is_sharded(accelerator):
-        say(accelerator, "no checkpoints are written under FSDP yet: only the best and the last model")
     progress = resume(run, checkpoint) if checkpoint else Progress()
     if accelerator.is_main_process:
         prepare_output_dir(config, checkpoint)
@@ -124,11 +122,6 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
         raise ConfigError(
             "FSDP's shards need all processes in every forward, but texts of different lengths need different numbers of them: "
             "leave --predict_file and --predict_with_generate out, and generate with the saved model by --eval_only without FSDP."
-        )
-    if config.resume_from_checkpoint is not None:
-        raise ConfigError(
-            "resuming under FSDP is not supported yet, as its shards are not put together into checkpoints. Start anew, or train "
-            "with DDP (accelerate_configs/multi_gpu.yaml), which resumes on any number of processes."
         )
 
 

@@ -15,12 +15,20 @@ from tqdm.auto import tqdm
 
 from hf_ga.adapters import part_to_keep
 from hf_ga.batches import count_tokens
-from hf_ga.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.checkpoint import (
+    SHARDS,
+    begin_checkpoint,
+    finish_checkpoint,
+    load_checkpoint,
+    partial_folder,
+    save_checkpoint,
+)
 from hf_ga.errors import CheckpointError, DataError
 from hf_ga.forward import LossFunction
 from hf_ga.precision import load_scaler_state, scaler_state
 from hf_ga.reduce import is_sharded, sum_over_processes
 from hf_ga.report import MetricsFile
+from hf_ga.shards import save_shards
 from hf_ga.step import StepResult, train_step
 from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule
@@ -126,18 +134,8 @@ def fit(run: Run, progress: Progress) -> Progress:
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run as it stands, at a window boundary: the main process does, the others wait for it.
-
-    Not under FSDP, whose shards it cannot put together yet.
-    """
-    if is_sharded(run.accelerator):
-        return
-    if run.accelerator.is_main_process:
-        _write_checkpoint(run, progress)
-    run.accelerator.wait_for_everyone()
-
-
-def _write_checkpoint(run: Run, progress: Progress) -> None:
+    """Write a checkpoint of the run as it stands, at a window boundary: the main process alone or, under FSDP, each its shards."""
+    main, step = run.accelerator.is_main_process, progress.step
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
@@ -145,7 +143,17 @@ def _write_checkpoint(run: Run, progress: Progress) -> None:
         "scaler": scaler_state(run.accelerator),
         "identity": run.identity,
     }
-    save_checkpoint(run.output_dir, progress.step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
+    if is_sharded(run.accelerator):
+        if main:
+            begin_checkpoint(run.output_dir, step)
+        run.accelerator.wait_for_everyone()
+        save_shards(run.model, run.optimizer, partial_folder(run.output_dir, step) / SHARDS)
+        run.accelerator.wait_for_everyone()
+        if main:
+            finish_checkpoint(partial_folder(run.output_dir, step), step, state, run.save_total_limit)
+    elif main:
+        save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
+    run.accelerator.wait_for_everyone()
 
 
 def resume(run: Run, folder: Path) -> Progress:
@@ -154,7 +162,8 @@ def resume(run: Run, folder: Path) -> Progress:
     Raises:
         CheckpointError: the checkpoint is damaged or of a run with other settings.
     """
-    state = load_checkpoint(folder, part_to_keep(run.model), run.optimizer)
+    sharded = is_sharded(run.accelerator)
+    state = load_checkpoint(folder, run.model if sharded else part_to_keep(run.model), run.optimizer, sharded=sharded)
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
     saved = state["identity"]

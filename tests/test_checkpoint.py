@@ -88,7 +88,7 @@ def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, m
     """The control: a resume that forgets the optimizer's moments does not give the same weights."""
     interrupted(place, tmp_path / "out", 5)
 
-    def load(folder, model, optimizer):
+    def load(folder, model, optimizer, **how):
         fresh = optimizer.state_dict()
         state = load_checkpoint(folder, model, optimizer)
         optimizer.load_state_dict({**fresh, "state": {}})

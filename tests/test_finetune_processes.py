@@ -20,6 +20,7 @@ from runs import filled_place, job_config, lines_of, ragged_rows, relative_dista
 
 import hf_ga
 from hf_ga import finetuning, processes
+from hf_ga.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 PROFILES = ROOT / "accelerate_configs"
@@ -209,7 +210,7 @@ def test_resuming_on_two_machines_what_one_process_began(one, place, tmp_path):
 @pytest.fixture(scope="module")
 def classes(place):
     """One process, and one validation row: fewer than processes."""
-    more = {"validation_file": str(place / "one.jsonl"), "per_device_eval_batch_size": 2}
+    more = {"validation_file": str(place / "one.jsonl"), "per_device_eval_batch_size": 2, "save_steps": 3, "save_total_limit": 9}
     predict = {"predict_file": write_rows(place / "texts.jsonl", [{"text": row["text"]} for row in ragged_rows(5, seed=3)])}
     train_job(place, place / "classes", "classes", **more, **predict)
     return place / "classes", {**more, **predict}
@@ -222,7 +223,7 @@ def test_fsdp_is_the_same_run(version, classes, place):
     reference, more = classes
     config = job_config(place, place / f"fsdp{version}", "classes", **more)
     flags = ["--num_processes", "2", "--mixed_precision", "no"]
-    (first, second), done = run_worker(place, config, profile=f"fsdp{version}", flags=flags)
+    (first, second), _ = run_worker(place, config, profile=f"fsdp{version}", flags=flags)
     output = place / f"fsdp{version}"
     assert first["fsdp_units"] == second["fsdp_units"] >= 3 and not first["ddp"]
     assert first["summary"] == second["summary"]
@@ -234,13 +235,41 @@ def test_fsdp_is_the_same_run(version, classes, place):
     for row, other in zip(found, expected, strict=True):
         assert row["prediction"]["label"] == other["prediction"]["label"]
         assert row["prediction"]["score"] == pytest.approx(other["prediction"]["score"], abs=2e-6)
-    assert "no checkpoints are written under FSDP" in done.stdout
+    resumed_on_one_process(place, output, reference, more)
+
+
+def resumed_on_one_process(place, sharded, reference, more):
+    """From the shards of two processes; the control is that the steps after the checkpoint move the weights."""
+    output = place / f"{sharded.name} on one"
+    train_job(place, output, "classes", **more, resume_from_checkpoint=str(sharded / "checkpoint-3"))
+    assert_same_lines(output, reference)
+    assert relative_distance(output, reference) <= 5e-5 < 1e-4 < relative_distance(reference / "checkpoint-3", reference)
+
+
+@pytest.mark.launch
+def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_path):
+    """Bit for bit on the same layout; one that FSDP2 wrote goes on under FSDP1; damage is found, and what has no shards refused."""
+    reference, more = classes
+    flags = ["--num_processes", "2", "--mixed_precision", "no"]
+    whole = place / "fsdp2 whole"
+    (undisturbed, _), _ = run_worker(place, job_config(place, whole, "classes", **more), profile="fsdp2", flags=flags)
+    for profile in ("fsdp2", "fsdp1"):
+        config = job_config(place, tmp_path / profile, "classes", **more, resume_from_checkpoint=str(whole / "checkpoint-3"))
+        (resumed, _), _ = run_worker(place, config, profile=profile, flags=flags)
+        assert_same_lines(tmp_path / profile, whole, *([0.0, 0.0] if profile == "fsdp2" else []))
+        same = resumed["summary"]["weights_sha256"] == undisturbed["summary"]["weights_sha256"]
+        assert same == (profile == "fsdp2")
+    shard = next((whole / "checkpoint-6" / "shards").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(hf_ga.CheckpointError, match=f"{shard.name} has not the SHA-256"):
+        train_job(place, tmp_path / "damaged", "classes", **more, resume_from_checkpoint=str(whole / "checkpoint-6"))
+    with pytest.raises(hf_ga.CheckpointError, match="has no shards: go on without FSDP"):
+        load_checkpoint(reference / "checkpoint-3", None, None, sharded=True)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"resume_from_checkpoint": "auto"}, "resuming under FSDP is not supported"),
         ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model by --eval_only without FSDP"),
         ({"predict_file": "rows.jsonl"}, "generate with the saved model by --eval_only without FSDP"),
         ({"lora_r": 4}, "LoRA .* is not supported under FSDP: use DDP"),
