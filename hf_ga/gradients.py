@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import LossNotAdditive
+from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.forward import LossFunction, accepted_arguments, callable_module, run_forward
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
@@ -49,7 +49,7 @@ def head_gradients(
     forwards = _as_many_as_others(accelerator, window, forwards, rule)
     module = callable_module(model)
     with nullcontext() if rule.router is None else rule.router.active():
-        balance = _balance(accelerator, model, window, rule, forwards)
+        balance = _balance(accelerator, model, window, rule, forwards, share)
         batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards])
         for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
             with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
@@ -90,8 +90,11 @@ def summed_gradients(
             weight = forward.weight if (count := float(number)) else 0
             if not weight and not is_sharded(accelerator):
                 continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
-            if not count and not torch.isfinite(loss):
-                raise LossNotAdditive("under FSDP loss_fn must return a finite sum for a batch without targets, got NaN or inf.")
+            if not count and not (loss.requires_grad and torch.isfinite(loss)):
+                raise LossNotAdditive(
+                    "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without "
+                    f"targets (0 times a logit), got {loss}."
+                )
             _backward(accelerator, loss / window.num_samples, weight)
         if weight:
             share.loss += loss.detach().to(share.loss.dtype)
@@ -149,17 +152,24 @@ def _as_many_as_others(
 
 
 def _stand_in(window: Window, rule: TargetRule | None) -> Forward:
-    """The first sample of the window that has targets: its loss is a number."""
+    """The first sample of the window that has targets: its loss is a number.
+
+    Raises:
+        ConfigError: none has, so the loader was told wrong.
+    """
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]
         counts = count_targets(rule.name, micro_batch.batch, 1) if rule is not None else ()
         if rule is None or any(counts):
             return Forward(micro_batch, counts)
-    raise AssertionError("the window has targets, but none of its samples has")
+    raise ConfigError(
+        f"window {window.index} of epoch {window.epoch} has no targets, but target_counts say {window.expected_targets}: correct "
+        "target_counts, or leave them out."
+    )
 
 
 def _balance(
-    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, forwards: Sequence[Forward]
+    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, forwards: Sequence[Forward], share: Share
 ) -> list[BalanceCall]:
     """The router's choices over the whole window, on all processes. One without micro-batches learns from a stand-in how many
     numbers it has to send.
@@ -169,6 +179,8 @@ def _balance(
     forwards = forwards or [replace(_stand_in(window, rule), weight=0)]
     calls = choices_of_experts(accelerator, model, window, rule, [f.micro_batch for f in forwards])
     own = add_calls([[call.times(forward.weight) for call in of] for of, forward in zip(calls, forwards, strict=True)])
+    if not is_sharded(accelerator):
+        meet(accelerator, share)  # one that failed in this pass waits in a meeting of this shape already
     sums = iter(sum_tensors(accelerator, [t for call in own for t in (call.chosen, call.probability, call.num_tokens)]))
     return [BalanceCall(next(sums), next(sums), next(sums), call.value) for call in own]
 

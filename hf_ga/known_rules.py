@@ -5,7 +5,9 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from hf_ga.errors import ConfigError
 from hf_ga.forward import LossFunction, module_modes, unwrapped
 from hf_ga.targets import TargetRule, prove_targets
 from hf_ga.windows import Window
@@ -14,11 +16,20 @@ NUM_PROOF_SAMPLES = 64  # from all over the dataset
 
 
 def proven_rule(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool) -> TargetRule:
-    """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it."""
+    """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it.
+
+    Raises:
+        ConfigError: it would have to be proven now, on the shards of FSDP1.
+    """
     base, identity = unwrapped(model), _identity(loss_fn)
     for known_model, known_loss, rule in window.proofs:
         if known_model is base and _same(known_loss, identity) and rule.modes == module_modes(base):
             return rule
+    if isinstance(model, FullyShardedDataParallel):
+        raise ConfigError(
+            "under FSDP1 a model must be proven before it is wrapped: rule = hf_ga.prove_targets(model, samples, collate_fn) before"
+            " prepare, then targets=rule."
+        )
     samples = window.probe_samples(NUM_PROOF_SAMPLES)
     rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
     window.proofs[:] = [proof for proof in window.proofs if proof[0] is not base] + [(base, identity, rule)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hf_ga.errors import CheckpointError, ConfigError
 
@@ -30,7 +31,10 @@ def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu" or accelerator.scaler is not None:
         return
     options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
-    accelerator.scaler = torch.amp.GradScaler("cpu", **options)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    # FSDP1's shards are plain tensors, of which each process sees its own; FSDP2's know of each other.
+    scaler = ShardedGradScaler if plugin is not None and plugin.fsdp_version == 1 else torch.amp.GradScaler
+    accelerator.scaler = scaler("cpu", **options)
     accelerator.native_amp = True
 
 
@@ -172,6 +176,8 @@ def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     """Raise ConfigError for a model that cannot be trained exactly whatever its loss is."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
+    if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
+        raise ConfigError(f"gradients must be dense tensors, but {', '.join(sparse)} makes sparse ones: use sparse=False.")
     if not trainable:
         raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
     if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:

@@ -1,7 +1,6 @@
 """Probe batches of one model and the comparisons on them, for `targets.prove_targets`.
 
-All probes run in float32 without autocast, frozen parameters in half precision too: the question is what the loss is a mean of,
-not how precisely it is computed.
+All probes run in float32 without autocast, frozen parameters too: the question is what the loss is a mean of, not how precisely.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,8 @@ class Prover:
         if not len(samples):
             raise LossNotAdditive("a proof needs samples, got none.")
         self.model, self.collate_fn, self.loss_fn = unwrapped(model), collate_fn, loss_fn
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters, self.unused = list(trainable.values()), set(trainable)  # those to which no probe gave a gradient
         check_trainable(self.model, self.parameters)
         self.device = self.parameters[0].device
         self.places = KeyedPlaces(self.model)
@@ -266,8 +266,7 @@ class Prover:
         """Loss (or `term` of the outputs), what loss_fn counts, gradients."""
         with gradients_apart(self.parameters):  # not autograd.grad: reentrant checkpointing knows backward() only
             try:
-                outputs = self._forward(batch, rows)
-                on_device = self._on_device(batch)
+                outputs, on_device = self._forward(batch, rows), self._on_device(batch)
                 loss, count = (term(outputs, on_device), None) if term else loss_of(outputs, on_device, self.loss_fn)
             except IndexError as error:
                 raise LossNotAdditive(
@@ -276,6 +275,7 @@ class Prover:
                 ) from error
             if loss.requires_grad:  # it is a constant where nothing is a target
                 loss.backward()
+            self.unused -= {name for name, p in self.model.named_parameters() if p.grad is not None}
             kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None

@@ -162,7 +162,7 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _raise_together(accelerator: Accelerator, failure: Exception | None) -> None:
     """Every process raises: its own failure, or the message of the first one that failed."""
-    text = f"{type(failure).__name__}: {failure}".encode()[:MESSAGE_BYTES] if failure is not None else b""
+    text = f"{type(failure).__name__}: {failure}".encode(errors="replace")[:MESSAGE_BYTES] if failure is not None else b""
     row = torch.zeros(1, MESSAGE_BYTES, dtype=torch.uint8, device=accelerator.device)
     row[0, : len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
     messages = [bytes(message).rstrip(b"\0").decode(errors="replace") for message in gather(row).cpu().numpy()]

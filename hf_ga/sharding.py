@@ -1,7 +1,7 @@
 """FSDP, version 1 and 2: real on a CPU, gradients reduced in float32 and once a window, clipping and weights over all shards."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,20 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_ga.errors import ConfigError
 from hf_ga.precision import LOW_PRECISION
-from hf_ga.reduce import is_sharded
+from hf_ga.reduce import is_sharded, sum_over_processes
 
 
 def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None) -> None:
@@ -46,7 +53,7 @@ def reduce_in_float32(accelerator: Accelerator) -> None:
     """Let FSDP sum gradients in float32, where Accelerate sets the type that is computed in; to be called before `prepare`."""
     plugin = accelerator.state.fsdp_plugin if is_sharded(accelerator) else None
     policy = getattr(plugin, "mixed_precision_policy", None)
-    if plugin is not None and policy is not None and policy.reduce_dtype in LOW_PRECISION:
+    if plugin is not None and policy is not None and _sum_type(policy) in LOW_PRECISION:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
@@ -80,14 +87,19 @@ def check_sharding(accelerator: Accelerator) -> None:
     """Refuse an FSDP that loses bits on the way.
 
     Raises:
-        ConfigError: gradients would be summed in half precision.
+        ConfigError: gradients would be summed in half precision, or those of ignored modules not at all.
     """
     if not is_sharded(accelerator):
         return
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-    if policy is not None and policy.reduce_dtype in LOW_PRECISION:
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.ignored_modules is not None:
         raise ConfigError(
-            f"FSDP must sum gradients in float32, but its reduce_dtype is {policy.reduce_dtype} (Accelerate's default under mixed "
+            "FSDP must sum the gradients of all parameters, but leaves those of fsdp_ignored_modules alone: leave that setting out."
+        )
+    policy = plugin.mixed_precision_policy
+    if policy is not None and _sum_type(policy) in LOW_PRECISION:
+        raise ConfigError(
+            f"FSDP must sum gradients in float32, but its reduce_dtype is {_sum_type(policy)} (Accelerate's default under mixed "
             "precision). Call hf_ga.sharding.reduce_in_float32(accelerator) before prepare."
         )
 
@@ -102,26 +114,49 @@ def gradient_sync(accelerator: Accelerator, model: nn.Module, wanted: bool) -> A
     return accelerator.no_sync(model)
 
 
-def allow_unequal_use(model: nn.Module) -> None:
-    """Let FSDP2 reduce gradients of parameters that only some processes used: a process without targets of one part of a loss.
+def allow_unequal_use(model: nn.Module, sum_of_means: bool) -> None:
+    """Let FSDP2 reduce gradients of parameters that only some processes used; without that it mixes up gradients.
+
+    Args:
+        sum_of_means: a process without targets of one part of the loss does not use that part.
 
     Raises:
-        ConfigError: this torch cannot, and would mix up gradients.
+        ConfigError: this torch cannot, and the loss needs it.
     """
     if not isinstance(model, FSDPModule):
         return
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    elif sum_of_means:
         raise ConfigError("a loss that is a sum of several means needs torch 2.13 or newer under FSDP2: use FSDP1 or DDP.")
-    model.set_reduce_scatter_unused_params(True)
+
+
+def drop_unused(accelerator: Accelerator, model: nn.Module, unused: Collection[str]) -> None:
+    """Take the zero gradients away that FSDP made for parameters of no use, or the optimizer would decay them.
+
+    Args:
+        unused: names of those that got no gradient in the proof; one that has one now keeps it.
+    """
+    if not is_sharded(accelerator) or not unused:
+        return
+    parameters = [p for name, p in model.named_parameters() if _own_name(name) in unused]
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+    sizes = sum_over_processes(accelerator, [0.0 if g is None else float(g.abs().sum()) for g in gradients])
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if not size:
+            parameter.grad = None
 
 
 def clip_gradients(model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients of `parameters` so that their L2 norm, over all shards, is at most `max_norm`; returns the norm before.
-
-    Under FSDP1, whose shards cut through parameters, they are all of the model's.
-    """
+    """Scale the gradients of `parameters` to an L2 norm, over all shards, of at most `max_norm`; returns the norm before."""
     if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(max_norm)
+        others = [(p, p.grad) for p in set(model.parameters()) - set(parameters)]
+        for parameter, _ in others:  # FSDP1 knows only all gradients of the model
+            parameter.grad = None
+        norm = model.clip_grad_norm_(max_norm)
+        for parameter, gradient in others:
+            parameter.grad = gradient
+        return norm
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -169,6 +204,15 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         weights = model.state_dict()
     return {name: tensor.clone() for name, tensor in weights.items()} if accelerator.is_main_process else {}
+
+
+def _own_name(name: str) -> str:
+    """Of a parameter in the unwrapped model."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _sum_type(policy: MixedPrecision | MixedPrecisionPolicy) -> torch.dtype | None:
+    return policy.reduce_dtype or policy.param_dtype  # left out, it is the type that is computed in
 
 
 def _adds_up_in_low_precision(accelerator: Accelerator) -> bool:

@@ -15,8 +15,8 @@ from hf_ga.gradients import head_gradients, summed_gradients
 from hf_ga.known_rules import proven_rule
 from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
-from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
-from hf_ga.sharding import allow_unequal_use, check_sharding, clip_gradients
+from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients, sum_over_processes
+from hf_ga.sharding import allow_unequal_use, check_sharding, clip_gradients, drop_unused
 from hf_ga.targets import TargetRule
 from hf_ga.terms import add_counts
 from hf_ga.windows import Window
@@ -98,8 +98,9 @@ def backward_window(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
             "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
         )
-    if rule.name in PARTS:
-        allow_unequal_use(model)
+    allow_unequal_use(model, sum_of_means=rule.name in PARTS)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.reducer._reset_state()  # a forward through DDP without a backward (somebody's evaluation) leaves its reducer waiting
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = random_states()
     with _undivided(accelerator), rule.places.active(), gradients_apart(parameters):
@@ -113,6 +114,7 @@ def backward_window(
         result = _result(window, rule, share, is_sum=loss_fn is not None)
         if accelerator.num_processes > 1 and not is_sharded(accelerator):
             sum_gradients(parameters, share.has_gradient)
+        drop_unused(accelerator, model, rule.unused)
         if loss_fn is not None and (gradients := [p.grad for p in parameters if p.grad is not None]):
             torch._foreach_mul_(gradients, window.num_samples / (sum(share.counts) or 1.0))
     return result
@@ -224,7 +226,7 @@ def _update(
     Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not parameters:  # there is nothing to update; a scaler would raise an AssertionError
+    if not _anything_to_update(accelerator, parameters):
         result.skipped = True
         return
     accelerator.unscale_gradients(optimizer)
@@ -242,6 +244,12 @@ def _update(
     if _skips_by_itself(optimizer):
         result.overflowed = accelerator.scaler.get_scale() < result.loss_scale
     result.skipped = result.overflowed
+
+
+def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> bool:
+    """Without any gradient a scaler would raise an AssertionError. FSDP1's shards may give a process none of the parameters."""
+    count = len(parameters)
+    return bool(count) if not is_sharded(accelerator) else bool(sum_over_processes(accelerator, [count])[0])
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -37,6 +37,7 @@ class TargetRule:
         residual: the largest relative residual of the identity above, as measured.
         modes: of every module, whether it was in training mode.
         router: the model's balancing loss, where the head adds one.
+        unused: names of trainable parameters that got no gradient in the proof.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TargetRule:
     residual: float
     modes: tuple[bool, ...]
     router: RouterLoss | None = None
+    unused: frozenset[str] = frozenset()
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
@@ -100,4 +102,4 @@ def prove_targets(
             if width_matters:
                 prover.check_unpadded(name)
     one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
-    return TargetRule(name, one_width, width_matters, prover.places, residual, modes, prover.router)
+    return TargetRule(name, one_width, width_matters, prover.places, residual, modes, prover.router, frozenset(prover.unused))

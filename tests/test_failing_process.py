@@ -23,7 +23,7 @@ pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "failing.py"
 LIMIT = 60  # seconds, start-up included
 MESSAGES = {
-    "forward": "a forward of process 1 went wrong",
+    "forward": "a forward of process 1 went wrong in row ?",  # it holds a character that has no bytes
     "loss_fn": "labels beyond the vocabulary",
     "collate": "row 7 cannot be decoded",
 }
@@ -42,7 +42,7 @@ def test_every_process_raises_in_the_same_window_and_can_go_on(ddp, stage):
     """The failing process its own error, the others its message; after that the same window is right."""
     folder, _, _ = ddp
     first, second = (json.loads((folder / f"survived {stage}.{i}.json").read_text()) for i in (0, 1))
-    assert second["said"] == f"Fails: {MESSAGES[stage]}"
+    assert second["said"].encode(errors="replace").decode() == f"Fails: {MESSAGES[stage]}"
     assert first["said"] == f"ProcessFailed: process 1 failed: Fails: {MESSAGES[stage]}"
     bomb, samples = Bomb(), h.class_samples(SAMPLES)  # the same path of modules, so the same dropout
     rule = hf_ga.prove_targets(bomb, samples, h.pad_right)
@@ -53,6 +53,12 @@ def test_every_process_raises_in_the_same_window_and_can_go_on(ddp, stage):
         loss.backward()
     assert first["loss"] == second["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert h.relative_error(load_file(folder / f"survived {stage}.safetensors"), h.gradients(bomb)) < 1e-6
+
+
+def test_a_failure_while_experts_are_counted_is_told_too(ddp):
+    first, second = (json.loads((ddp[0] / f"survived router.{i}.json").read_text()) for i in (0, 1))
+    assert (first["said"], second["said"]) == (f"ProcessFailed: process 1 failed: {second['said']}", "Fails: an expert is missing")
+    assert first["loss"] == second["loss"]
 
 
 def test_an_error_that_nobody_catches_ends_all_within_a_minute_ddp(ddp):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "scenarios.py"
 SCENARIOS = {
     1: ["gradients", "steps"],
-    2: ["gradients", "steps", "naive", "counted", "overflow", "heads", "options"],
+    2: ["gradients", "steps", "naive", "counted", "overflow", "heads", "options", "subset"],
     3: ["gradients", "steps", "heads"],
     4: ["gradients", "steps", "counted", "few_samples"],
 }
@@ -144,7 +144,8 @@ def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
         full = full_router_gradient if head == "router" else partial(h.full_batch_gradient, loss_fn=loss_fn)
         grads32, grads64 = (full(build(), whole, dtype) for dtype in (torch.float32, torch.float64))
         grads = load_file(found(num_processes) / f"heads {kind} {head} {window}.safetensors")
-        grads = {name: grads.get(name, torch.zeros_like(g)) for name, g in grads32.items()}  # one that nobody used has none
+        assert not any("never" in name for name in grads)  # what nobody uses is left alone, under FSDP too
+        grads = {name: grads.get(name, torch.zeros_like(g)) for name, g in grads32.items()}
         assert h.relative_error(grads, grads64) <= 1e-6 + 3 * h.relative_error(grads32, grads64)
 
 
@@ -177,11 +178,23 @@ def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option)
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_sums_in_bf16_are_refused(found, kind):
-    """Accelerate's own policy; `sharding.prepare` sets float32."""
+def test_what_fsdp_would_silently_do_is_refused(found, kind):
+    """Sums in bf16 (Accelerate's own policy; `sharding.prepare` sets float32), no sums of ignored modules, a proof on shards."""
+    words = ["reduce_in_float32(accelerator) before prepare"] * 2 + ["leaves those of fsdp_ignored_modules alone"]
+    words += ["proven before it is wrapped"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"
-        assert "reduce_in_float32(accelerator) before prepare" in fact["said"]
+        assert all(word in said for word, said in zip(words, fact["said"], strict=True)), fact["said"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_over_one_bias(found, kind):
+    """FSDP1's shards give one of the processes nothing of it: both agree that a step was made."""
+    first, second = facts(found(2), f"subset {kind}")
+    assert first == second and first["skipped"] == [False, False]
+    before, after = h.bert_classifier().state_dict(), load_file(found(2) / f"subset {kind}.safetensors")
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved == {"classifier.bias"}
 
 
 # -- thirty steps ------------------------------------------------------------------------------------------------------------

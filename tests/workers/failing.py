@@ -1,6 +1,7 @@
 """Run by `accelerate launch`: python failing.py OUTPUT_DIR KIND. Process 1 fails, as a user's data or model may."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Bomb(nn.Module):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         if self.armed == "forward":
-            raise Fails("a forward of process 1 went wrong")
+            raise Fails("a forward of process 1 went wrong in row \udc80")  # a text that cannot be encoded
         return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
     def collate(self, samples: list[dict]) -> dict:
@@ -65,6 +66,31 @@ def survived(folder: Path, kind: str) -> None:
         save(accelerator, folder, f"survived {stage}", whole_gradients(model), said=said, loss=after.loss)
 
 
+def survived_in_the_router(folder: Path) -> None:
+    """The pass in which experts are counted ends in another sum than that of the status."""
+    accelerator, samples = make_accelerator("ddp"), h.token_samples(SAMPLES)
+    base = h.mixtral(0.5)
+    model, _, rule = prepare(accelerator, "ddp", base, samples)
+    (window,) = make_windows(accelerator, samples, global_batch_size=SAMPLES)
+    handle = base.register_forward_pre_hook(fail_on_one(accelerator.process_index))
+    try:
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    handle.remove()
+    loss = hf_ga.backward_window(accelerator, model, window, targets=rule).loss
+    save(accelerator, folder, "survived router", None, said=said, loss=loss)
+
+
+def fail_on_one(process_index: int) -> Callable:
+    def hook(module: nn.Module, inputs: tuple) -> None:
+        if process_index == 1:
+            raise Fails("an expert is missing")
+
+    return hook
+
+
 def ends(folder: Path, kind: str) -> None:
     """What nobody catches: the launcher must end all processes."""
     accelerator, bomb = make_accelerator(kind), Bomb()
@@ -80,4 +106,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[2] == "ddp":
         survived(Path(sys.argv[1]), "ddp")
+        survived_in_the_router(Path(sys.argv[1]))
     ends(Path(sys.argv[1]), sys.argv[2])

@@ -1,6 +1,7 @@
 """Run by `accelerate launch`: python scenarios.py OUTPUT_DIR SCENARIO ... Each writes what every process found."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
 from processes import (
     LAST,
+    SEED,
     WINDOW,
     Collectives,
     h,
@@ -26,6 +29,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.checkpoint import weights_sha256
+from hf_ga.order import epoch_order
 from hf_ga.precision import enable_fp16_on_cpu
 from hf_ga.sharding import full_state_dict
 
@@ -105,23 +109,32 @@ def counted(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
 
 
+class OverflowingBias(nn.Linear):
+    """The gradient of the bias alone can be infinite: under FSDP it lies in one process's shard."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.load_state_dict(linear.state_dict())
+        self.overflows = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias * 1
+        if self.overflows and bias.requires_grad:
+            bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        return nn.functional.linear(x, self.weight, bias)
+
+
 def overflow(folder: Path, kind: str) -> None:
     """fp16: in the second window a gradient of process 1 (of the only one, where there is one) is infinite."""
     samples = h.class_samples(WINDOW)
     accelerator = make_accelerator(kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)])
     enable_fp16_on_cpu(accelerator)
     base = h.bert_classifier(0.1)
+    base.classifier = OverflowingBias(base.classifier)
     model, optimizer, rule = prepare(accelerator, kind, base, samples)
-    state = {"overflow": False}
-
-    def spoil(module, inputs, output):
-        if state["overflow"] and output.requires_grad:
-            output.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-
-    base.classifier.register_forward_hook(spoil)
     skipped, scales, digests = [], [], []
     for window in make_windows(accelerator, samples, global_batch_size=16):
-        state["overflow"] = window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
+        base.classifier.overflows = window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
         result = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
         skipped.append([result.skipped, result.overflowed])
         scales.append(accelerator.scaler.get_scale())
@@ -168,15 +181,44 @@ def options(folder: Path, kind: str) -> None:
         hf_ga.backward_window(accelerator, model, window, targets=rule)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
         save(accelerator, folder, f"options {kind} {option}", whole_gradients(model), types=sorted(types))
-        if option == "bf16" and kind != "ddp":  # Accelerate's own policy sums in bf16: refused
-            policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-            accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.bfloat16)
-            try:
-                hf_ga.backward_window(accelerator, model, window, targets=rule)
-                said = "nothing"
-            except hf_ga.ConfigError as error:
-                said = str(error)
-            save(accelerator, folder, f"refused {kind}", None, said=said, reduce_dtype=str(policy.reduce_dtype))
+        if option == "bf16" and kind != "ddp":
+            refused(accelerator, folder, kind, partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
+
+
+def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callable) -> None:
+    """What FSDP would silently do otherwise: sums in bf16 (Accelerate's own policy, or one that leaves the type out), no sums."""
+    plugin, said = accelerator.state.fsdp_plugin, []
+    policy = plugin.mixed_precision_policy
+    settings = [{"mixed_precision_policy": replace(policy, reduce_dtype=dtype)} for dtype in (torch.bfloat16, None)]
+    for changed in [*settings, {"ignored_modules": ["wte"]}]:
+        before = {name: getattr(plugin, name) for name in changed}
+        vars(plugin).update(changed)
+        said.append(message_of(backward))
+        vars(plugin).update(before)
+    if kind == "fsdp1":  # shards cannot be proven on
+        said.append(message_of(partial(backward, targets=None)))
+    save(accelerator, folder, f"refused {kind}", None, said=said, reduce_dtype=str(policy.reduce_dtype))
+
+
+def message_of(action: Callable) -> str:
+    try:
+        action()
+    except hf_ga.ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def subset(folder: Path, kind: str) -> None:
+    """An optimizer over one bias, of which FSDP1's shards give some processes nothing."""
+    samples = h.class_samples(16)
+    accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
+    rule = hf_ga.prove_targets(base, samples, h.pad_right)
+    model, optimizer = sharding.prepare(accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2))
+    windows = make_windows(accelerator, samples, global_batch_size=8)
+    results = [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3) for w in windows]
+    weights = full_state_dict(accelerator, model)
+    facts = {"skipped": [r.skipped for r in results], "losses": [r.loss for r in results]}
+    save(accelerator, folder, f"subset {kind}", {n: t.clone() for n, t in weights.items()}, **facts)
 
 
 def pretraining(dropout: float = 0.0) -> nn.Module:
@@ -190,11 +232,43 @@ def pretraining_samples(count: int) -> list[dict]:
     return [{**s, "next_sentence_label": h.IGNORED if i % 4 == 1 else i % 2} for i, s in enumerate(ignored)]
 
 
+class TwoHeads(nn.Module):
+    """Each sample goes through one of two heads: a process may use only one of them. A third part is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.never = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(h.WIDTH, 3), nn.Linear(h.WIDTH, 3)])
+
+    def forward(self, input_ids, attention_mask, labels=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pooled = torch.tanh(self.body(input_ids) * attention_mask[..., None]).sum(1)
+        which = input_ids[:, 0] % 2
+        return [(head(pooled[which == i]), which == i) for i, head in enumerate(self.heads) if (which == i).any()]
+
+
+def two_heads(dropout: float = 0.0) -> nn.Module:
+    return h.seeded(TwoHeads)()
+
+
+def two_heads_samples(count: int) -> list[dict]:
+    """One head for the first half of a window of 18, so for the first of two processes, the other for the rest."""
+    samples = h.class_samples(count)
+    for position, i in enumerate(epoch_order(count, SEED, 0, True)):
+        samples[i]["input_ids"][0] = 2 + (position % 18 >= 9)
+    return samples
+
+
+def two_heads_loss(outputs: list, batch: dict) -> tuple[torch.Tensor, int]:
+    losses = [nn.functional.cross_entropy(logits, batch["labels"][rows], reduction="sum") for logits, rows in outputs]
+    return sum(losses), len(batch["labels"])
+
+
 HEADS = {  # model, samples, layer, loss_fn
     "sum of two means": (pretraining, pretraining_samples, "BertLayer", None),
     "router": (partial(h.mixtral, 0.5), h.token_samples, "MixtralDecoderLayer", None),
     "own loss": (h.plain_tagger, h.weighted_samples, "", h.weighted_token_loss),
     "one width": (h.xlnet_classifier, h.class_samples, "XLNetLayer", None),
+    "heads by sample": (two_heads, two_heads_samples, "Embedding", two_heads_loss),
 }
 
 
@@ -212,7 +286,7 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, f"heads {kind} {head} {window.index}", whole_gradients(model), loss=result.loss)
 
 
-SCENARIOS = {f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options)}
+SCENARIOS = {f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset)}
 
 
 def main() -> None:
