@@ -78,7 +78,7 @@ class Job:
         )
 
     def windows_of(self, sizes):
-        self.run.windows.splitter.planner = partial(plan_by_sizes, sizes=sizes)
+        self.run.windows.splitter = replace(self.run.windows.splitter, planner=partial(plan_by_sizes, sizes=sizes))
         self.run.windows.set_epoch(0)
         return list(self.run.windows)
 
