@@ -55,6 +55,12 @@ def check_supported(accelerator: Accelerator) -> None:
             f"{accelerator.num_processes}, so each would train alone. On a machine without GPU use Accelerator(cpu=True), or set "
             "ACCELERATE_USE_CPU=true."
         )
+    sizes = getattr(accelerator, "parallelism_config", None)
+    if any((getattr(sizes, f"{name}_size", 1) or 1) > 1 for name in ("tp", "cp", "sp")):
+        raise ConfigError(
+            "windows are split over all processes, but tensor, context and sequence parallelism need the same samples on several: "
+            "leave tp_size, cp_size and sp_size at 1."
+        )
     if accelerator.distributed_type not in SUPPORTED:
         raise ConfigError(
             f"gradients are summed exactly under {', '.join(t.value for t in SUPPORTED)}, but Accelerate runs under "

@@ -23,13 +23,13 @@ from hf_ga.order import epoch_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
 from processes import SEED
-from scenarios import CASES, HEADS, KINDS, LAST, MAX_NORM, STEPS, WINDOW
+from scenarios import CASES, HEADS, KINDS, LAST, MAX_NORM, MICRO_BATCHES, STEPS, WINDOW
 
 pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "scenarios.py"
 SCENARIOS = {
     1: ["gradients", "steps"],
-    2: ["gradients", "steps", "naive", "counted", "overflow", "heads", "options", "subset"],
+    2: ["gradients", "steps", "naive", "counted", "overflow", "heads", "options", "subset", "added", "buckets"],
     3: ["gradients", "steps", "heads"],
     4: ["gradients", "steps", "counted", "few_samples"],
 }
@@ -132,10 +132,28 @@ def test_even_batches_repeats_samples(found):
     assert h.relative_error(repeated, grads64) > 1e-2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_two_windows_add_up(found, references, kind):
+    (first32, first64, _), (second32, second64, _) = references["GPT-2", 0], references["GPT-2", 1]
+    sum32, sum64 = ({n: a[n] + b[n] for n in a} for a, b in ((first32, second32), (first64, second64)))
+    error = h.relative_error(load_file(found(2) / f"added {kind}.safetensors"), sum64)
+    assert error <= 1e-6 + 3 * h.relative_error(sum32, sum64)
+    assert h.relative_error(second64, sum64) > 0.1  # the control: the second alone
+
+
+def test_small_buckets_of_two_types(found):
+    """By hand: the sum of 10 i + 1 and 10 i + 2; one that only the second has; one that nobody has."""
+    f32, f64 = "torch.float32", "torch.float64"
+    expected = [[3.0, 3.0, f32], [12.0, 12.0, f32], [43.0, 43.0, f64], None, [83.0, 83.0, f32]]
+    assert facts(found(2), "buckets") == [expected, expected]
+
+
 @pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize(("head", "kind"), [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]])
 def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
-    """Two divisors, a balancing loss over the window, an own loss, a loss that sees padding: 18 samples and 3, on full batches."""
+    """Two divisors, a balancing loss over the window, an own loss, heads that only some samples use, a loss that sees padding: 18
+    samples and 3, which the last process has alone, against full batches.
+    """
     build, make_samples, _, loss_fn = HEADS[head]
     samples = make_samples(21)
     order = epoch_order(21, SEED, 0, True)
@@ -144,7 +162,7 @@ def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
         full = full_router_gradient if head == "router" else partial(h.full_batch_gradient, loss_fn=loss_fn)
         grads32, grads64 = (full(build(), whole, dtype) for dtype in (torch.float32, torch.float64))
         grads = load_file(found(num_processes) / f"heads {kind} {head} {window}.safetensors")
-        assert not any("never" in name for name in grads)  # what nobody uses is left alone, under FSDP too
+        assert all(all(fact["no_gradient"]) for fact in facts(found(num_processes), f"heads {kind} {head} {window}"))
         grads = {name: grads.get(name, torch.zeros_like(g)) for name, g in grads32.items()}
         assert h.relative_error(grads, grads64) <= 1e-6 + 3 * h.relative_error(grads32, grads64)
 
@@ -244,7 +262,7 @@ def test_other_dropout_masks_fail_the_same_test(thirty_steps):
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_ddp_sums_gradients_once_a_window(found, num_processes):
     """One all-reduce of exactly the gradients' bytes and two small ones (targets, status), however many micro-batches."""
-    for micro_batches in (1, 4, 16):
+    for micro_batches in MICRO_BATCHES[num_processes]:
         for fact in facts(found(num_processes), f"counted ddp {micro_batches} once"):
             assert fact["micro_batches"] == micro_batches
             assert fact["calls"] == {"allreduce": 1} and fact["small"] == 2
@@ -261,7 +279,7 @@ def test_ddp_sums_gradients_once_a_window(found, num_processes):
 def test_fsdp_reduces_once_a_window_or_each_time(found, kind, num_processes):
     """Parameters are gathered in every micro-batch; gradients are reduced once, or each time where that is asked for."""
     counts = {}
-    for micro_batches in (1, 4, 16):
+    for micro_batches in MICRO_BATCHES[num_processes]:
         for how in ("once", "each"):
             everybody = facts(found(num_processes), f"counted {kind} {micro_batches} {how}")
             assert all(fact["calls"] == everybody[0]["calls"] for fact in everybody)
@@ -269,7 +287,7 @@ def test_fsdp_reduces_once_a_window_or_each_time(found, kind, num_processes):
             calls, sent = everybody[0]["calls"], everybody[0]["bytes"]
             print(f"MEASURED W={num_processes} {kind}, {micro_batches} micro-batches, reduced {how}: {calls}, bytes {sent}")
     one = counts[1, "once"]["calls"]
-    for micro_batches in (4, 16):
+    for micro_batches in MICRO_BATCHES[num_processes][1:]:
         for how in ("once", "each"):
             calls = counts[micro_batches, how]["calls"]
             assert calls["allgather"] == one["allgather"] * micro_batches

@@ -1,6 +1,7 @@
 """Every task: promises 1 and 2 along the way that a run takes, against plain PyTorch, and whole runs that end in a usable model."""
 
 import copy
+from dataclasses import replace
 from functools import cache, partial
 
 import helpers as h

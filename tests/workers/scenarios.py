@@ -1,5 +1,6 @@
 """Run by `accelerate launch`: python scenarios.py OUTPUT_DIR SCENARIO ... Each writes what every process found."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
 import torch
 import transformers as tf
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import GradScalerKwargs
 from processes import (
     LAST,
@@ -30,10 +32,13 @@ from torch import nn
 import hf_ga
 from hf_ga.checkpoint import weights_sha256
 from hf_ga.order import epoch_order
+from hf_ga.plan import Plan, plan_window
 from hf_ga.precision import enable_fp16_on_cpu
+from hf_ga.reduce import sum_gradients
 from hf_ga.sharding import full_state_dict
 
 STEPS, MAX_NORM = 30, 0.1
+MICRO_BATCHES = {2: (1, 4, 16), 4: (1, 4)}  # a process, whose collectives are counted
 KINDS = ("ddp", "fsdp1", "fsdp2")
 CASES = {
     "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),
@@ -52,6 +57,29 @@ def gradients(folder: Path, kind: str) -> None:
                 result = hf_ga.backward_window(accelerator, model, window, targets=rule, sync_each_micro_batch=each)
                 name = f"gradients {kind} {case} {window.index} {'each' if each else 'once'}"
                 save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
+
+
+def added(folder: Path, kind: str) -> None:
+    """The gradients of two windows, one added to the other."""
+    build, make_samples, layer = CASES["GPT-2"]
+    accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
+    model, _, rule = prepare(accelerator, kind, build(0.1), samples)
+    for window in make_windows(accelerator, samples):
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+    save(accelerator, folder, f"added {kind}", whole_gradients(model))
+
+
+def buckets(folder: Path, kind: str) -> None:
+    """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process has its own numbers."""
+    index = make_accelerator("ddp").process_index
+    types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(2 + i, 3, dtype=dtype)) for i, dtype in enumerate(types)]
+    for i, parameter in enumerate(parameters):
+        if i != 3 and (i != 1 or index):
+            parameter.grad = torch.full_like(parameter, 10.0 * i + index + 1).t().contiguous().t()
+    sum_gradients(parameters, [True, True, True, False, True], bucket_bytes=64)
+    sums = [None if p.grad is None else [p.grad.min().item(), p.grad.max().item(), str(p.grad.dtype)] for p in parameters]
+    (folder / f"buckets.{index}.json").write_text(json.dumps(sums))
 
 
 def steps(folder: Path, kind: str) -> None:
@@ -93,7 +121,7 @@ def larger() -> nn.Module:
 def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1, 4 and 16 micro-batches a process."""
     samples = h.class_samples(WINDOW)
-    for micro_batches in (1, 4, 16):
+    for micro_batches in MICRO_BATCHES[PartialState(cpu=True).num_processes]:
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator = make_accelerator(kind)
             model, _, rule = prepare(accelerator, kind, larger(), samples)
@@ -272,6 +300,13 @@ HEADS = {  # model, samples, layer, loss_fn
 }
 
 
+def all_to_the_last(lengths: np.ndarray, num_processes: int) -> Plan:
+    """A short window goes to the last process, one by one: the others have no micro-batch."""
+    if len(lengths) > 3:
+        return plan_window(len(lengths), num_processes, 8)
+    return [*[[]] * (num_processes - 1), [np.array([i]) for i in range(len(lengths))]]
+
+
 def heads(folder: Path, kind: str) -> None:
     """Rules with more than one divisor, a loss over the whole window, an own loss, a head that sees padding."""
     for head, (build, make_samples, layer, loss_fn) in HEADS.items():
@@ -280,13 +315,17 @@ def heads(folder: Path, kind: str) -> None:
         samples = make_samples(21)
         accelerator = make_accelerator(kind, layer)
         model, _, rule = prepare(accelerator, kind, build(), samples, loss_fn)
-        for window in make_windows(accelerator, samples, global_batch_size=18):  # 18 and 3
+        for window in make_windows(accelerator, samples, global_batch_size=18, planner=all_to_the_last):  # 18 and 3
             model.zero_grad(set_to_none=True)
             result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
-            save(accelerator, folder, f"heads {kind} {head} {window.index}", whole_gradients(model), loss=result.loss)
+            never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
+            name = f"heads {kind} {head} {window.index}"
+            save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset)}
+SCENARIOS = {
+    f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset, added, buckets)
+}
 
 
 def main() -> None:
