@@ -103,7 +103,7 @@ def meet(accelerator: Accelerator, share: Share) -> Share:
     """Add up the shares of all processes; on one process the share itself. Gradients are not touched.
 
     Raises:
-        The share's own failure; ProcessFailed: another process's, with its message.
+        The share's own failure; ProcessFailed: another process's, with its message. ConfigError: FSDP2 mixed up gradients.
     """
     if accelerator.num_processes == 1:
         if share.failure is not None:
@@ -117,6 +117,11 @@ def meet(accelerator: Accelerator, share: Share) -> Share:
     if failed:
         _raise_together(accelerator, share.failure)
     counts, given = numbers[: len(share.counts)], numbers[len(share.counts) :]
+    if accelerator.is_fsdp2 and any(0 < n < accelerator.num_processes for n in given):
+        raise ConfigError(
+            "some parameters got a gradient on some processes only, which FSDP2 of this torch mixes up: use torch 2.13 or newer, "
+            "FSDP1 or DDP."
+        )
     return replace(share, loss=sums[1], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
 
 
