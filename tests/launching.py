@@ -1,10 +1,12 @@
 """Start a script under the real `accelerate launch`, on CPU processes, with a time limit."""
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+PORTS = itertools.count(10_000 + 7 * (os.getpid() % 2_500))  # below those that the system hands out, apart for two test processes
 TIME_LIMIT = 400  # seconds; a launch takes 15 to 60
 
 
@@ -12,7 +14,7 @@ def launch(num_processes: int, script: Path, *arguments: str, timeout: float = T
     """`--multi_gpu` is Accelerate's only way to start several processes, whatever they compute on."""
     several = "--multi_gpu" if num_processes > 1 else "--cpu"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", several, "--num_processes", str(num_processes)]
-    command += ["--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--num_machines", "1", "--main_process_port", str(next(PORTS)), "--mixed_precision", "no", "--dynamo_backend", "no"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, str(script), *arguments], capture_output=True, text=True, env=environment, timeout=timeout, check=False

@@ -46,7 +46,9 @@ def found(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"processes{num_processes}")
             kinds = ",".join(kind for kind, n in LAUNCHES if n == num_processes)
             done = launch(num_processes, WORKER, str(folder), kinds, *SCENARIOS[num_processes])
-            assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "[rank0]" in line)[-4000:]
+            assert done.returncode == 0, "\n".join(
+                line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line
+            )[-6000:]
             folders[num_processes] = folder
         return folders[num_processes]
 
