@@ -323,7 +323,7 @@ class OnlyIterable:
         (Numbers(5), {"global_batch_size": -8}, hf_ga.ConfigError, "at least 1, got -8"),
         (Numbers(5), {"global_batch_size": 8, "drop_last_window": True}, hf_ga.DataError, "5 samples are less than one window"),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, str | dict | type) else type(value).__name__,
 )
 def test_errors(dataset, options, error, message):
     with pytest.raises(error, match=message):
