@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import helpers as h
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.plan import plan_by_sizes
+from hf_ga.reduce import check_supported
 
 WINDOW = 16
 
@@ -430,6 +432,23 @@ def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
     with pytest.raises(hf_ga.ConfigError, match=f"summed exactly under .*under {kind.value}.*accelerate_configs"):
         hf_ga.backward_window(Accelerator(), model, window)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    """What Accelerate makes of `--multi_gpu` on a machine without GPU: each would train alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(hf_ga.ConfigError, match="2 were launched and Accelerate sees 1, so each would train alone"):
+        check_supported(Accelerator())
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
+def test_processes_that_need_the_same_samples_are_refused(monkeypatch, name):
+    accelerator = Accelerator()
+    monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(**{name: 2}))
+    with pytest.raises(hf_ga.ConfigError, match="leave tp_size, cp_size and sp_size at 1"):
+        check_supported(accelerator)
+    monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(**{name: 1}))
+    check_supported(accelerator)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------------
