@@ -45,8 +45,8 @@ def check_supported(accelerator: Accelerator) -> None:
     """Refuse what cannot be reduced exactly.
 
     Raises:
-        ConfigError: a backend that owns the gradients in another way (DeepSpeed, Megatron-LM, ...), or processes that do not know
-            of each other.
+        ConfigError: a backend that owns the gradients in another way (DeepSpeed, Megatron-LM, ...), processes that do not know of
+            each other, or that need the same samples (tensor, context, sequence parallelism).
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched > 1:

@@ -187,9 +187,11 @@ def _one_name_each(model: nn.Module) -> Iterator[None]:
     ]
     for module, name, _ in shared:
         del module._parameters[name]
-    yield
-    for module, name, (owner, own_name) in shared:
-        module._parameters[name] = owner._parameters[own_name]
+    try:
+        yield
+    finally:
+        for module, name, (owner, own_name) in shared:
+            module._parameters[name] = owner._parameters[own_name]
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:

@@ -247,9 +247,12 @@ def _update(
 
 
 def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> bool:
-    """Without any gradient a scaler would raise an AssertionError. FSDP1's shards may give a process none of the parameters."""
-    count = len(parameters)
-    return bool(count) if not is_sharded(accelerator) else bool(sum_over_processes(accelerator, [count])[0])
+    """Without any gradient a scaler would raise an AssertionError. Only FSDP1's shards may give a process none of the parameters
+    and another one some, so only there the processes ask each other.
+    """
+    if not is_sharded(accelerator) or accelerator.is_fsdp2:
+        return bool(parameters)
+    return bool(sum_over_processes(accelerator, [len(parameters)])[0])
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
