@@ -22,7 +22,6 @@ from hf_ga.evaluation import evaluate, evaluation_windows
 from hf_ga.forward import LossFunction, unwrapped
 from hf_ga.labels import class_weights
 from hf_ga.layout import scaled_learning_rate
-from hf_ga.loop import Run
 from hf_ga.losses import make_loss_fn
 from hf_ga.models import load_model
 from hf_ga.optimizers import build_optimizer
@@ -30,6 +29,7 @@ from hf_ga.outputs import save_best
 from hf_ga.plan import plan_by_length
 from hf_ga.readers import make_reader
 from hf_ga.reduce import is_sharded
+from hf_ga.run import Run
 from hf_ga.sharding import full_state_dict, prepare
 from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule, prove_targets
@@ -56,6 +56,8 @@ FREE_TO_CHANGE = {
     "deterministic",
     "gradient_checkpointing",
     "sync_each_micro_batch",
+    "allow_changes",
+    "on_nonfinite",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
@@ -120,6 +122,7 @@ def build_run(
         max_grad_norm=config.max_grad_norm or None,
         sync_each_micro_batch=config.sync_each_micro_batch,
         allow_unkeyed=config.allow_unkeyed,
+        on_nonfinite=config.on_nonfinite,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
 

@@ -2,9 +2,9 @@
 
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from hf_ga.config_checks import ON_NONFINITE, check_config, check_output_dir
 from hf_ga.errors import ConfigError
 from hf_ga.layout import SCALING_RULES, Layout
 from hf_ga.metrics import is_lower_better
@@ -12,7 +12,6 @@ from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
 DEFAULT_ACCUMULATION_STEPS = 4
-STREAMED_TASKS = ("causal-lm", "text-classification")
 
 
 def option(default: Any, help: str) -> Any:
@@ -94,6 +93,7 @@ class FinetuneConfig:
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
     sync_each_micro_batch: bool = option(False, "FSDP: reduce gradients in every micro-batch: less memory, more traffic.")
+    on_nonfinite: str = option("stop", f"Where a loss or gradient is not finite, one of: {', '.join(ON_NONFINITE)} (the window).")
     seed: int = option(0, "Of order, dropout and initial weights.")
     allow_unkeyed: bool = option(False, "Train although some random draws depend on how the window is split.")
     deterministic: bool = option(False, "Only deterministic kernels (on a GPU slower, and bit for bit repeatable).")
@@ -115,7 +115,10 @@ class FinetuneConfig:
     report_to: str = option("none", "Trackers, with commas between: tensorboard, wandb, ...; `all` that are installed, or none.")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
     overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
-    resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir) or the folder of a checkpoint.")
+    resume_from_checkpoint: str | None = option(
+        None, "`auto` (the newest in output_dir; starts anew where there is none) or the folder of a checkpoint."
+    )
+    allow_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
 
     def __post_init__(self) -> None:
         """Paths become strings: they go into summary.json."""
@@ -158,135 +161,13 @@ class FinetuneConfig:
         Raises:
             ConfigError: the first rule that is broken.
         """
-        _one_of("task", self.task, TASKS)
-        _one_of("optim", self.optim, OPTIMIZERS)
-        _one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        self.layout(num_processes=1)
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < float("inf"):
-                raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
-        if self.seed >= 2**32:
-            raise ConfigError(f"seed must be at most {2**32 - 1}, got {self.seed}.")
-        for name in ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
-        if self.validation_split_percentage >= 100:
-            raise ConfigError(f"validation_split_percentage must be below 100, got {self.validation_split_percentage}.")
-        for name in ("label_smoothing", "lora_dropout", "mlm_probability"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}.")
-        self._check_of_task()
-        self._check_streaming()
-        self._check_output_dir()
+        check_config(self)
+        self.check_output_dir()
 
-    def _check_of_task(self) -> None:
-        """Flags that only some tasks know, and flags that need each other."""
-        of_tasks = {
-            "block_size": ("causal-lm",),
-            "label_smoothing": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
-            "class_weights": ("text-classification", "token-classification"),
-            "text_pair_column": (
-                *("text-classification", "regression", "multi-label"),
-                *("question-answering", "multiple-choice"),
-            ),
-            "choices_column": ("multiple-choice",),
-            "target_column": ("seq2seq",),
-            "predict_with_generate": ("seq2seq",),
-        }
-        for name, tasks in of_tasks.items():
-            if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} is for the task {' or '.join(tasks)}, not {self.task}: leave it out.")
-        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
-        self._check_metric()
-        if (self.scale_learning_rate is None) != (self.base_batch_size is None):
-            raise ConfigError("scale_learning_rate and base_batch_size need each other: give both, or neither.")
-        if self.scale_learning_rate is not None:
-            _one_of("scale_learning_rate", self.scale_learning_rate, SCALING_RULES)
-            if self.learning_rate is None:
-                raise ConfigError("scale_learning_rate needs the learning_rate that was found with base_batch_size.")
-        if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
-            raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
-        if self.lora_r is not None and self.freeze:
-            raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
-        if self.eval_only and self.resume_from_checkpoint is not None:
-            raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
-        if self.eval_only and self.model_name_or_path is None:
-            raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
-
-    def _check_metric(self) -> None:
-        metric, task = self.metric_for_best_model, TASKS[self.task]
-        _one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
-        if metric in task.generated_metrics and not self.predict_with_generate:
-            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: give --predict_with_generate, too.")
-
-    def _check_streaming(self) -> None:
-        """What cannot be done with rows that are read once, in order."""
-        if not self.streaming:
-            return
-        refused = {
-            f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
-            "block_size": self.block_size,
-            "class_weights balanced (it counts all labels)": self.class_weights == "balanced",
-            "eval_only": self.eval_only,
-            "the embedded corpus stdlib": self.dataset_name == "stdlib",
-            f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
-        }
-        if found := [what for what, is_asked in refused.items() if is_asked]:
-            raise ConfigError(f"streaming does not go with {found[0]}: change it, or leave streaming out.")
-        if self.max_steps is None:
-            raise ConfigError("streaming needs max_steps: nobody knows how many rows a stream has.")
-
-    def _check_output_dir(self) -> None:
-        folder = Path(self.output_dir)
-        if files := [path for path in (folder, *folder.parents) if path.is_file()]:
-            raise ConfigError(f"output_dir {folder} cannot be made, as {files[0]} is a file: name a folder.")
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not os.access(existing, os.W_OK):
-            raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
-        used = folder.is_dir() and any(folder.iterdir())
-        if self.eval_only:  # writes files of its own beside a run's
-            return
-        if used and not self.overwrite_output_dir and self.resume_from_checkpoint is None:
-            raise ConfigError(
-                f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
-                "--overwrite_output_dir, or name another folder."
-            )
-        if used and self.overwrite_output_dir and not (folder / "metrics.jsonl").exists():
-            raise ConfigError(f"overwrite_output_dir would delete {folder}, which no run has made: it has no metrics.jsonl.")
-        if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
-            raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
+    def check_output_dir(self) -> None:
+        """A part of `check`: that the folder can be written, and that no run in it would be lost."""
+        check_output_dir(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The flags as plain values, for JSON."""
         return asdict(self)
-
-
-_AT_LEAST = {
-    "max_length": 2,
-    "per_device_eval_batch_size": 1,
-    "dataloader_num_workers": 0,
-    "shuffle_buffer_size": 0,
-    "weight_decay": 0,
-    "warmup_steps": 0,
-    "max_steps": 1,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "block_size": 2,
-    "label_smoothing": 0,
-    "lora_r": 1,
-    "lora_dropout": 0,
-    "base_batch_size": 1,
-    "max_new_tokens": 1,
-    "num_beams": 1,
-    "early_stopping_patience": 1,
-    "eval_steps": 1,
-    "save_steps": 1,
-    "save_total_limit": 1,
-}
-
-
-def _one_of(name: str, value: str, known: Any) -> None:
-    if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")

@@ -27,3 +27,15 @@ class CheckpointError(HfGaError, RuntimeError):
 
 class ProcessFailed(HfGaError, RuntimeError):
     """Another process failed in this window; the message is that process's."""
+
+
+class OutOfMemory(HfGaError, RuntimeError):
+    """A single sample does not fit in the memory of a device, or under FSDP a micro-batch."""
+
+
+class NonFinite(HfGaError, ArithmeticError):
+    """A loss or a gradient is not a finite number."""
+
+
+class RunStopped(HfGaError):
+    """A signal asked the run to stop; it is saved, and can be resumed. Scripts exit with code 75."""

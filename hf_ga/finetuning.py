@@ -20,7 +20,7 @@ from hf_ga.checkpoint import find_checkpoint, state_sha256
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
-from hf_ga.loop import Progress, Run, fit, resume, stopped_early
+from hf_ga.loop import fit, stopped_early
 from hf_ga.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.outputs import prepare_output_dir, save_last, versions, write_reports
 from hf_ga.precision import enable_fp16_on_cpu, precision_name
@@ -28,6 +28,8 @@ from hf_ga.predictions import Unlabelled, read_unlabelled, write_predictions
 from hf_ga.processes import check_agreement, main_goes_first, main_speaks_first, of_main, say, share_cores, silence_others
 from hf_ga.reduce import check_supported, is_sharded
 from hf_ga.report import read_metrics, write_json
+from hf_ga.run import Progress, Run
+from hf_ga.saving import resume
 from hf_ga.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.targets import prove_targets
 from hf_ga.tasks import TASKS

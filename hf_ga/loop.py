@@ -2,96 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from torch import nn
 from tqdm.auto import tqdm
 
-from hf_ga.adapters import part_to_keep
 from hf_ga.batches import count_tokens
-from hf_ga.checkpoint import (
-    SHARDS,
-    begin_checkpoint,
-    finish_checkpoint,
-    load_checkpoint,
-    partial_folder,
-    save_checkpoint,
-)
-from hf_ga.errors import CheckpointError, DataError
-from hf_ga.forward import LossFunction
-from hf_ga.precision import load_scaler_state, scaler_state
-from hf_ga.reduce import is_sharded, sum_over_processes
+from hf_ga.errors import DataError
+from hf_ga.reduce import sum_over_processes
 from hf_ga.report import MetricsFile
-from hf_ga.shards import save_shards
+from hf_ga.run import Progress, Run
+from hf_ga.saving import save
 from hf_ga.step import StepResult, train_step
-from hf_ga.streaming import StreamLoader
-from hf_ga.targets import TargetRule
-from hf_ga.windows import Window, WindowLoader
+from hf_ga.windows import Window
 
 MAX_SKIPPED_IN_A_ROW = 20
-
-
-@dataclass
-class Progress:
-    """How far a run is; a checkpoint keeps it.
-
-    Attributes:
-        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
-        best_metric: best value of the metric that chooses the best model. evaluations_since_best: how many came after it.
-        metrics_size: bytes of metrics.jsonl.
-    """
-
-    step: int = 0
-    num_windows: int = 0
-    num_skipped: int = 0
-    skipped_in_a_row: int = 0
-    best_metric: float | None = None
-    evaluations_since_best: int = 0
-    metrics_size: int = 0
-
-
-@dataclass
-class Run:
-    """All that `fit` puts together. Steps are optimizer steps.
-
-    Attributes:
-        model_size: its class and numbers of parameters, in words.
-        loss_fn: None: the head's own loss. evaluate: (split, by default validation) -> metrics with `loss`.
-        save_best: called when the metric of the best model is the best so far.
-        patience: evaluations without a better metric after which the run stops; None: it does not.
-        max_windows, max_steps: where to stop, whichever comes first. identity: what must be equal for a resumed run to be the same.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    model_size: str
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    windows: WindowLoader | StreamLoader
-    rule: TargetRule
-    loss_fn: LossFunction | None
-    evaluate: Callable[..., dict[str, float]]
-    save_best: Callable[[], None]
-    metric_for_best_model: str
-    lower_is_better: bool
-    patience: int | None
-    output_dir: Path
-    max_windows: int
-    max_steps: int
-    eval_steps: int
-    eval_on_start: bool
-    save_steps: int
-    save_total_limit: int
-    max_grad_norm: float | None
-    sync_each_micro_batch: bool
-    allow_unkeyed: bool
-    identity: dict[str, Any]
 
 
 def fit(run: Run, progress: Progress) -> Progress:
@@ -131,48 +56,6 @@ def fit(run: Run, progress: Progress) -> Progress:
                 if _finished(run, progress):
                     break
     return progress
-
-
-def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run as it stands, at a window boundary: the main process alone or, under FSDP, each its shards."""
-    main, step = run.accelerator.is_main_process, progress.step
-    state = {
-        "progress": asdict(progress),
-        "windows": run.windows.state_dict(),
-        "scheduler": run.scheduler.state_dict(),
-        "scaler": scaler_state(run.accelerator),
-        "identity": run.identity,
-    }
-    if is_sharded(run.accelerator):
-        if main:
-            begin_checkpoint(run.output_dir, step)
-        run.accelerator.wait_for_everyone()
-        save_shards(run.model, run.optimizer, partial_folder(run.output_dir, step) / SHARDS)
-        run.accelerator.wait_for_everyone()
-        if main:
-            finish_checkpoint(partial_folder(run.output_dir, step), step, state, run.save_total_limit)
-    elif main:
-        save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
-    run.accelerator.wait_for_everyone()
-
-
-def resume(run: Run, folder: Path) -> Progress:
-    """Put a run where a checkpoint left it.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of a run with other settings.
-    """
-    sharded = is_sharded(run.accelerator)
-    state = load_checkpoint(folder, run.model if sharded else part_to_keep(run.model), run.optimizer, sharded=sharded)
-    if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
-        raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
-    saved = state["identity"]
-    if changed := [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in run.identity.items() if saved.get(k) != v]:
-        raise CheckpointError(f"{folder} is of another run; changed: {', '.join(changed)}. Use the same settings, or start anew.")
-    run.windows.load_state_dict(state["windows"])
-    run.scheduler.load_state_dict(state["scheduler"])
-    load_scaler_state(run.accelerator, state.get("scaler"))
-    return Progress(**state["progress"])
 
 
 def _train_on(run: Run, progress: Progress, window: Window) -> dict[str, Any]:

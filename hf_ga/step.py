@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
 from hf_ga.forward import LossFunction, gradients_apart, module_modes
@@ -15,43 +14,12 @@ from hf_ga.gradients import head_gradients, summed_gradients
 from hf_ga.known_rules import proven_rule
 from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
-from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients, sum_over_processes
-from hf_ga.sharding import allow_unequal_use, check_sharding, clip_gradients, drop_unused
+from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
+from hf_ga.sharding import allow_unequal_use, check_sharding, drop_unused
 from hf_ga.targets import TargetRule
 from hf_ga.terms import add_counts
+from hf_ga.update import StepResult, update
 from hf_ga.windows import Window
-
-
-@dataclass
-class StepResult:
-    """What a step did. The numbers stay on the device until they are read: `loss` and `grad_norm` wait for it.
-
-    Attributes:
-        num_targets: targets of the window over all processes.
-        skipped: nothing was updated: a window without targets, gradients that overflowed under fp16, or an optimizer none of
-            whose parameters got a gradient.
-        overflowed: it was skipped because a gradient was not finite under fp16; the scale was lowered once.
-        loss_scale: under fp16 the scale that the gradients of this window had, on the host; None else, or where nothing was scaled.
-    """
-
-    loss_tensor: Tensor
-    num_targets: int | float
-    grad_norm_tensor: Tensor | None = None
-    skipped: bool = False
-    overflowed: bool = False
-    loss_scale: float | None = None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the targets of the window; inf or NaN if a forward overflowed."""
-        return float(self.loss_tensor)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm of the gradient before clipping, without the loss scale; None if it was not asked for. That of a window
-        that overflowed is inf or NaN: look at `overflowed` before averaging it.
-        """
-        return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 
 
 def backward_window(
@@ -211,55 +179,11 @@ def train_step(
     )
     if result.skipped:
         return result
-    _update(accelerator, model, optimizer, max_grad_norm, result)
+    update(accelerator, model, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
     return result
-
-
-def _update(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult
-) -> None:
-    """Remove the loss scale, clip, step; `result` is told.
-
-    Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not _anything_to_update(accelerator, parameters):
-        result.skipped = True
-        return
-    accelerator.unscale_gradients(optimizer)
-    if max_grad_norm:
-        result.grad_norm_tensor = clip_gradients(model, parameters, max_grad_norm)
-    if accelerator.scaler is None:
-        optimizer.step()
-        return
-    # Read before the step, where the scaler waits for the device anyway to see whether a gradient is not finite. Behind it, it
-    # would wait for the optimizer too.
-    result.loss_scale = accelerator.scaler.get_scale()
-    optimizer.step()
-    # Of this optimizer: `accelerator.optimizer_step_was_skipped` tells of the last steps of all of them.
-    result.overflowed = optimizer.step_was_skipped
-    if _skips_by_itself(optimizer):
-        result.overflowed = accelerator.scaler.get_scale() < result.loss_scale
-    result.skipped = result.overflowed
-
-
-def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> bool:
-    """Without any gradient a scaler would raise an AssertionError. Only FSDP1's shards may give a process none of the parameters
-    and another one some, so only there the processes ask each other.
-    """
-    if not is_sharded(accelerator) or accelerator.is_fsdp2:
-        return bool(parameters)
-    return bool(sum_over_processes(accelerator, [len(parameters)])[0])
-
-
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Fused optimizers are called whether or not a gradient overflowed, so Accelerate takes every step for one that was made."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @contextmanager

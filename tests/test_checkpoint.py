@@ -13,7 +13,7 @@ import torch
 from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
 
 import hf_ga
-from hf_ga import building, checkpoint, loop
+from hf_ga import building, checkpoint, loop, saving
 from hf_ga.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
@@ -94,7 +94,7 @@ def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, m
         optimizer.load_state_dict({**fresh, "state": {}})
         return state
 
-    monkeypatch.setattr(loop, "load_checkpoint", load)
+    monkeypatch.setattr(saving, "load_checkpoint", load)
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
     assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
     assert relative_distance(tmp_path / "out", undisturbed[1]) > 1e-4

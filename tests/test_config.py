@@ -55,6 +55,7 @@ OTHER = {
     "max_steps": ("9", 9),
     "max_grad_norm": ("0", 0.0),
     "sync_each_micro_batch": ("true", True),
+    "on_nonfinite": ("skip", "skip"),
     "seed": ("12", 12),
     "allow_unkeyed": ("t", True),
     "deterministic": ("True", True),
@@ -73,6 +74,7 @@ OTHER = {
     "save_total_limit": ("3", 3),
     "output_dir": ("elsewhere", "elsewhere"),
     "overwrite_output_dir": ("true", True),
+    "allow_changes": ("true", True),
     "resume_from_checkpoint": ("auto", "auto"),
 }
 

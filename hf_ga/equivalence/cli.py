@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from hf_ga.adapters import check_peft
 from hf_ga.building import build_model, chosen_loss_fn, proof_samples
 from hf_ga.config import FinetuneConfig, option
+from hf_ga.config_checks import check_output_dir
 from hf_ga.data import PreparedData, prepare_data
 from hf_ga.equivalence.arms import ARMS
 from hf_ga.equivalence.check import check_equivalence
@@ -56,9 +57,9 @@ class CheckConfig(FinetuneConfig):
             if unknown := [value for value in self.listed(name) if value not in known]:
                 raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
 
-    def _check_output_dir(self) -> None:
+    def check_output_dir(self) -> None:
         """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
-        FinetuneConfig(output_dir=self.output_dir, eval_only=True)._check_output_dir()
+        check_output_dir(self, only_adds=True)
 
     def listed(self, name: str) -> list[str]:
         """A flag with commas, as a list; `auto` and `none` stand for no entry."""
