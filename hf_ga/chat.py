@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
+from hf_ga.row_checks import RowOfBatch
 
 Message = dict[str, str]
 Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether a template wrote it
@@ -70,7 +71,11 @@ def _naming_the_row(names: Sequence[str], number: int) -> Iterator[None]:
     try:
         yield
     except (TemplateError, DataError, TypeError, ValueError) as error:
-        raise DataError(f"a row with columns {', '.join(names)} cannot be used (number {number} of its batch): {error}") from error
+        shown, columns = " ".join(str(error).split()), ", ".join(names)
+        text = f"a row with columns {columns} cannot be used (number {number} of its batch): {shown}"
+        raise RowOfBatch(
+            number, f"(columns {columns}) cannot be used", f"{shown.rstrip('.')}. Mend it, or leave it out.", text
+        ) from error
 
 
 def _asked(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:

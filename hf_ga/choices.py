@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.collation import pad
-from hf_ga.errors import DataError
-from hf_ga.spans import row_named
+from hf_ga.row_checks import Complaints
+from hf_ga.spans import quoted
 from hf_ga.tokenization import check_room
 
 Rows = dict[str, list]
@@ -28,37 +28,42 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: rows with different numbers of choices, fewer than two, or a label that is none of them.
     """
     encoded = DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
-    expected = None
+    expected = 0
     for split, dataset in encoded.items():
-        for number, (text, choices) in enumerate(zip(dataset["text"], dataset["choices"], strict=True)):
-            expected = expected or len(choices)
-            if len(choices) != expected:
-                raise DataError(
-                    f"{row_named(split, number, text)} has {len(choices)} choices, the rows before it {expected}: all rows need "
-                    "as many, as a batch is one block of samples x choices. Leave other rows out, or fill them up."
-                )
-            if expected < 2:
-                raise DataError(f"{row_named(split, number, text)} has {expected} choice(s): there is nothing to choose from.")
+        complaints, counts = Complaints(split), [len(choices) for choices in dataset["choices"]]
+        expected = expected or counts[0]
+        for number, (text, count) in enumerate(zip(dataset["text"], counts, strict=True)):
+            if count != expected:
+                complaints.add(number, f"({quoted(text)}) has {count} choices, the rows before it {expected}", _AS_MANY)
+            elif count < 2:
+                complaints.add(number, f"({quoted(text)}) has {count} choice(s)", "there is nothing to choose from.")
+        complaints.refuse(len(dataset))
     return encoded
+
+
+_AS_MANY = "all rows need as many, as a batch is one block of samples x choices. Leave other rows out, or fill them up."
 
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
     columns = [name for name in dataset.column_names if name.startswith("choice") or name in ("text_pair", "label")]
-    choices, labels = [], []
+    choices, labels, complaints = [], [], Complaints(split)
     for number, row in enumerate(dataset):
-        where = row_named(split, number, row["text"])
         texts, names = _choices({name: row[name] for name in columns})
         if texts is None:
             held = {name: row[name] for name in columns if name.startswith("choice")}
-            raise DataError(
-                f"{where} has no list of strings for its choices, but {held!r:.120}: name the column with --choices_column."
-            )
+            shown = f"({quoted(row['text'])}) has no list of strings for its choices, but {held!r:.120}"
+            complaints.add(number, shown, "name the column with --choices_column.")
+            continue
         begin = row.get("text_pair") or ""
         choices.append([f"{begin} {text}" if begin else text for text in texts])
-        if "label" in columns:
-            labels.append(_number(row["label"], names, len(texts), where))
+        label = _number(row["label"], names, len(texts)) if "label" in columns else None
+        if label is None and "label" in columns and len(texts) > 1:  # of fewer nothing can be right
+            shown = f"({quoted(row['text'])}) has the label {row['label']!r} for {len(texts)} choices"
+            complaints.add(number, shown, _known_labels(names, len(texts)))
+        labels.append(label)
+    complaints.refuse(len(dataset))
     dataset = dataset.remove_columns(columns).add_column("choices", choices, feature=List(Value("string")))
-    return dataset.add_column("label", labels, feature=Value("int64")) if labels else dataset
+    return dataset.add_column("label", labels, feature=Value("int64")) if "label" in columns else dataset
 
 
 def _choices(row: dict[str, Any]) -> tuple[list[str] | None, list[Any]]:
@@ -72,21 +77,21 @@ def _choices(row: dict[str, Any]) -> tuple[list[str] | None, list[Any]]:
     return ([text or "" for text in value] if is_texts else None), names
 
 
-def _number(label: Any, names: Sequence[Any], count: int, where: str) -> int:
-    """The place of the right choice."""
+def _number(label: Any, names: Sequence[Any], count: int) -> int | None:
+    """The place of the right choice; None where the label is none of them."""
     if label in names:
         return list(names).index(label)
-    number = label
+    number = int(label) if isinstance(label, float) and label.is_integer() else label  # JSON's 1.0
     if isinstance(label, str):
         letter = LETTERS.find(label.strip().upper()) if len(label.strip()) == 1 else -1
         number = int(label) if label.strip().isdecimal() else letter
-    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count:
-        return number
+    return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else None
+
+
+def _known_labels(names: Sequence[Any], count: int) -> str:
     known = f"one of {', '.join(map(str, names))}, " if names else ""
-    raise DataError(
-        f"{where} has the label {label!r} for {count} choices: it must be {known}a number from 0 to {count - 1}, or a letter from "
-        f"A to {LETTERS[min(count, len(LETTERS)) - 1]}."
-    )
+    last = LETTERS[min(max(count, 1), len(LETTERS)) - 1]
+    return f"it must be {known}a number from 0 to {count - 1}, or a letter from A to {last}."
 
 
 def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:

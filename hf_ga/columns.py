@@ -91,7 +91,8 @@ def _learned(dataset: Dataset, config: FinetuneConfig, task: Task, inputs: dict[
         return {"target": config.target_column or _target(dataset, inputs["text"])}
     if task.labels == "answers":
         column = config.label_column or _first(dataset, LABELS["answers"])
-        is_flat = column in dataset.column_names and isinstance(dataset.features[column], Value)
+        feature = dataset.features.get(column)
+        is_flat = isinstance(feature, Value) or ("answer_start" in dataset.column_names and not isinstance(feature, dict))
         return {"answer": column, "answer_start": "answer_start"} if is_flat else {"answers": column}
     return {"label": config.label_column or _default_label(dataset, config, task)}
 

@@ -1,18 +1,21 @@
 """What can be said of the flags of a run before any data is read: values that are none, and flags that do not go together."""
 
 import os
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from hf_ga.errors import ConfigError
 from hf_ga.layout import SCALING_RULES
+from hf_ga.lock import holds_nothing
+from hf_ga.nonfinite import ON_NONFINITE
 from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
 if TYPE_CHECKING:
     from hf_ga.config import FinetuneConfig
 
-ON_NONFINITE = ("stop", "skip")
 STREAMED_TASKS = ("causal-lm", "text-classification")
 _AT_LEAST = {
     "max_length": 2,
@@ -44,6 +47,7 @@ def check_config(config: "FinetuneConfig") -> None:
     Raises:
         ConfigError: the first rule that is broken.
     """
+    _check_types(config)
     _one_of("task", config.task, TASKS)
     _one_of("optim", config.optim, OPTIMIZERS)
     _one_of("lr_scheduler_type", config.lr_scheduler_type, SCHEDULES)
@@ -53,8 +57,6 @@ def check_config(config: "FinetuneConfig") -> None:
         value = getattr(config, name)
         if value is not None and not least <= value < float("inf"):
             raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
-    if config.seed >= 2**32:
-        raise ConfigError(f"seed must be at most {2**32 - 1}, got {config.seed}.")
     for name in ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
@@ -66,6 +68,30 @@ def check_config(config: "FinetuneConfig") -> None:
             raise ConfigError(f"{name} must be below 1, got {getattr(config, name)}.")
     _check_of_task(config)
     _check_streaming(config)
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list[str]: "a list of texts"}
+
+
+def _check_types(config: "FinetuneConfig") -> None:
+    """Python checks no types, and a parser of flags not those of a configuration that is made in Python."""
+    for name, hint in get_type_hints(type(config)).items():
+        kinds, value = (get_args(hint) if isinstance(hint, UnionType) else (hint,)), getattr(config, name)
+        if not any(_is_of(value, kind) for kind in kinds):
+            wanted = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r:.80} ({type(value).__name__}).")
+        if value == "" or (isinstance(value, list) and not all(value)):
+            raise ConfigError(f"{name} is an empty text: give a value, or leave it out.")
+        if isinstance(value, Integral) and value >= 2**32:
+            raise ConfigError(f"{name} must be at most {2**32 - 1}, got {str(value) if value < 10**40 else 'more than 40 digits'}.")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def _check_of_task(config: "FinetuneConfig") -> None:
@@ -97,6 +123,8 @@ def _check_of_task(config: "FinetuneConfig") -> None:
         raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
     if config.lora_r is not None and config.freeze:
         raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
+    if config.allow_changes and config.resume_from_checkpoint is None:
+        raise ConfigError("allow_changes is about a checkpoint: name it with resume_from_checkpoint, or leave allow_changes out.")
     if config.eval_only and config.resume_from_checkpoint is not None:
         raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
     if config.eval_only and config.model_name_or_path is None:
@@ -143,7 +171,7 @@ def check_output_dir(config: "FinetuneConfig", *, only_adds: bool = False) -> No
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
-    used = folder.is_dir() and any(folder.iterdir())
+    used = not holds_nothing(folder)
     if only_adds or config.eval_only:  # which writes files of its own beside a run's
         return
     if used and not config.overwrite_output_dir and config.resume_from_checkpoint is None:

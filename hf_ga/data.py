@@ -6,29 +6,29 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, Value
+from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga import corpus, embedded
 from hf_ga.baselines import measure
 from hf_ga.chat import chat_columns
 from hf_ga.choices import encode_choices
-from hf_ga.columns import choose_columns, flag_of
+from hf_ga.column_checks import check_columns
+from hf_ga.columns import choose_columns
 from hf_ga.config import FinetuneConfig
 from hf_ga.errors import DataError
 from hf_ga.labels import encode_labels
 from hf_ga.masking import KeyedMasks
-from hf_ga.sources import SPLITS, load_file, load_rows
+from hf_ga.row_checks import Origin, located, numbers_told, with_row_numbers
+from hf_ga.sources import SPLITS, load_file, load_rows, origins_of
 from hf_ga.spans import encode_answers
-from hf_ga.streamed import load_streamed, samples_of
+from hf_ga.streamed import StreamedSamples, load_streamed, samples_of
 from hf_ga.tasks import TASKS, Task
-from hf_ga.tokenization import contents_of, cut_into_blocks, tokenize_completions
+from hf_ga.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
 
 # Columns of samples that only metrics and predictions need; see the functions that tokenise.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
-TEXTS = {"text", "text_pair", "question", "context", "target"}
 
 
 @dataclass
@@ -43,6 +43,7 @@ class PreparedData:
         unigram_entropy: of the training tokens that may be targets, nats per token; None where tokens are not predicted.
         content_hash: of the training samples, wherever they came from.
         stream: all training samples, where they are read while training; then `train` holds the first ones.
+        origins: of the samples of each split, the rows that they were read as.
     """
 
     task: Task
@@ -55,7 +56,8 @@ class PreparedData:
     facts: list[str] = field(default_factory=list)
     unigram_entropy: float | None = None
     content_hash: str = ""
-    stream: IterableDataset | None = None
+    stream: StreamedSamples | None = None
+    origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def collate(self) -> Any:
@@ -90,10 +92,25 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
-    task = TASKS[config.task]
-    rows, stream = load_streamed(config) if config.streaming else (load_rows(config), None)
-    _complete_tokenizer(tokenizer, task)
-    prepared = PreparedData(task, {}, tokenizer, {}, config.mlm_probability, _describe(rows, config))
+    task, stream, origins = TASKS[config.task], None, origins_of(config)
+    if config.streaming:
+        rows, stream = load_streamed(config)
+    else:
+        rows, origins = load_rows(config)
+    complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
+    prepared = PreparedData(task, {}, tokenizer, {}, config.mlm_probability, _describe(rows, config), origins=origins)
+    with located(origins):
+        _prepare(prepared, rows, config, known)
+    if stream is not None:
+        prepared.unigram_entropy = None  # of the first samples only
+        tokenize = _tokenizing(prepared.columns, config, prepared)
+        prepared.stream = samples_of(stream, prepared.columns, prepared.labels, tokenize, config.dataset_name)
+    return prepared
+
+
+def _prepare(prepared: PreparedData, rows: DatasetDict, config: FinetuneConfig, known: Sequence[str] | None) -> None:
+    """Columns, labels and samples of rows, into `prepared`."""
+    task = prepared.task
     prepared.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
         prepared.columns = choose_columns(rows, config, task)
@@ -109,11 +126,6 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
             )
     if "train" in prepared.splits:
         measure(prepared)
-    if stream is not None:
-        prepared.unigram_entropy = None  # of the first samples only
-        tokenize = _tokenizing(prepared.columns, config, prepared)
-        prepared.stream = samples_of(stream, prepared.columns, prepared.labels, tokenize)
-    return prepared
 
 
 def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) -> tuple[Dataset, Dataset, Dataset]:
@@ -127,6 +139,12 @@ def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) ->
         DataError: the file cannot be read, or lacks a column.
     """
     rows = load_file(file)
+    data.origins["predict"] = Origin("predict", file)
+    with located(data.origins):
+        return (rows, *_prepare_unlabelled(rows, config, data, file))
+
+
+def _prepare_unlabelled(rows: Dataset, config: FinetuneConfig, data: PreparedData, file: str) -> tuple[Dataset, Dataset]:
     columns = rows.flatten() if config.task == "seq2seq" else rows  # as `load_rows` does
     if not data.columns:  # nothing else was read
         data.columns = choose_columns(DatasetDict(predict=columns), config, data.task, needs_label=False)
@@ -144,13 +162,14 @@ def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) ->
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
     tokenize = _no_samples if data.task.pipeline == "text-generation" else data.task.tokenize
     samples = inputs.map(
-        partial(tokenize, tokenizer=data.tokenizer, max_length=config.max_length),
+        with_row_numbers(partial(tokenize, tokenizer=data.tokenizer, max_length=config.max_length), "predict"),
         batched=True,
+        with_indices=True,
         remove_columns=inputs.column_names,
         load_from_cache_file=False,
         desc="tokenising rows to predict",
     )
-    return rows, named, samples
+    return named, samples
 
 
 def _no_samples(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> dict[str, list]:
@@ -181,6 +200,7 @@ def _labelled(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData,
         before = sum(rows.num_rows.values())
         rows = rows.filter(set(kept).__contains__, input_columns="label")
         left_out = before - sum(rows.num_rows.values())
+        prepared.origins.clear()  # no file's rows
         prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
     unlabelled = (-1, "", None) if kind == "choice" else (-1,)
     if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
@@ -198,29 +218,12 @@ def _renamed(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     """The chosen columns under the names of their roles; others that have such a name go first.
 
     Raises:
-        DataError: texts are not strings, or words not lists of them.
+        DataError: see `check_columns`.
     """
     rows = rows.select_columns(list(roles.values()))
     rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
-    for split, dataset in rows.items():
-        for role in TEXTS & set(dataset.column_names):
-            feature = dataset.features[role]
-            if not (isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")):
-                what = "text" if role == "text_pair" else role
-                raise DataError(
-                    f"the {what} column of the {split} rows holds {feature}, not strings: choose with --{flag_of(role)}."
-                )
-        if "tokens" in dataset.column_names and not _are_words(dataset.features["tokens"]):
-            raise DataError(
-                f"the words of the {split} rows must be lists of strings, but their column holds {dataset.features['tokens']}: "
-                "choose with --text_column."
-            )
+    check_columns(rows)
     return rows
-
-
-def _are_words(feature: Any) -> bool:
-    inner = getattr(feature, "feature", None)
-    return isinstance(inner, Value) and ("string" in inner.dtype or inner.dtype == "null")
 
 
 def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
@@ -229,20 +232,25 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
     # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
     key = [rows._fingerprint, config.task, is_chat, max_length, contents_of(prepared.tokenizer), _FORMAT]
     dataset = rows.map(
-        tokenize,
+        with_row_numbers(tokenize, split),
         batched=True,
+        with_indices=True,
         remove_columns=rows.column_names,
         new_fingerprint=Hasher.hash(key),
         desc=f"tokenising {split}",
     )
     lengths = np.asarray(dataset["length"])
     targets, cut = np.asarray(dataset["num_targets"]), np.asarray(dataset["was_cut"])
-    if empty := int((lengths == 0).sum()):
-        dataset = dataset.select(np.flatnonzero(lengths))
+    origin, kept, empty = prepared.origins.get(split, Origin(split)), np.flatnonzero(lengths), np.flatnonzero(lengths == 0)
+    numbers = origin.numbers if origin.numbers is not None else np.arange(len(lengths))
+    if len(empty):
+        dataset = dataset.select(kept)
+    prepared.origins[split] = Origin(origin.split, origin.file, numbers[kept])
     facts = {
         f"cut at {config.max_length} tokens": int(cut.sum()),
-        "left out because they are empty": empty,
+        f"left out because they are empty: {numbers_told(numbers[empty])}": len(empty),
         "kept although they have no target (they add nothing)": int(((targets == 0) & (lengths > 0)).sum()),
+        **_facts_of_words(rows, numbers, targets, cut),
         **_facts_of_answers(dataset),
     }
     shown = "train, read ahead" if config.streaming and split == "train" else split
@@ -251,6 +259,7 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
         raise DataError(f"all {len(lengths)} {split} rows are empty: there is nothing to use.")
     if config.block_size:
         num_rows, dataset = len(dataset), cut_into_blocks(dataset, config.block_size)
+        prepared.origins[split] = Origin(f"the blocks of {split}")
         sizes = f"{len(dataset)} blocks of {config.block_size} tokens (the last has {dataset['length'][-1]})"
         prepared.facts.append(f"{split}: {num_rows} rows, {sum(dataset['length'])} tokens, put together and cut into {sizes}")
     return dataset
@@ -262,6 +271,15 @@ def _tokenizing(roles: Iterable[str], config: FinetuneConfig, prepared: Prepared
     return partial(tokenize, tokenizer=prepared.tokenizer, max_length=None if config.block_size else config.max_length)
 
 
+def _facts_of_words(rows: Dataset, numbers: np.ndarray, targets: np.ndarray, cut: np.ndarray) -> dict[str, int]:
+    """Tokenizers leave nothing of some words: of empty ones, of control characters."""
+    if "tokens" not in rows.column_names:
+        return {}
+    words = np.array([len(words or []) for words in rows["tokens"]])
+    lost = np.flatnonzero((words > targets) & ~cut.astype(bool))
+    return {f"have words of which no token is left, so that nobody learns their tags: {numbers_told(numbers[lost])}": len(lost)}
+
+
 def _facts_of_answers(dataset: Dataset) -> dict[str, int]:
     if "answer_is_lost" not in dataset.column_names:
         return {}
@@ -270,28 +288,6 @@ def _facts_of_answers(dataset: Dataset) -> dict[str, int]:
         f"have no answer: they learn {place}": sum(not texts for texts in dataset["answers"]),
         f"have an answer that the cut took away: they learn {place}": sum(dataset["answer_is_lost"]),
     }
-
-
-def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
-    """A padding token where there is none, and for an encoder <cls> and <sep> (for one with a decoder <eos>) where the tokenizer
-    has them but adds nothing (that of the embedded corpus; pretrained ones add theirs).
-    """
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    special = [
-        (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
-    ]
-    if task.pipeline == "text-generation" or tokenizer.num_special_tokens_to_add() or len(special) != 2:
-        return
-    if task.labels == "target":  # as T5's
-        end = str(tokenizer.eos_token)
-        ids = [(end, tokenizer.eos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
-    else:
-        first, end = special[0][0], special[1][0]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
-        )
 
 
 _FORMAT = 4  # part of the cache key: raise it whenever tokenisation would give other samples

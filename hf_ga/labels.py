@@ -1,13 +1,18 @@
 """Label columns -> what a head learns from: ids of classes with their names, sets of them, numbers, or a tag for each word."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Value
 
+from hf_ga.batches import IGNORED_LABEL
 from hf_ga.errors import DataError
+from hf_ga.row_checks import Complaints
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> tuple[DatasetDict, list[str]]:
@@ -26,7 +31,7 @@ def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> 
     """
     if kind == "number":
         return _replaced(rows, {split: _numbers(dataset, split) for split, dataset in rows.items()}), []
-    check = {"class": _classes, "classes": _lists_of_classes, "tags": _tags}[kind]
+    check = {"class": _classes, "classes": _sets_of_classes, "tags": _tags}[kind]
     values = {split: check(dataset, split) for split, dataset in rows.items()}
     each: Callable[[Any], Iterable[Any]] = (lambda value: [value]) if kind == "class" else (lambda value: value)
     found = {split: {label for value in column for label in each(value)} for split, column in values.items()}
@@ -35,7 +40,7 @@ def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> 
     if feature is None:  # a number in one file may be a name in another, or in the trained head
         ids |= {label: ids[str(label)] for label in set().union(*found.values()) - set(ids) if str(label) in ids}
     for split in rows:
-        _refuse_unknown_labels(split, found[split] - set(ids), names)
+        _refuse_unknown_labels(split, [list(each(value)) for value in values[split]], found[split] - set(ids), names)
     encode = ids.__getitem__ if kind == "class" else lambda value: [ids[label] for label in value]
     return _replaced(rows, {split: [encode(value) for value in column] for split, column in values.items()}), names
 
@@ -80,13 +85,18 @@ def _names(feature: ClassLabel | None, seen: set[Any], known: Sequence[str] | No
     return names, ids | {name: index for index, name in enumerate(names) if name not in ids}
 
 
-def _refuse_unknown_labels(split: str, unknown: set[Any], names: Sequence[str]) -> None:
-    if unknown:
-        shown = ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
-        raise DataError(
-            f"labels of the {split} rows that training does not know: {shown}; it knows {len(names)}, such as "
-            f"{', '.join(names[:5])}. Every label must occur in training: leave other rows out."
-        )
+def _refuse_unknown_labels(split: str, values: Sequence[list[Any]], unknown: set[Any], names: Sequence[str]) -> None:
+    if not unknown:
+        return
+    complaints, listed = Complaints(split), ", ".join(repr(u) for u in sorted(unknown, key=str)[:5])
+    rule = (
+        f"labels of the {split} rows that training does not know: {listed}; it knows {len(names)}, such as "
+        f"{', '.join(names[:5])}. Every label must occur in training: leave other rows out."
+    )
+    for number, value in enumerate(values):
+        if of_row := [label for label in value if label in unknown]:
+            complaints.add(number, f"has the label {of_row[0]!r}", rule)
+    complaints.refuse(len(values))
 
 
 def _class_label(rows: DatasetDict) -> ClassLabel | None:
@@ -99,43 +109,98 @@ def _class_label(rows: DatasetDict) -> ClassLabel | None:
 def _classes(dataset: Dataset, split: str) -> list[Any]:
     """One name or whole number in each row."""
     feature, values = dataset.features["label"], list(dataset["label"])
-    if not isinstance(feature, Value | ClassLabel) or any(v is None or isinstance(v, float) for v in values):
-        raise DataError(
-            f"the labels must be names or whole numbers, but the label column of the {split} rows holds {feature}, such as "
-            f"{values[:3]}: choose with --label_column. Numbers with a fraction are for --task regression, lists for multi-label."
-        )
+    rule = (
+        f"the labels must be names or whole numbers, but the label column of the {split} rows holds {feature}, such as "
+        f"{values[:3]!r:.120}: choose with --label_column. Numbers with a fraction are for --task regression, lists for "
+        "multi-label."
+    )
+    _refuse_values(split, values, _no_classes(values), rule)
+    _refuse_values(split, values, _ignored(values), _IGNORED)
+    if not isinstance(feature, Value | ClassLabel):
+        raise DataError(rule)
     return [_by_name(feature, v) for v in values]
 
 
-def _lists_of_classes(dataset: Dataset, split: str) -> list[list[Any]]:
+def _lists_of_classes(dataset: Dataset, split: str, may_be_null: bool = False) -> list[list[Any]]:
     """A list of names or whole numbers in each row; it may be empty."""
     feature, values = dataset.features["label"], list(dataset["label"])
     inner = getattr(feature, "feature", None)
-    if not isinstance(inner, Value | ClassLabel) or any(isinstance(v, float) or v is None for row in values for v in row or []):
-        raise DataError(
-            f"the labels must be lists of names or whole numbers, but the label column of the {split} rows holds {feature}, such "
-            f"as {values[:3]}: choose with --label_column."
-        )
+    rule = (
+        f"the labels must be lists of names or whole numbers, but the label column of the {split} rows holds {feature}, such "
+        f"as {values[:3]!r:.120}: choose with --label_column."
+    )
+    no_lists = [n for n, row in enumerate(values) if not (isinstance(row, list) or (row is None and may_be_null))]
+    if len(no_lists) == len(values):
+        raise DataError(rule)
+    _refuse_values(split, values, no_lists, rule)
+    flat = [v for row in values for v in row or []]
+    places = np.repeat(np.arange(len(values)), [len(row or []) for row in values])
+    for wrong, what in ((_no_classes(flat), rule), (_ignored(flat), _IGNORED)):
+        _refuse_values(split, values, np.unique(places[wrong]).tolist(), what)
+    if not isinstance(inner, Value | ClassLabel):
+        raise DataError(rule)
     return [[_by_name(inner, v) for v in row or []] for row in values]
+
+
+def _sets_of_classes(dataset: Dataset, split: str) -> list[list[Any]]:
+    """A list of labels in each row; null is none of them. Where numbers without names come twice, they are something else."""
+    values, feature = _lists_of_classes(dataset, split, may_be_null=True), dataset.features["label"].feature
+    named = isinstance(feature, ClassLabel) or "string" in feature.dtype
+    repeated = [n for n, row in enumerate(values) if len(set(row)) < len(row)] if not named else []
+    rule = "a list holds the numbers of the labels that apply, each once, not a 0 or a 1 for every label."
+    _refuse_values(split, list(dataset["label"]), repeated, rule)
+    return values
 
 
 def _tags(dataset: Dataset, split: str) -> list[list[Any]]:
     """As many tags as words in each row."""
-    tags, words = _lists_of_classes(dataset, split), dataset["tokens"]
+    tags, words = _lists_of_classes(dataset, split, may_be_null=True), dataset["tokens"]
+    complaints = Complaints(split)
     for number, (row, of_row) in enumerate(zip(tags, words, strict=True)):
         if len(row) != len(of_row or []):
-            raise DataError(f"row {number} of {split} has {len(of_row or [])} words but {len(row)} tags: every word needs one tag.")
+            complaints.add(number, f"has {len(of_row or [])} words but {len(row)} tags", "every word needs one tag.")
+    complaints.refuse(len(tags))
     return tags
 
 
 def _numbers(dataset: Dataset, split: str) -> list[float]:
-    """One finite number in each row."""
+    """One number in each row that is finite in float32, in which losses are computed."""
     values = list(dataset["label"])
-    if wrong := [v for v in values if isinstance(v, bool) or not isinstance(v, int | float) or not math.isfinite(v)]:
-        raise DataError(
-            f"the labels of a regression must be finite numbers, but the {split} rows hold {wrong[:3]}: choose with --label_column."
-        )
+    rule = (
+        f"the labels of a regression must be finite numbers, but the {split} rows hold others (or too large ones for float32): "
+        "choose with --label_column."
+    )
+    _refuse_values(split, values, [n for n, v in enumerate(values) if not _is_finite(v)], rule)
     return [float(v) for v in values]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _ignored(values: Sequence[Any]) -> list[int]:
+    """Numbers of those that would become a class by a mistake."""
+    return [n for n, v in enumerate(values) if v == IGNORED_LABEL]
+
+
+_IGNORED = f"{IGNORED_LABEL} stands for what is ignored, which is no label: leave it out, or give it a label of its own."
+
+
+def _no_classes(values: Sequence[Any]) -> list[int]:
+    """Numbers of those that are no names or whole numbers. One that is null makes floats of all whole numbers of a file, and one of
+    another type hides what the others are, so those that differ from the others come alone.
+    """
+    missing = [n for n, v in enumerate(values) if v is None or (isinstance(v, float) and not v.is_integer())]
+    wrong = missing or [n for n, v in enumerate(values) if isinstance(v, float) or not isinstance(v, str | int)]
+    (usual, _), *others = Counter(map(type, values)).most_common() or [(None, 0)]
+    return wrong or [n for n, v in enumerate(values) if others and type(v) is not usual]
+
+
+def _refuse_values(split: str, values: Sequence[Any], wrong: Sequence[int], rule: str) -> None:
+    complaints = Complaints(split)
+    for number in wrong:
+        complaints.add(number, f"has the label {values[number]!r:.60}", rule)
+    complaints.refuse(len(values))
 
 
 def _by_name(feature: Any, value: Any) -> Any:

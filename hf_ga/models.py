@@ -12,9 +12,11 @@ from transformers import (
 )
 
 from hf_ga import corpus
+from hf_ga.column_checks import check_token_ids
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
 from hf_ga.errors import ConfigError, DataError
+from hf_ga.row_checks import located
 
 # Their first position is pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
 COUNT_FROM_PADDING = {
@@ -99,14 +101,25 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
         raise ConfigError(f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use at most {limit}.")
     _check_generation(config, data, limit)
     _set_labels(model_config, config, data)
-    vocabulary = getattr(model_config, "vocab_size", None)
-    if vocabulary and len(data.tokenizer) > vocabulary:
-        raise ConfigError(
-            f"the tokenizer has {len(data.tokenizer)} tokens, the model only {vocabulary}: use the one that belongs to it."
-        )
+    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
+    if vocabulary:
+        _check_vocabulary(data, vocabulary)
     if getattr(model_config, "pad_token_id", None) is None:
         model_config.pad_token_id = data.tokenizer.pad_token_id
     return model_config
+
+
+def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
+    """Every token of the tokenizer, and every id in the samples, must have a row in the model's embedding."""
+    with located(data.origins):
+        check_token_ids(data.splits, vocabulary)
+    last = max(data.tokenizer.get_vocab().values(), default=0)
+    if max(last + 1, len(data.tokenizer)) > vocabulary:
+        token = data.tokenizer.convert_ids_to_tokens(last)
+        raise ConfigError(
+            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, is number {last}), the model only {vocabulary}: "
+            "use the one that belongs to it."
+        )
 
 
 def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | None) -> None:

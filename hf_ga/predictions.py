@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_ga.data import PreparedData, prepare_unlabelled
 from hf_ga.forward import accepted_arguments, callable_module, restored_modes
 from hf_ga.generation import continuations, generated_targets
 from hf_ga.reduce import is_sharded
+from hf_ga.row_checks import located, with_row_numbers
 from hf_ga.spans import read_answers
 
 Prediction = dict[str, Any]
@@ -60,7 +62,10 @@ def read_unlabelled(config: FinetuneConfig, data: PreparedData) -> Unlabelled | 
     rows, named, samples = prepare_unlabelled(config, data, config.predict_file)
     tokenizer = copy.deepcopy(data.tokenizer)
     tokenizer.padding_side = tokenizer.truncation_side = "left"  # what is generated follows the end of the text
-    asked = prompts(named[:], tokenizer) if data.task.pipeline == "text-generation" else None
+    asked = None
+    if data.task.pipeline == "text-generation":
+        with located(data.origins):
+            asked = with_row_numbers(partial(prompts, tokenizer=tokenizer), "predict")(named[:], list(range(len(named))))
     return Unlabelled(rows, named, samples, asked, tokenizer)
 
 

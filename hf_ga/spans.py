@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.collation import collate_ids
-from hf_ga.errors import DataError
+from hf_ga.row_checks import Complaints, RowOfBatch
 from hf_ga.tokenization import check_fast, check_room
 
 Rows = dict[str, list]
@@ -39,32 +39,40 @@ def encode_answers(rows: DatasetDict) -> DatasetDict:
 def _encoded(dataset: Dataset, split: str) -> Dataset:
     is_flat = "answer" in dataset.column_names
     columns = ["answer", "answer_start"] if is_flat else ["answers"]
-    texts, starts = [], []
+    texts, starts, complaints = [], [], Complaints(split)
     for number, row in enumerate(dataset):
         found = _flat(*(row[column] for column in columns)) if is_flat else _listed(row["answers"])
-        where = row_named(split, number, row["question"])
         if found is None:
-            raise DataError(
-                f"{where} has {_shown([row[c] for c in columns])} for its answers: they must be "
-                '{"text": [strings], "answer_start": [whole numbers]}, both of one length, or a text and a number in two columns.'
-            )
-        context = row["context"] or ""
-        for text, start in found:
-            if start < 0 or context[start : start + len(text)] != text:
-                raise DataError(
-                    f"{where}: the answer {text!r:.60} is not at character {start} of its context, where "
-                    f"{context[max(0, start) : max(0, start) + len(text)]!r:.60} stands: answer_start counts characters from 0."
-                )
+            held = f"({quoted(row['question'])}) has {_shown([row[c] for c in columns])} for its answers"
+            complaints.add(number, held, _SHAPE)
+            continue
+        if misplaced := _misplaced(row["context"] or "", found):
+            complaints.add(number, f"({quoted(row['question'])}): {misplaced}", "answer_start counts characters from 0.")
         texts.append([text for text, _ in found])
         starts.append([start for _, start in found])
+    complaints.refuse(len(dataset))
     dataset = dataset.remove_columns(columns)
     dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-def row_named(split: str, number: int, text: str | None) -> str:
-    """For messages: the text too, as the number changes where validation rows are taken from the training rows."""
-    return f"row {number} of {split} ({text or ''!r:.40})"
+_SHAPE = (
+    'they must be {"text": [strings], "answer_start": [whole numbers]}, both of one length, or a text and a number in two columns.'
+)
+
+
+def quoted(text: str | None) -> str:
+    """The beginning of a row's text, for messages."""
+    return f"{text or ''!r:.40}"
+
+
+def _misplaced(context: str, answers: Sequence[tuple[str, int]]) -> str:
+    """What is wrong with the first answer that is not where it is said to be."""
+    for text, start in answers:
+        if start < 0 or context[start : start + len(text)] != text:
+            there = context[max(0, start) : max(0, start) + len(text)]
+            return f"the answer {text!r:.60} is not at character {start} of its context, where {there!r:.60} stands"
+    return ""
 
 
 def _listed(value: Any) -> list[tuple[str, int]] | None:
@@ -85,6 +93,7 @@ def _listed(value: Any) -> list[tuple[str, int]] | None:
 def _flat(text: Any, start: Any) -> list[tuple[str, int]] | None:
     if text in (None, ""):
         return []
+    start = int(start) if isinstance(start, float) and start.is_integer() else start  # JSON's 5.0
     return [(text, start)] if isinstance(text, str) and isinstance(start, int) and not isinstance(start, bool) else None
 
 
@@ -138,12 +147,15 @@ def _check_questions(questions: list[str], tokenizer: PreTrainedTokenizerBase, m
     check_room(tokenizer, max_length, is_pair=True)
     if max_length is None:
         return
-    for question, ids in zip(questions, tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"], strict=True):
+    encoded = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
+    for number, (question, ids) in enumerate(zip(questions, encoded, strict=True)):
         if len(ids) + special >= max_length:
-            raise DataError(
+            shown = (
                 f"the question {question!r:.60} has {len(ids)} tokens, which with {special} special ones leave no room for a "
-                f"context within max_length {max_length}: use more, or leave the row out."
+                f"context within max_length {max_length}"
             )
+            remedy = "use more, or leave the row out."
+            raise RowOfBatch(number, f"is too long, as {shown}", remedy, f"{shown}: {remedy}")
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:

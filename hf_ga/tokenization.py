@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.batches import IGNORED_LABEL
@@ -126,6 +127,28 @@ def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
     blocks = (pa.ListArray if len(ids) < 2**31 else pa.LargeListArray).from_arrays(offsets, ids)
     columns = {"input_ids": blocks, "length": lengths, "num_targets": lengths - 1, "was_cut": np.zeros(len(lengths), bool)}
     return Dataset(pa.table(columns))
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decoder: bool) -> None:
+    """A padding token where there is none, and for an encoder <cls> and <sep> (for one with a decoder <eos>) where the tokenizer
+    has them but adds nothing (that of the embedded corpus; pretrained ones add theirs).
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    special = [
+        (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
+    ]
+    if is_decoder or tokenizer.num_special_tokens_to_add() or len(special) != 2:
+        return
+    if labels == "target":  # as T5's
+        end = str(tokenizer.eos_token)
+        ids = [(end, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
+    else:
+        first, end = special[0][0], special[1][0]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
+        )
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,6 +15,10 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="many more random examples, which take minutes")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Each test draws the same numbers whichever ran before it."""

@@ -1,11 +1,13 @@
 """Bad input: one line with rule, values and remedy, exit code 2, no traceback, no model built, no file touched."""
 
+import dataclasses
 import gzip
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import datasets
 import pytest
@@ -13,7 +15,9 @@ import transformers as tf
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
+import hf_ga
 from hf_ga import cli, corpus, finetuning
+from hf_ga.config import FinetuneConfig
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 VALID = "--num_train_epochs 1 --per_device_train_batch_size 4 --max_length 32"
@@ -73,6 +77,14 @@ FILES = {
     "nothing.yaml": "",
     "wrong_type.yaml": "max_steps: many\n",
     "nested.yaml": "text_column: [a, b]\n",
+    "dict_in_list.yaml": "freeze: [{a: 1}]\n",
+    "null_in_list.yaml": "freeze: [a, null]\n",
+    "flag_in_list.yaml": "freeze: [a, --seed=5]\n",
+    "empty_list.yaml": "freeze: []\n",
+    "float_for_int.yaml": "max_steps: 3.0\n",
+    "code.yaml": "seed: !!python/object/apply:os.getpid []\n",
+    "bytes.yaml": b"seed: \xff\xfe",
+    "bytes.json": b'{"seed": "\xff"}',
     "unknown_name.yaml": "learning_rates: 0.1\n",
     "used/metrics.jsonl": '{"step": 1}\n',
     "used/notes.txt": "mine",
@@ -256,6 +268,57 @@ CASES = {
     "weights of words to write": (f"{WRITE} --class_weights balanced", ["class_weights is for the task", "not seq2seq"]),
     "no beams": (f"{WRITE} --num_beams 0", ["num_beams must be at least 1", "got 0"]),
     "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
+    # flags that nothing else asks about
+    "what to do about numbers": ("--on_nonfinite ignore", ["unknown on_nonfinite 'ignore'", "stop, skip"]),
+    "changes without a checkpoint": ("--allow_changes", ["allow_changes is about a checkpoint", "resume_from_checkpoint"]),
+    "negative workers": ("--dataloader_num_workers -1", ["dataloader_num_workers must be at least 0", "got -1"]),
+    "negative buffer": ("--shuffle_buffer_size=-1", ["shuffle_buffer_size must be at least 0", "got -1"]),
+    "more than 32 bits": ("--eval_steps 4294967296", ["eval_steps must be at most 4294967295", "got 4294967296"]),
+    "an endless number": (f"--save_steps {'9' * 300}", ["save_steps must be at most 4294967295", "got more than 40 digits"]),
+    "share of the rows nan": (
+        "--validation_split_percentage nan",
+        ["validation_split_percentage must be greater than 0", "got nan"],
+    ),
+    "a part of the corpus": (
+        "--dataset_name stdlib --dataset_config_name en",
+        ["dataset_config_name en is for datasets of the hub, not for stdlib"],
+    ),
+    "a part of a file": ("--dataset_config_name en", ["dataset_config_name en is for datasets of the hub", "good.jsonl"]),
+    "a part of an unknown dataset": ("--dataset_name nobody/nothing --dataset_config_name en", ["cannot load nobody/nothing"]),
+    "test file without the column": ("--test_file {d}/no_text.jsonl", ["'text' is not in the test rows", "body, title"]),
+    "evaluating without a model to name": (
+        "--eval_only --model_name_or_path {d}/absent",
+        ["cannot load the tokenizer of model_name_or_path", "absent"],
+    ),
+    # flags that contradict each other
+    "stream without an end": ("--streaming --validation_file {d}/good.jsonl", ["streaming needs max_steps"]),
+    "stream of a corpus": ("--streaming --max_steps 2 --dataset_name stdlib", ["streaming does not go with", "stdlib"]),
+    "stream of answers": (f"{ANSWER} --streaming --max_steps 2", ["streaming does not go with the task question-answering"]),
+    "stream in blocks": ("--streaming --max_steps 2 --block_size 8", ["streaming does not go with block_size"]),
+    "stream that is counted": (
+        f"{CLASSIFY} --streaming --max_steps 2 --class_weights balanced",
+        ["streaming does not go with class_weights balanced"],
+    ),
+    "stream to evaluate": ("--streaming --max_steps 2 --eval_only", ["streaming does not go with eval_only"]),
+    "stream with many readers": (
+        "--streaming --max_steps 2 --dataloader_num_workers 2",
+        ["streaming does not go with dataloader_num_workers 2", "one worker reads ahead"],
+    ),
+    "stream without validation rows": ("--streaming --max_steps 2", ["has no validation rows", "--validation_file"]),
+    "stream of a missing file": (
+        "--streaming --max_steps 2 --dataset_name {d}/absent.jsonl --validation_file {d}/good.jsonl",
+        ["absent.jsonl", "does not exist"],
+    ),
+    "stream of broken lines": (
+        "--streaming --max_steps 2 --dataset_name {d}/broken.jsonl --validation_file {d}/good.jsonl",
+        ["cannot load", "broken.jsonl: line 2: no JSON"],
+    ),
+    "automatic size and accumulation": (
+        "--per_device_train_batch_size auto --gradient_accumulation_steps 2",
+        ["gradient_accumulation_steps 2 does not go with per_device_train_batch_size auto"],
+    ),
+    "a word for a size": ("--per_device_train_batch_size most", ["must be a number of samples, or auto", "'most'"]),
+    "a part of a sample": ("--per_device_train_batch_size 1.5", ["must be a number of samples, or auto", "'1.5'"]),
     # the command line and its file
     "wrong type": ("--max_steps ten", ["--max_steps", "invalid int value", "'ten'"]),
     "wrong truth value": ("--deterministic perhaps", ["--deterministic", "perhaps"]),
@@ -271,6 +334,14 @@ CASES = {
     "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must hold names and values"]),
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
     "list for a value in YAML": ("{d}/nested.yaml", ["nested.yaml", "text_column", "list"]),
+    "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["dict_in_list.yaml must hold texts", "freeze ({'a': 1})"]),
+    "null in a list in YAML": ("{d}/null_in_list.yaml", ["null_in_list.yaml must hold texts", "freeze (None)"]),
+    "flag in a list in YAML": ("{d}/flag_in_list.yaml", ["flag_in_list.yaml must hold texts", "freeze ('--seed=5')"]),
+    "nothing in a list in YAML": ("{d}/empty_list.yaml", ["--freeze", "expected at least one argument"]),
+    "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["--max_steps", "invalid int value", "'3.0'"]),
+    "code in YAML": ("{d}/code.yaml", ["code.yaml is malformed", "could not determine a constructor", "python/object/apply"]),
+    "no UTF-8 in YAML": ("{d}/bytes.yaml", ["bytes.yaml is malformed", "utf-8"]),
+    "no UTF-8 in JSON": ("{d}/bytes.json", ["bytes.json is malformed", "utf-8"]),
     "unknown name in YAML": ("{d}/unknown_name.yaml", ["unknown flag --learning_rates.", "Did you mean --learning_rate?"]),
     # data
     "missing file": ("--dataset_name {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
@@ -337,8 +408,8 @@ CASES = {
         "--output_dir {d}/used --overwrite_output_dir --resume_from_checkpoint auto",
         ["overwrite_output_dir would delete", "resume_from_checkpoint"],
     ),
-    "nothing to resume": ("--output_dir {d}/used --resume_from_checkpoint auto", ["used has no checkpoint", "start anew"]),
-    "resume from no checkpoint": ("--resume_from_checkpoint {d}/used", ["used is not a checkpoint", "state.json"]),
+    "resume from no checkpoint": ("--resume_from_checkpoint {d}/used", ["used is not a checkpoint", "manifest.json"]),
+    "resume from a missing folder": ("--resume_from_checkpoint {d}/absent", ["absent", "checkpoint"]),
 }
 
 
@@ -348,7 +419,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("input")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     tokenizer = corpus.train_tokenizer(["some words to train on", "more words"], 280)
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
     gpt2 = tf.GPT2Config(**sizes, n_positions=64, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
@@ -414,6 +485,64 @@ def test_bad_input(name, files, tmp_path, capsys):
     refused(arguments_of(text, files, tmp_path / "out"), words, capsys)
     assert content(files) == before
     assert not (tmp_path / "out").exists()
+
+
+# Flags that no value makes wrong, whatever the others are; a value of another type does, see `test_wrong_types`.
+CANNOT_BE_WRONG = {
+    "trust_remote_code": "says nothing where no model is named",
+    "gradient_checkpointing": "only the class of the built model knows whether it can",
+    "sync_each_micro_batch": "says nothing where weights are not cut into shards",
+    "allow_unkeyed": "only allows",
+    "deterministic": "any run can be",
+    "eval_on_start": "any run can evaluate first",
+}
+FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
+
+
+def asked_about() -> set[str]:
+    """The flags of all cases."""
+    return {word.lstrip("-").partition("=")[0] for text, _ in CASES.values() for word in text.split() if word.startswith("--")}
+
+
+def test_every_flag_has_a_case():
+    """A new flag needs a wrong value in CASES, or a reason why there is none."""
+    assert set(FIELDS) - asked_about() <= set(CANNOT_BE_WRONG) <= set(FIELDS)
+    assert all(FIELDS[name].type is bool and reason for name, reason in CANNOT_BE_WRONG.items())
+
+
+# What is no value of a flag: on the command line, in a file, in Python; and the words of the message.
+NO_VALUES = {
+    int: ([("ten", "invalid int value"), ("1.5", "invalid int value"), ("nan", "invalid int value")], [1.5, True, "3", [1], {}]),
+    float: ([("much", "invalid float value"), ("1,5", "invalid float value")], [True, "3", [1.0], {}]),
+    bool: ([("perhaps", "perhaps"), ("2", "2")], [1, "true", [True], {}]),
+    str: ([("", "is an empty text")], [5, True, ["a"], {}]),
+    list[str]: ([("", "is an empty text")], [5, "a", [1], {}, [""]]),
+}
+SIZE = "per_device_train_batch_size"  # a number or a word
+TYPED = {
+    name: next(kind for kind in NO_VALUES if kind in (hint if isinstance(hint, tuple) else (hint,)))
+    for name, hint in (
+        (n, get_args(h) or h) if get_origin(h) is not list else (n, h) for n, h in get_type_hints(FinetuneConfig).items()
+    )
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_wrong_types(name, tmp_path, monkeypatch, capsys):
+    """Every flag refuses what is of another type, wherever it is given: in one line that names it."""
+    monkeypatch.chdir(tmp_path)
+    texts, values = NO_VALUES[TYPED[name]]
+    for text, words in texts:
+        expected = [name, "must be a number of samples, or auto"] if name == SIZE else [name, words]
+        refused([f"--{name}={text}"], expected, capsys)
+    for value in ({"a": 1}, [{"a": 1}], [["a"]]):
+        (tmp_path / "run.json").write_text(json.dumps({name: value}))
+        refused([str(tmp_path / "run.json")], ["run.json must hold", name], capsys)
+    for value in [*values, *([] if FIELDS[name].default is None or name == SIZE else [None])]:
+        if name == SIZE and value == "3":
+            continue
+        with pytest.raises(hf_ga.ConfigError, match=rf"^{name} (must be|is an empty)"):
+            FinetuneConfig(**{name: value}).check()
 
 
 @pytest.mark.usefixtures("no_model")

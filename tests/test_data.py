@@ -141,9 +141,9 @@ SOURCES = [make_json, make_jsonl, make_csv, make_text, make_parquet, make_gzip, 
 @pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__[5:])
 def test_sources(make, tmp_path):
     """Every kind gives the same rows, in the same order, and the same 4 of 40 (10 %) to validate on."""
-    rows = load_rows(FinetuneConfig(dataset_name=str(make(tmp_path)), validation_split_percentage=10.0))
+    rows, _ = load_rows(FinetuneConfig(dataset_name=str(make(tmp_path)), validation_split_percentage=10.0))
     assert rows.num_rows == {"train": 36, "validation": 4}
-    reference = load_rows(FinetuneConfig(dataset_name=make_jsonl(tmp_path), validation_split_percentage=10.0))
+    reference, _ = load_rows(FinetuneConfig(dataset_name=make_jsonl(tmp_path), validation_split_percentage=10.0))
     for split in rows:
         assert list(rows[split]["text"]) == list(reference[split]["text"])
     assert Counter([*rows["train"]["text"], *rows["validation"]["text"]]) == Counter(TEXTS)
@@ -160,7 +160,7 @@ def test_saved_splits_are_used_as_they_are(tmp_path):
 def test_files_win_over_splits(tmp_path):
     DatasetDict(train=Dataset.from_list(ROWS), validation=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "saved")
     files = {"validation_file": write(tmp_path / "v.jsonl", ROWS[5:8]), "test_file": str(make_csv(tmp_path))}
-    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved"), **files))
+    rows, _ = load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved"), **files))
     assert rows.num_rows == {"train": 40, "validation": 3, "test": 40}
     assert list(rows["validation"]["text"]) == TEXTS[5:8]
 
@@ -176,7 +176,7 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
     file = write(tmp_path / "d.jsonl", [{"text": f"row {i}"} for i in range(200)])
     chosen = []
     for seed in (0, 1):
-        rows = load_rows(FinetuneConfig(dataset_name=file, seed=seed))
+        rows, _ = load_rows(FinetuneConfig(dataset_name=file, seed=seed))
         train, validation = set(rows["train"]["text"]), set(rows["validation"]["text"])
         assert not train & validation and len(train | validation) == 200 and len(validation) == 10
         chosen.append(sorted(validation))
@@ -516,7 +516,7 @@ def test_rows_are_counted_and_said(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
     assert data.facts == [
         "train: 2 of 7 rows cut at 4 tokens",
-        "train: 2 of 7 rows left out because they are empty",
+        "train: 2 of 7 rows left out because they are empty: rows 4, 5",
         "train: 1 of 7 rows kept although they have no target (they add nothing)",
     ]
 
@@ -531,7 +531,7 @@ def test_classification_rows_are_cut_between_their_special_tokens(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [1, 1] and data.splits["train"]["label"][:] == [0, 1]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
         "train: 1 of 3 rows cut at 4 tokens",
-        "train: 1 of 3 rows left out because they are empty",
+        "train: 1 of 3 rows left out because they are empty: row 2",
     ]
 
 
@@ -606,7 +606,7 @@ def test_completions(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [2, 0, 3] and data.has_conversations
     assert [fact for fact in data.facts if fact.startswith("train")] == [
         "train: 1 of 4 rows cut at 4 tokens",
-        "train: 1 of 4 rows left out because they are empty",
+        "train: 1 of 4 rows left out because they are empty: row 2",
         "train: 1 of 4 rows kept although they have no target (they add nothing)",
     ]
     counts = [3, 2]  # c, <eos>
@@ -628,7 +628,7 @@ def test_conversations_with_a_template(tmp_path):
     targets = [-100, -100, -100, -100, 6, 7, 1, -100, -100, -100, -100, 9, 1]
     assert data.splits["train"]["labels"][:] == [targets, targets[:10]]
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"number 0 of its batch.*has no chat template"):
+    with pytest.raises(DataError, match=r"row 0 of train .*\(line 1 of d.jsonl\).*has no chat template"):
         prepared(file, tokenizer, validation_file=file)
 
 
@@ -652,7 +652,7 @@ def test_pairs(tmp_path):
     data = prepared(file, letter_tokenizer(**SPECIAL), task="text-classification", validation_file=file)
     assert data.splits["train"]["input_ids"][:] == [[13, 3, 14, 4, 5, 14], [13, 6, 14, 14]]
     assert data.splits["train"]["label"][:] == [1, 0] and data.labels == ["x", "y"]
-    assert "train: 1 of 3 rows left out because they are empty" in data.facts
+    assert "train: 1 of 3 rows left out because they are empty: row 2" in data.facts
 
 
 def test_regression(tmp_path):
@@ -697,9 +697,9 @@ def test_token_classification(tmp_path):
     assert data.splits["train"]["label"][:] == [[-100, 0, 1, -100, -100]] and data.labels == ["N", "V"]
     assert data.facts == [
         "train: 1 of 2 rows cut at 5 tokens",
-        "train: 1 of 2 rows left out because they are empty",
+        "train: 1 of 2 rows left out because they are empty: row 1",
         "validation: 1 of 2 rows cut at 5 tokens",
-        "validation: 1 of 2 rows left out because they are empty",
+        "validation: 1 of 2 rows left out because they are empty: row 1",
         "majority class of validation: N, 50.0% of 2 tags",
     ]
 
@@ -718,7 +718,7 @@ def test_blocks(tmp_path):
     data = prepared(file, validation_file=file, block_size=4, max_length=2)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1, 5], [1, 6, 7, 8], [1]]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
-        "train: 1 of 4 rows left out because they are empty",
+        "train: 1 of 4 rows left out because they are empty: row 2",
         "train: 3 rows, 9 tokens, put together and cut into 3 blocks of 4 tokens (the last has 1)",
     ]
     again = prepared(file, validation_file=file, block_size=4, max_length=99)
@@ -834,7 +834,7 @@ def test_first_alias_of_validation_is_taken(tmp_path):
     splits = {"train": ROWS[:5], "dev": ROWS[5:7], "valid": ROWS[7:10]}
     for number, names in enumerate((splits, reversed(splits))):
         DatasetDict({name: Dataset.from_list(splits[name]) for name in names}).save_to_disk(tmp_path / str(number))
-        rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / str(number))))
+        rows, _ = load_rows(FinetuneConfig(dataset_name=str(tmp_path / str(number))))
         assert rows.num_rows == {"train": 5, "validation": 3}
 
 

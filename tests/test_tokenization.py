@@ -12,10 +12,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_ga import ConfigError, collation, corpus
 from hf_ga.choices import tokenize_choices
-from hf_ga.data import _complete_tokenizer
 from hf_ga.spans import tokenize_questions
-from hf_ga.tasks import TASKS
 from hf_ga.tokenization import (
+    complete_tokenizer,
     cut_into_blocks,
     tokenize_causal,
     tokenize_completions,
@@ -70,7 +69,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 def encoder_tokenizer() -> PreTrainedTokenizerFast:
     """Letters (3 to 12) between <cls> 13 and <sep> 14; a pair is `<cls> a <sep> b <sep>` with types 0 and 1."""
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
-    _complete_tokenizer(tokenizer, TASKS["text-classification"])
+    complete_tokenizer(tokenizer, "class", is_decoder=False)
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return tokenizer
 
@@ -378,7 +377,7 @@ def test_blocks_that_come_out_even_and_none():
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:
     """Letters, completed as for a T5: <eos> 1 behind sources and targets."""
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", **special)
-    _complete_tokenizer(tokenizer, TASKS["seq2seq"])
+    complete_tokenizer(tokenizer, "target", is_decoder=False)
     return tokenizer
 
 
