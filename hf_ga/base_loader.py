@@ -1,5 +1,6 @@
 """What the loaders of windows share: sizes, this process's part of a window, and where an iteration stands."""
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from accelerate import Accelerator
 from hf_ga.errors import ConfigError
 from hf_ga.fetch import Splitter
 from hf_ga.layout import Layout
+from hf_ga.memory import MemoryLimit
 from hf_ga.plan import Planner, plan_window
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class BaseLoader:
 
     Attributes:
         layout: how a window is computed. epoch, num_consumed: where the iteration stands. proofs: target rules found so far.
+        memory: how large a micro-batch may be.
     """
 
     def __init__(
@@ -50,30 +53,45 @@ class BaseLoader:
         self.pad_to_window = pad_to_window
         self.epoch, self.num_consumed = 0, 0
         self.proofs: list[Proof] = []
+        self.memory = MemoryLimit()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
         self.epoch, self.num_consumed = epoch, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: epoch, windows consumed, and what makes the order."""
-        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands: epoch, windows consumed, what makes the order, and the limit of memory if one was found."""
+        memory = {} if self.memory.elements is None else {"memory": self.memory.state_dict()}
+        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity(), **memory}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
         """Continue at a `state_dict()`, also one of another layout.
 
+        Args:
+            allow_changes: also one of another order, behind as many samples of the epoch: whole windows of the new size that they
+                fill, and the whole epoch where there are no more.
+
         Raises:
-            ConfigError: the state belongs to another order (of another seed, window size, ...).
+            ConfigError: the state belongs to another order (of another seed, window size, ...), and that is not allowed.
         """
-        if changed := {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}:
+        changed = {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}
+        if changed and not allow_changes:
             listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
             raise ConfigError(f"this position belongs to another order of windows: {listed}")
-        self.epoch, self.num_consumed = state["epoch"], state["num_consumed"]
+        self.epoch, self.num_consumed = state["epoch"], self._carried_over(state) if changed else state["num_consumed"]
+        if "memory" in state:
+            self.memory.load_state_dict(state["memory"])
 
     @property
     def pads_to_window(self) -> bool:
         """Whether micro-batches are collated as wide as their window: asked for, or needed by a rule that was proven."""
         return self.pad_to_window or any(rule.pad_to_window for _, _, rule in self.proofs)
+
+    def _carried_over(self, state: dict[str, Any]) -> int:
+        """How many of this loader's windows the samples make that were consumed in another order."""
+        here, size = self._identity().get("num_samples", math.inf), self.layout.window_size  # of a stream it is not known
+        consumed = min(state["num_consumed"] * state["window_size"], state.get("num_samples", math.inf))
+        return int(consumed // size) if consumed < here else math.ceil(here / size)
 
     def _identity(self) -> dict[str, int]:
         """What must be equal for a position to mean the same samples."""

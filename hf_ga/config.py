@@ -1,13 +1,15 @@
 """The dataclass behind the flags of `scripts/finetune.py`. Derived once, checked once, before any data is read."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_ga.config_checks import ON_NONFINITE, check_config, check_output_dir
+from hf_ga.config_checks import check_config, check_output_dir
 from hf_ga.errors import ConfigError
-from hf_ga.layout import SCALING_RULES, Layout
+from hf_ga.layout import AUTO, SCALING_RULES, Layout
 from hf_ga.metrics import is_lower_better
+from hf_ga.nonfinite import ON_NONFINITE
 from hf_ga.optimizers import OPTIMIZERS, SCHEDULES
 from hf_ga.tasks import TASKS
 
@@ -64,7 +66,9 @@ class FinetuneConfig:
     label_smoothing: float = option(0.0, "Share of the target that is spread over all classes; validation losses are without it.")
     class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
-    per_device_train_batch_size: int = option(8, "Most samples in one micro-batch.")
+    per_device_train_batch_size: int | str | None = option(  # of the three a parser of flags takes the text
+        8, "Most samples in one micro-batch, or `auto`: as many as fit into memory; any number is the same update."
+    )
     gradient_accumulation_steps: int | None = option(
         None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."
     )
@@ -121,10 +125,13 @@ class FinetuneConfig:
     allow_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
 
     def __post_init__(self) -> None:
-        """Paths become strings: they go into summary.json."""
+        """Paths become strings, as they go into summary.json; the batch size, which may be a word, becomes a number."""
         for name, value in asdict(self).items():
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
+        if isinstance(size := self.per_device_train_batch_size, str):
+            with suppress(ValueError):
+                self.per_device_train_batch_size = int(size)
 
     def layout(self, num_processes: int) -> Layout:
         """The layout of a window; see `Layout.from_sizes`.
@@ -141,6 +148,8 @@ class FinetuneConfig:
                     "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which Accelerate prefers). Give it once."
                 )
             steps = int(launched)
+        if self.per_device_train_batch_size == AUTO:
+            return Layout.whole_shares(num_processes, steps, self.global_batch_size)
         if steps is None and self.global_batch_size is None:
             steps = DEFAULT_ACCUMULATION_STEPS
         return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from hf_ga.forward import LossFunction, accepted_arguments, callable_module, head_loss, restored_modes
+from hf_ga.memory import is_out_of_memory, size_of, too_large_for
 from hf_ga.metrics import METRICS, entries_per_sample, predictions_and_references
 from hf_ga.parts import PARTS
 from hf_ga.plan import plan_by_sizes
@@ -26,7 +28,7 @@ from hf_ga.reduce import gather_rows, is_sharded
 from hf_ga.router import BalanceCall
 from hf_ga.targets import TargetRule
 from hf_ga.terms import count_targets, loss_sums
-from hf_ga.windows import MicroBatch, WindowLoader
+from hf_ga.windows import MicroBatch, Window, WindowLoader
 
 # Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the layout.
 EVALUATION_WINDOW = 256
@@ -89,6 +91,9 @@ def evaluate(
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN where there is
         nothing to compare); without metrics (language models), and where a reader says so, `perplexity` = exp(loss).
+
+    Raises:
+        OutOfMemory: a single sample does not fit or, under FSDP, a batch; other batches that do not fit are cut.
     """
     windows.set_epoch(0)
     chosen = reader.metrics if reader else {name: METRICS[name] for name in metrics}
@@ -96,13 +101,10 @@ def evaluate(
     losses, shares, module = _Losses(rule, loss_fn), [], callable_module(model)
     with restored_modes(model):
         model.eval()
-        for micro_batch, counts in _equal_in_number(accelerator, windows):
-            batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-            with losses.active():  # not where a reader generates
-                outputs = module(**accepted_arguments(module, batch))
-                loss = losses.of(outputs, batch, micro_batch)
-            if counts:
-                shares.append(_Share(micro_batch.positions, *loss, *read(outputs, batch, micro_batch)))
+        for window in windows:
+            for micro_batch, counts in _equal_in_number(accelerator, window):
+                shares_of = _in_parts(accelerator, window, micro_batch, partial(_share_of, accelerator, module, losses, read))
+                shares += shares_of if counts else []
     shares = sorted(gather_object(shares), key=lambda share: share.positions[0])
     results = losses.mean(shares)
     if not chosen or (reader and reader.predicts_tokens):
@@ -131,6 +133,40 @@ class _Share:
     owners: np.ndarray
     predictions: Sequence[Any]
     references: Sequence[Any]
+
+
+def _share_of(accelerator: Accelerator, module: nn.Module, losses: "_Losses", read: Callable, micro_batch: MicroBatch) -> _Share:
+    batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
+    with losses.active():  # not where a reader generates
+        outputs = module(**accepted_arguments(module, batch))
+        loss = losses.of(outputs, batch, micro_batch)
+    return _Share(micro_batch.positions, *loss, *read(outputs, batch, micro_batch))
+
+
+def _in_parts(
+    accelerator: Accelerator, window: Window, micro_batch: MicroBatch, share_of: Callable[[MicroBatch], _Share]
+) -> list[_Share]:
+    """Of a micro-batch; where it does not fit, of its parts, on this process alone: nothing is exchanged in between.
+
+    Raises:
+        OutOfMemory: a single sample does not fit or, under FSDP, a batch.
+    """
+    pending, shares = [micro_batch], []
+    while pending:
+        micro_batch, *others = window.memory.parts(pending.pop(), window)
+        pending += others
+        try:
+            shares.append(share_of(micro_batch))
+            continue
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(micro_batch) == 1 or is_sharded(accelerator):
+                raise too_large_for(accelerator.process_index, micro_batch, evaluating=True) from error
+        window.memory.after_failure(size_of(micro_batch))
+        clear_device_cache(garbage_collection=True)  # now that no traceback holds its tensors
+        pending.append(micro_batch)
+    return shares
 
 
 class _Losses:
@@ -176,18 +212,17 @@ class _Losses:
         return float(self.router.term(calls, calls))
 
 
-def _equal_in_number(accelerator: Accelerator, windows: WindowLoader) -> Iterator[tuple[MicroBatch, bool]]:
-    """This process's micro-batches, and whether each counts.
+def _equal_in_number(accelerator: Accelerator, window: Window) -> Iterator[tuple[MicroBatch, bool]]:
+    """This process's micro-batches of a window, and whether each counts.
 
     Under FSDP a forward is a meeting of all processes: one that has fewer micro-batches repeats one, and its result is dropped.
     """
-    for window in windows:
-        own = window.micro_batches
-        yield from ((micro_batch, True) for micro_batch in own)
-        missing = window.request.most_micro_batches - len(own) if is_sharded(accelerator) else 0
-        if missing:
-            spare = own or window.split([np.zeros(1, np.int64)]).micro_batches
-            yield from [(spare[0], False)] * missing
+    own = window.micro_batches
+    yield from ((micro_batch, True) for micro_batch in own)
+    missing = window.request.most_micro_batches - len(own) if is_sharded(accelerator) else 0
+    if missing:
+        spare = own or window.split([np.zeros(1, np.int64)]).micro_batches
+        yield from [(spare[0], False)] * missing
 
 
 def _no_comparison(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, list[Any], list[Any]]:

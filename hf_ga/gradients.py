@@ -46,11 +46,11 @@ def head_gradients(
         return
     # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out, unless its tokens were routed.
     forwards = [Forward(m, n) for m, n in zip(window.micro_batches, counts, strict=True) if any(n) or rule.router]
-    forwards = _as_many_as_others(accelerator, window, forwards, rule)
+    forwards = as_many_as_others(accelerator, window, forwards, rule)
     module = callable_module(model)
     with nullcontext() if rule.router is None else rule.router.active():
         balance = _balance(accelerator, model, window, rule, forwards, share)
-        batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards])
+        batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
         for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
             with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
                 with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
@@ -80,9 +80,9 @@ def summed_gradients(
     Args:
         share: gets the loss, summed over the targets, and their number.
     """
-    forwards = _as_many_as_others(accelerator, window, [Forward(m, ()) for m in window.micro_batches])
+    forwards = as_many_as_others(accelerator, window, [Forward(m, ()) for m in window.micro_batches])
     module, total = callable_module(model), 0.0
-    batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards])
+    batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
     for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
         with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
             with accelerator.autocast():
@@ -104,11 +104,16 @@ def summed_gradients(
 
 @torch.no_grad()
 def choices_of_experts(
-    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, micro_batches: Sequence[MicroBatch]
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    rule: TargetRule,
+    micro_batches: Sequence[MicroBatch],
+    share: Share | None = None,
 ) -> list[list[BalanceCall]]:
     """What experts the tokens of each micro-batch choose, by forwards that are done again with gradients: the same dropout."""
     module, calls = callable_module(model), []
-    for batch in keyed_batches(accelerator, window, rule, micro_batches):
+    for batch in keyed_batches(accelerator, window, rule, micro_batches, share):
         with accelerator.autocast():
             module(**accepted_arguments(model, batch))
         calls.append(rule.router.take() if rule.router is not None else [])
@@ -125,10 +130,16 @@ def set_keys(rule: TargetRule, window: Window, micro_batch: MicroBatch, device: 
 
 
 def keyed_batches(
-    accelerator: Accelerator, window: Window, rule: TargetRule, micro_batches: Iterable[MicroBatch]
+    accelerator: Accelerator,
+    window: Window,
+    rule: TargetRule,
+    micro_batches: Iterable[MicroBatch],
+    share: Share | None = None,
 ) -> Iterator[dict]:
-    """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward."""
+    """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward; `share` is told of it."""
     for micro_batch in micro_batches:
+        if share is not None:
+            share.in_hand = micro_batch
         set_keys(rule, window, micro_batch, accelerator.device)
         yield send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
 
@@ -140,7 +151,7 @@ def _totals(accelerator: Accelerator, window: Window, share: Share) -> Counts:
     return tuple(int(count) for count in meet(accelerator, share).counts)
 
 
-def _as_many_as_others(
+def as_many_as_others(
     accelerator: Accelerator, window: Window, forwards: list[Forward], rule: TargetRule | None = None
 ) -> list[Forward]:
     """Under FSDP every process runs as many forwards as the one that has most: it repeats one, with weight 0."""
@@ -177,7 +188,7 @@ def _balance(
     if rule.router is None:
         return []
     forwards = forwards or [replace(_stand_in(window, rule), weight=0)]
-    calls = choices_of_experts(accelerator, model, window, rule, [f.micro_batch for f in forwards])
+    calls = choices_of_experts(accelerator, model, window, rule, [f.micro_batch for f in forwards], share)
     own = add_calls([[call.times(forward.weight) for call in of] for of, forward in zip(calls, forwards, strict=True)])
     if not is_sharded(accelerator):
         meet(accelerator, share)  # one that failed in this pass waits in a meeting of this shape already

@@ -9,6 +9,7 @@ its own gradient sum; there only the small numbers meet here.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from accelerate.utils import DistributedType, gather
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
+from hf_ga.memory import Size, TooLarge
+
+if TYPE_CHECKING:
+    from hf_ga.windows import MicroBatch
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 BUCKET_BYTES = 25 * 2**20  # as DDP's own: large enough for the network's full rate, small enough to begin early
@@ -33,12 +38,17 @@ class Share:
         counts: targets, one number for each part of the loss.
         has_gradient: of each trainable parameter, whether the share gave it a gradient (after `meet`: whether any did).
         failure: what went wrong in the share.
+        in_hand: the micro-batch that is computed. too_large: its size, where memory ran out. was_cut: whether micro-batches were
+            cut to fit (after `meet`: on any process).
     """
 
     loss: Tensor
     counts: tuple[float, ...]
     has_gradient: tuple[bool, ...] = ()
     failure: Exception | None = None
+    in_hand: "MicroBatch | None" = None
+    too_large: Size | None = None
+    was_cut: bool = False
 
 
 def check_supported(accelerator: Accelerator) -> None:
@@ -103,26 +113,31 @@ def meet(accelerator: Accelerator, share: Share) -> Share:
     """Add up the shares of all processes; on one process the share itself. Gradients are not touched.
 
     Raises:
-        The share's own failure; ProcessFailed: another process's, with its message. ConfigError: FSDP2 mixed up gradients.
+        The share's own failure; ProcessFailed: another process's, with its message. TooLarge: memory ran out on a process.
+        ConfigError: FSDP2 mixed up gradients.
     """
     if accelerator.num_processes == 1:
         if share.failure is not None:
             raise share.failure
+        if share.too_large is not None:
+            raise TooLarge(share.too_large)
         return share
-    row = [share.failure is not None, 0.0, *share.counts, *share.has_gradient]
+    row = [share.failure is not None, share.too_large is not None, share.was_cut, 0.0, *share.counts, *share.has_gradient]
     sums = torch.tensor(row, dtype=torch.float64, device=accelerator.device)
-    sums[1] = share.loss
+    sums[3] = share.loss
     dist.all_reduce(sums)
-    failed, _, *numbers = sums.tolist()
+    failed, too_large, cut, _, *numbers = sums.tolist()
     if failed:
         _raise_together(accelerator, share.failure)
+    if too_large:
+        raise TooLarge(_smallest(accelerator, share.too_large))
     counts, given = numbers[: len(share.counts)], numbers[len(share.counts) :]
     if accelerator.is_fsdp2 and any(0 < n < accelerator.num_processes for n in given):
         raise ConfigError(
             "some parameters got a gradient on some processes only, which FSDP2 of this torch mixes up: use torch 2.13 or newer, "
             "FSDP1 or DDP."
         )
-    return replace(share, loss=sums[1], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
+    return replace(share, loss=sums[3], counts=tuple(counts), has_gradient=tuple(map(bool, given)), was_cut=bool(cut))
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -169,6 +184,12 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
             "gradients are summed over processes as dense tensors, but one is sparse: use nn.Embedding(..., sparse=False)."
         )
     return parameter.grad.reshape(-1)
+
+
+def _smallest(accelerator: Accelerator, size: Size | None) -> Size:
+    """Of the micro-batches that failed, where some did."""
+    rows = gather_rows(accelerator, (np.inf, np.inf) if size is None else size)
+    return Size(*map(int, min(rows.tolist())))
 
 
 def _raise_together(accelerator: Accelerator, failure: Exception | None) -> None:

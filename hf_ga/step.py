@@ -5,13 +5,16 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError, NonFinite, ProcessFailed, UnkeyedRandomness
 from hf_ga.forward import LossFunction, gradients_apart, module_modes
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.gradients import head_gradients, summed_gradients
 from hf_ga.known_rules import proven_rule
+from hf_ga.memory import TooLarge, is_out_of_memory, size_of, too_large_for
+from hf_ga.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
 from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
@@ -38,6 +41,9 @@ def backward_window(
     removes it, once, after the last window that is added and before anything reads the gradient; the prepared optimizer's step does
     so if nobody did. Windows may be added only while the scale is the same: until the next step of any prepared optimizer.
 
+    Where memory runs out on a process, all of them drop the window's gradients and compute it again in smaller micro-batches: the
+    same update. The limit found is kept on the loader. Not under FSDP, where a failing process cannot rejoin the others.
+
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
@@ -50,8 +56,9 @@ def backward_window(
 
     Raises:
         LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, a precision that would
-            not be the one asked for, or the loader's `target_counts` contradict the proven rule. ProcessFailed: another process
-            raised one of these, or anything else, in this window.
+            not be the one asked for, or the loader's `target_counts` contradict the proven rule. OutOfMemory: a single sample does
+            not fit or, under FSDP, a micro-batch. ProcessFailed: another process raised one of these, or anything else, in this
+            window.
 
     Example:
         result = backward_window(accelerator, model, window)
@@ -69,11 +76,47 @@ def backward_window(
     allow_unequal_use(model, sum_of_means=rule.name in PARTS)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.reducer._reset_state()  # a forward through DDP without a backward (somebody's evaluation) leaves its reducer waiting
+    retries = 0
+    while (result := _tried(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each_micro_batch)) is None:
+        retries += 1
+    result.retries = retries
+    return result
+
+
+def _tried(
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    rule: TargetRule,
+    loss_fn: LossFunction | None,
+    allow_unkeyed: bool,
+    sync_each: bool,
+) -> StepResult | None:
+    """None, on all processes, if memory ran out on one: then micro-batches must be smaller, and nothing is left of the try."""
+    try:
+        return _add_gradients(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each)
+    except TooLarge as error:
+        size = error.size
+    window.memory.after_failure(size)
+    clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
+    return None
+
+
+def _add_gradients(
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    rule: TargetRule,
+    loss_fn: LossFunction | None,
+    allow_unkeyed: bool,
+    sync_each: bool,
+) -> StepResult:
+    """Forwards and backwards, the meeting, the sum over processes."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = random_states()
     with _undivided(accelerator), rule.places.active(), gradients_apart(parameters):
-        share = _own_share(accelerator, model, window, rule, loss_fn, parameters, sync_each_micro_batch)
-        if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None:
+        share = _own_share(accelerator, model, window, rule, loss_fn, parameters, sync_each)
+        if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None and share.too_large is None:
             share.failure = UnkeyedRandomness(
                 f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
                 "not: this randomness depends on the split of the window. Switch it off, or accept it with allow_unkeyed."
@@ -85,6 +128,7 @@ def backward_window(
         drop_unused(accelerator, model, rule.unused)
         if loss_fn is not None and (gradients := [p.grad for p in parameters if p.grad is not None]):
             torch._foreach_mul_(gradients, window.num_samples / (sum(share.counts) or 1.0))
+    window.memory.after_success(share.was_cut)
     return result
 
 
@@ -98,25 +142,39 @@ def _own_share(
     sync_each: bool,
 ) -> Share:
     """This process's part of the gradient, in `.grad`. What fails is told to the others when they meet, so that nobody waits for a
-    process that is gone; under FSDP they meet in every forward, so a failing process just ends.
+    process that is gone, and running out of memory is no failure yet; under FSDP they meet in every forward, so a failing process
+    just ends.
     """
     loss = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
     share = Share(loss, (0,) if loss_fn else add_counts(rule.name, []), (False,) * len(parameters))
     try:
         if rule.pad_to_window:
             window = window.padded_to_window()
+        if not is_sharded(accelerator):
+            planned, window = window, window.memory.fitting(window)
+            share.was_cut = window is not planned
         if loss_fn is None:
             head_gradients(accelerator, model, window, rule, share, sync_each=sync_each)
         else:
             summed_gradients(accelerator, model, window, rule, loss_fn, share, sync_each=sync_each)
-    except ProcessFailed:
+    except (ProcessFailed, TooLarge):
         raise
     except Exception as error:
-        if accelerator.num_processes == 1 or is_sharded(accelerator):
-            raise
         share.failure = error
+        if is_out_of_memory(error) and share.in_hand is not None:
+            _judge_out_of_memory(accelerator, share)
+    if share.failure is not None and (accelerator.num_processes == 1 or is_sharded(accelerator)):
+        raise share.failure
     share.has_gradient = tuple(p.grad is not None for p in parameters)
     return share
+
+
+def _judge_out_of_memory(accelerator: Accelerator, share: Share) -> None:
+    """A micro-batch of several samples is too large, and can be cut; else it is a failure."""
+    if len(share.in_hand) > 1 and not is_sharded(accelerator):
+        share.too_large, share.failure = size_of(share.in_hand), None
+    else:
+        share.failure = too_large_for(accelerator.process_index, share.in_hand)
 
 
 def _result(window: Window, rule: TargetRule, share: Share, *, is_sum: bool) -> StepResult:
@@ -142,6 +200,7 @@ def train_step(
     loss_fn: LossFunction | None = None,
     allow_unkeyed: bool = False,
     sync_each_micro_batch: bool = False,
+    on_nonfinite: str = "stop",
 ) -> StepResult:
     """One update: gradient of the window, clip once, optimizer, scheduler, zero the gradients.
 
@@ -151,11 +210,14 @@ def train_step(
     Args:
         optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it once per process); it moves only
             when the optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's step was replaced.
-        max_grad_norm: L2 norm of all gradients of the optimizer to clip to; None or 0: no clipping, and no norm is computed.
+        max_grad_norm: L2 norm of all gradients of the optimizer to clip to; None or 0: no clipping, and no `grad_norm`.
+        on_nonfinite: what to do before the optimizer's step where the loss or a gradient is not finite (not under fp16, where the
+            scaler skips what overflows): "stop" raises, "skip" leaves the window out. In both cases nothing was updated.
         The others: see `backward_window`.
 
     Raises:
-        ConfigError: also a ReduceLROnPlateau, and under fp16 an optimizer that was not prepared.
+        ConfigError: also a ReduceLROnPlateau, and under fp16 an optimizer that was not prepared. NonFinite: the loss or a gradient
+            of the window is not finite; the message names the samples and the first module that it came from.
 
     Example:
         for window in windows:
@@ -165,6 +227,8 @@ def train_step(
         raise ConfigError(
             "ReduceLROnPlateau wants a metric in every step: step it yourself after an evaluation, not in train_step."
         )
+    if on_nonfinite not in ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
     check_optimizer(accelerator, optimizer)
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
@@ -183,6 +247,11 @@ def train_step(
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
+    if result.nonfinite:
+        rule = targets or proven_rule(model, window, loss_fn, allow_unkeyed)
+        result.cause = find_cause(accelerator, model, window, rule, loss_fn, result.loss)
+        if on_nonfinite == "stop":
+            raise NonFinite(f"{result.cause}. Nothing was updated.")
     return result
 
 

@@ -5,6 +5,7 @@ plan, without communication; a stream's own order is nobody's but the stream's.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_ga.plan import Planner
 from hf_ga.reduce import gather_rows
 from hf_ga.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.windows import Window
+from hf_ga.workers import items_of, telling
 
 
 class StreamLoader(BaseLoader):
@@ -96,27 +98,23 @@ class StreamLoader(BaseLoader):
         """The windows of the current pass that are not consumed yet; after the last one the next pass begins."""
         reader = self._reader()
         loader = DataLoader(
-            reader,
+            telling(reader, self.num_workers),
             batch_size=None,  # an item is a window
             collate_fn=as_it_is,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
         )
-        iterator = iter(loader)
-        try:
-            for request, samples, batches in iterator:
+        with closing(items_of(loader, self)) as items:  # left early, its worker ends now, not when the garbage collector comes
+            for request, samples, batches in items:
                 self._check_same(request.index, samples)
                 self.num_consumed += 1
                 self.fetcher.keep_first(samples)
-                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs)
+                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs, self.memory)
                 del request, samples, batches  # what the caller lets go is not held here
                 yield window
                 del window
                 reader.pads_to_window = self.pads_to_window  # without a worker; a worker's windows are padded by the step
-        finally:
-            if self.num_workers:  # now, not when the garbage collector comes: the loop was left early, or by an error
-                iterator._shutdown_workers()
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 

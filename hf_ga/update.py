@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hf_ga.reduce import is_sharded, sum_over_processes
+from hf_ga.reduce import is_sharded, sum_over_processes, sum_tensors
 from hf_ga.sharding import clip_gradients
 
 
@@ -17,10 +18,13 @@ class StepResult:
 
     Attributes:
         num_targets: targets of the window over all processes.
-        skipped: nothing was updated: a window without targets, gradients that overflowed under fp16, or an optimizer none of
-            whose parameters got a gradient.
+        skipped: nothing was updated: a window without targets, gradients that overflowed under fp16, a loss or gradient that is
+            not finite, or an optimizer none of whose parameters got a gradient.
         overflowed: it was skipped because a gradient was not finite under fp16; the scale was lowered once.
         loss_scale: under fp16 the scale that the gradients of this window had, on the host; None else, or where nothing was scaled.
+        nonfinite: it was skipped because its loss or a gradient was not finite (not under fp16, where that is an overflow).
+        cause: then, which samples and which module it came from, in words.
+        retries: how often the window was computed again because memory ran out.
     """
 
     loss_tensor: Tensor
@@ -29,6 +33,9 @@ class StepResult:
     skipped: bool = False
     overflowed: bool = False
     loss_scale: float | None = None
+    nonfinite: bool = False
+    cause: str | None = None
+    retries: int = 0
 
     @property
     def loss(self) -> float:
@@ -46,7 +53,7 @@ class StepResult:
 def update(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult
 ) -> None:
-    """Remove the loss scale, clip, step; `result` is told.
+    """Remove the loss scale, clip, step; `result` is told. Where the loss or a gradient is not finite, there is no step.
 
     Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
     """
@@ -57,6 +64,10 @@ def update(
     accelerator.unscale_gradients(optimizer)
     if max_grad_norm:
         result.grad_norm_tensor = clip_gradients(model, parameters, max_grad_norm)
+    scales = accelerator.scaler is not None and accelerator.scaler.is_enabled()  # then the scaler looks for overflows itself
+    if not scales and not _is_finite(accelerator, parameters, result):
+        result.nonfinite = result.skipped = True
+        return
     if accelerator.scaler is None:
         optimizer.step()
         return
@@ -78,6 +89,33 @@ def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parame
     if not is_sharded(accelerator) or accelerator.is_fsdp2:
         return bool(parameters)
     return bool(sum_over_processes(accelerator, [len(parameters)])[0])
+
+
+def _is_finite(accelerator: Accelerator, parameters: Sequence[nn.Parameter], result: StepResult) -> bool:
+    """Of loss and gradients, the same on all processes. Where they are, the device is waited for once.
+
+    A norm to clip to must be finite itself: one that overflows float32 would clip every gradient to zero. Without clipping a norm
+    is only the quickest question, and one that overflows is no answer.
+    """
+    loss = result.loss_tensor.isfinite()
+    if result.grad_norm_tensor is not None:
+        return bool(loss & result.grad_norm_tensor.to(loss.device).isfinite())
+    gradients = [part for p in parameters if (part := own_part(p.grad)).numel()]
+    if _everywhere(accelerator, loss & torch.nn.utils.get_total_norm(gradients).to(loss.device).isfinite()):
+        return True
+    return _everywhere(accelerator, torch.stack([loss, *(g.isfinite().all().to(loss.device) for g in gradients)]).all())
+
+
+def _everywhere(accelerator: Accelerator, is_true: Tensor) -> bool:
+    """Without FSDP all processes have the same gradients; with it, each knows of its own shards."""
+    if not is_sharded(accelerator):
+        return bool(is_true)
+    return not sum_tensors(accelerator, [is_true.logical_not()])[0]
+
+
+def own_part(gradient: Tensor) -> Tensor:
+    """Of a gradient in shards, the shard of this process."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,6 +1,7 @@
 """WindowLoader: dataset + order + plan -> Window objects, with workers that prefetch the next windows."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ from hf_ga.base_loader import BaseLoader, as_it_is
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.generators import preserved_random_states
+from hf_ga.memory import MemoryLimit
 from hf_ga.order import epoch_order
 from hf_ga.plan import Planner
+from hf_ga.workers import items_of, telling
 
 if TYPE_CHECKING:
     from hf_ga.base_loader import Proof
@@ -47,7 +50,7 @@ class Window:
         epoch, index: which window of which epoch (0-based). seed: the loader's.
         num_samples: samples in the window over all processes.
         expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
-        proofs: target rules found so far, kept for all windows of one loader.
+        proofs: target rules found so far, kept for all windows of one loader. memory: so is the limit of a micro-batch.
     """
 
     request: WindowRequest
@@ -55,6 +58,7 @@ class Window:
     batches: list[dict[str, Any]]
     expected_targets: int | None = None
     proofs: list["Proof"] = field(default_factory=list)
+    memory: MemoryLimit = field(default_factory=MemoryLimit)
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -104,7 +108,7 @@ class Window:
         """The same window in other micro-batches (offsets in the window), collated again."""
         whole = self.request.whole_window if whole_window is None else whole_window
         request = replace(self.request, micro_batches=micro_batches, whole_window=whole)
-        return Window(request, self.fetcher, self.fetcher[request], self.expected_targets, self.proofs)
+        return Window(request, self.fetcher, self.fetcher[request], self.expected_targets, self.proofs, self.memory)
 
     def padded_to_window(self) -> "Window":
         """The same micro-batches, each padded to the window's longest sample."""
@@ -184,7 +188,7 @@ class WindowLoader(BaseLoader):
         requests = self.requests()
         in_flight: list[WindowRequest] = []
         loader = DataLoader(
-            self.fetcher,
+            telling(self.fetcher, self.num_workers),
             sampler=_remembered(requests, in_flight),
             batch_size=None,  # an item is a window, collated by the fetcher
             collate_fn=as_it_is,
@@ -192,16 +196,12 @@ class WindowLoader(BaseLoader):
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
         )
-        iterator = iter(loader)
-        try:
-            for batches in iterator:
+        with closing(items_of(loader, self)) as items:  # left early, its workers end now, not when the garbage collector comes
+            for batches in items:
                 self.num_consumed += 1
                 request = in_flight.pop(0)
                 targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-                yield Window(request, self.fetcher, batches, targets, self.proofs)
-        finally:
-            if self.num_workers:  # now, not when the garbage collector comes: the loop was left early, or by an error
-                iterator._shutdown_workers()
+                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:
