@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, get_scheduler
 
 from hf_ga.adapters import Part, add_lora, freeze, is_lora
+from hf_ga.agreement import agreed
 from hf_ga.checkpoint import weights_sha256
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
@@ -147,8 +148,9 @@ def _identity(
 
 def _save_best(config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype) -> None:
     weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
-    if accelerator.is_main_process:
-        save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
 
 
 def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
@@ -177,14 +179,15 @@ def _train_windows(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, rule: TargetRule
 ) -> WindowLoader | StreamLoader:
     # Micro-batches of similar lengths: less padding, the same update.
-    planner = None if rule.pad_to_window else partial(plan_by_length, micro_batch_size=config.per_device_train_batch_size)
+    layout = config.layout(accelerator.num_processes)
+    planner = None if rule.pad_to_window else partial(plan_by_length, micro_batch_size=layout.micro_batch_size)
     if data.stream is not None:
         return StreamLoader(
             data.stream,
             data.collate,
             accelerator=accelerator,
-            per_device_batch_size=config.per_device_train_batch_size,
-            global_batch_size=config.layout(accelerator.num_processes).window_size,
+            per_device_batch_size=layout.micro_batch_size,
+            global_batch_size=layout.window_size,
             seed=config.seed,
             shuffle_buffer_size=config.shuffle_buffer_size,
             length_of=itemgetter("length"),
@@ -197,8 +200,8 @@ def _train_windows(
         data.samples("train"),
         data.collate,
         accelerator=accelerator,
-        per_device_batch_size=config.per_device_train_batch_size,
-        global_batch_size=config.layout(accelerator.num_processes).window_size,
+        per_device_batch_size=layout.micro_batch_size,
+        global_batch_size=layout.window_size,
         seed=config.seed,
         lengths=data.splits["train"]["length"],
         # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,82 +13,84 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from hf_ga.errors import CheckpointError
-from hf_ga.shards import load_shards
-
-PREFIX = "checkpoint-"
-WEIGHTS, OPTIMIZER, SHARDS = "model.safetensors", "optimizer.pt", "shards"  # either the first two or, under FSDP, the folder
-STATE, MANIFEST = "state.json", "manifest.json"  # the manifest holds the hashes of all other files
+from hf_ga.files import discard, new_partial, partial_of, publish, tidy
+from hf_ga.latest import list_checkpoints, set_latest, step_of
+from hf_ga.manifest import OPTIMIZER, PREFIX, SHARDS, STATE, WEIGHTS, is_in_shards, read_manifest, verify, write_manifest
+from hf_ga.outputs import versions
+from hf_ga.shards import check_shardable, load_shards, load_whole
+from hf_ga.write_errors import writing
 
 
 def save_checkpoint(
     output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` beside and rename it, then delete all but the newest `keep`.
+    """Write `output_dir/checkpoint-<step>` beside and rename it, let `latest` name it, then delete all but the newest `keep`.
 
     Args:
         model: unwrapped. state: what else is needed, as plain values (position, schedule, best loss).
+
+    Raises:
+        CheckpointError: the disk is full, or the like. What was there before is kept.
     """
     partial = begin_checkpoint(output_dir, step)
-    save_model(model, str(partial / WEIGHTS))
-    torch.save(optimizer.state_dict(), partial / OPTIMIZER)
-    return finish_checkpoint(partial, step, state, keep)
+    with writing(partial / WEIGHTS, output_dir):
+        save_model(model, str(partial / WEIGHTS))
+    with writing(partial / OPTIMIZER, output_dir), (partial / OPTIMIZER).open("wb") as file:
+        torch.save(optimizer.state_dict(), file)  # opened here, so that an error has the system's number
+    return finish_checkpoint(output_dir, step, state, keep)
 
 
 def partial_folder(output_dir: Path, step: int) -> Path:
     """Where a checkpoint is written before it gets its name."""
-    return output_dir / f"partial-{PREFIX}{step}"
+    return partial_of(output_dir / f"{PREFIX}{step}")
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """An empty folder to write weights and optimizer to."""
-    partial = partial_folder(output_dir, step)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    """An empty folder to write weights and optimizer to; what a crash left half written goes."""
+    with writing(output_dir, output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tidy(output_dir)
+        return new_partial(output_dir / f"{PREFIX}{step}")
 
 
-def finish_checkpoint(partial: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Add state and manifest to what was written, make it last, give it its name, delete all but the newest `keep`."""
-    (partial / STATE).write_text(json.dumps({"step": step, **state}))
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    (partial / MANIFEST).write_text(json.dumps({path.relative_to(partial).as_posix(): _digest(path) for path in files}))
-    for path in (*partial.rglob("*"), partial):
-        _flush(path)
-    final = partial.with_name(f"{PREFIX}{step}")
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _flush(final.parent)
-    for old in list_checkpoints(final.parent)[:-keep]:
-        shutil.rmtree(old)
+def finish_checkpoint(output_dir: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Add state and manifest to what was written, flush all of it, give it its name, and let `latest` name it. Only then are others
+    deleted: later ones, which a resume has left behind, and all but the newest `keep`.
+    """
+    partial, final = partial_folder(output_dir, step), output_dir / f"{PREFIX}{step}"
+    with writing(partial, output_dir):
+        (partial / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        write_manifest(partial, step, versions())
+        publish(final)
+    with writing(output_dir, output_dir):
+        set_latest(final)
+        later = [folder for folder in list_checkpoints(output_dir) if step_of(folder) > step]
+        for folder in later + [folder for folder in list_checkpoints(output_dir) if folder not in later][:-keep]:
+            discard(folder)
     return final
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> dict[str, Any]:
-    """Load weights and optimizer in place; returns the saved state. One in shards is read by any layout.
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False, verified: bool = False
+) -> dict[str, Any]:
+    """Load weights and optimizer in place; returns the saved state. Whatever layout wrote it, any layout reads it.
 
     Args:
         model: unwrapped; under FSDP (`sharded`) as it is.
+        verified: its files were compared with the manifest just now, as `find_checkpoint` does for all processes.
 
     Raises:
-        CheckpointError: a file is missing or does not fit this model, or FSDP is to go on with a checkpoint without shards.
+        CheckpointError: a file is damaged or does not fit this model, or its optimizer does not fit FSDP.
     """
-    manifest = _read(folder / MANIFEST, lambda file: json.loads(file.read_text()))
-    in_shards = f"{SHARDS}/.metadata" in manifest
-    for name in {STATE, *({} if in_shards else (WEIGHTS, OPTIMIZER)), *manifest}:
-        if _read(folder / name, _digest) != manifest.get(name):
-            raise CheckpointError(
-                f"{folder / name} has not the SHA-256 that manifest.json states: one of them is damaged. Resume from an older "
-                "checkpoint."
-            )
-    state = _read(folder / STATE, lambda file: json.loads(file.read_text()))
-    if in_shards:
+    manifest = read_manifest(folder) if verified else verify(folder)
+    state = read_state(folder)
+    if is_in_shards(manifest):
         load_shards(model, optimizer, folder / SHARDS)
         return state
     if sharded:
-        raise CheckpointError(
-            f"{folder} was not written under FSDP and has no shards: go on without FSDP, or start anew (FSDP's own checkpoints can "
-            "be resumed with and without it)."
-        )
+        check_shardable(optimizer, folder)
+        _read(folder, lambda folder: load_whole(model, optimizer, folder / WEIGHTS, folder / OPTIMIZER))
+        return state
     _read(folder / WEIGHTS, lambda file: load_model(model, str(file), strict=True))
     _read(
         folder / OPTIMIZER,
@@ -99,26 +99,9 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     return state
 
 
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
-    folders = [folder for folder in output_dir.glob(f"{PREFIX}*") if folder.name.removeprefix(PREFIX).isdigit()]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix(PREFIX)))
-
-
-def find_checkpoint(output_dir: Path, wanted: str) -> Path:
-    """`auto`: the newest checkpoint of `output_dir`; else the folder itself.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if wanted == "auto":
-        found = list_checkpoints(output_dir)
-        if not found:
-            raise CheckpointError(f"resume_from_checkpoint auto: {output_dir} has no checkpoint. Leave the flag out to start anew.")
-        return found[-1]
-    if not (Path(wanted) / "state.json").is_file():
-        raise CheckpointError(f"resume_from_checkpoint {wanted} is not a checkpoint: it has no state.json.")
-    return Path(wanted)
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside weights and optimizer, as plain values."""
+    return _read(folder / STATE, lambda file: json.loads(file.read_text(encoding="utf-8")))
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -136,6 +119,7 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
 
 
 def _read(file: Path, load: Callable[[Path], Any]) -> Any:
+    """What lies in a file that is as it was written, but maybe for another model."""
     try:
         return load(file)
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError, UnpicklingError) as error:
@@ -143,16 +127,3 @@ def _read(file: Path, load: Callable[[Path], Any]) -> Any:
         raise CheckpointError(
             f"{file} is damaged or not of this model: {reason} Resume from an older checkpoint, or start anew."
         ) from error
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

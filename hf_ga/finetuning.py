@@ -15,12 +15,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_ga.adapters import check_peft
+from hf_ga.agreement import agreed
 from hf_ga.building import build_model, build_run, make_evaluator, proof_samples
-from hf_ga.checkpoint import find_checkpoint, state_sha256
+from hf_ga.checkpoint import state_sha256
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
+from hf_ga.latest import find_checkpoint
+from hf_ga.lock import only_run_in
 from hf_ga.loop import fit, stopped_early
+from hf_ga.memory_probe import find_limit, told_how_to_go_on
 from hf_ga.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.outputs import prepare_output_dir, save_last, versions, write_reports
 from hf_ga.precision import enable_fp16_on_cpu, precision_name
@@ -44,12 +48,19 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
-            trained exactly. CheckpointError: nothing to resume from.
+            trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no whole checkpoint
+            to resume from, or a disk that is full. NonFinite: a loss or gradient is not. RunStopped: a signal asked
+            for it; the run is saved.
     """
     with main_speaks_first():
         config.check()
         check_peft(config)
-        return _finetune(config, _accelerator(config))
+        accelerator = _accelerator(config)
+        if config.eval_only:  # only adds files of its own
+            return _finetune(config, accelerator)
+        with only_run_in(Path(config.output_dir), accelerator):
+            config.check_output_dir()  # again: another run may have begun and ended since
+            return _finetune(config, accelerator)
 
 
 def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -66,7 +77,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     check_agreement(accelerator, "data", _hash_of(data))
     checkpoint = None
     if config.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint)
+        checkpoint = find_checkpoint(accelerator, Path(config.output_dir), config.resume_from_checkpoint)
     for line in (data.description, *data.facts, *([] if config.eval_only else [str(layout)]), precision_name(accelerator)):
         say(accelerator, line)
     if config.eval_only:
@@ -77,12 +88,15 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
     if data.unigram_entropy is not None:
         say(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
-    progress = resume(run, checkpoint) if checkpoint else Progress()
-    if accelerator.is_main_process:
-        prepare_output_dir(config, checkpoint)
+    progress = resume(run, checkpoint, allow_changes=config.allow_changes) if checkpoint else Progress()
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            prepare_output_dir(config, checkpoint)
     start_trackers(accelerator, config.to_dict(), run.output_dir)
-    began = time.perf_counter()
-    progress = fit(run, progress)
+    with told_how_to_go_on(run):
+        find_limit(config, run, data)
+        began = time.perf_counter()
+        progress = fit(run, progress)
     return _finish(config, run, data, unlabelled, progress, dtype, seconds=time.perf_counter() - began)
 
 
@@ -112,6 +126,8 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     """Refuse what FSDP cannot do here, before any work."""
     if not is_sharded(accelerator):
         return
+    if config.optim in ("adafactor", "adagrad"):
+        raise ConfigError(f"optim {config.optim} cannot train FSDP's shards, as its state is of whole weights: use adamw, or DDP.")
     if config.lora_r is not None:
         raise ConfigError("LoRA trains so few weights that sharding them gains nothing, and is not supported under FSDP: use DDP.")
     if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and config.model_name_or_path is not None:
@@ -162,8 +178,10 @@ def _finish(
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
         "skipped_windows": progress.num_skipped,
+        "changes": progress.changes,
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
+        "most_tokens_in_a_micro_batch": run.windows.memory.elements,  # None: memory never ran out
         "precision": precision_name(accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
@@ -177,10 +195,12 @@ def _finish(
     if "test" in data.splits:
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
     _predict(config, accelerator, run.model, data, unlabelled)
-    if accelerator.is_main_process:
-        save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
-        write_reports(config, summary)
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
+            write_reports(config, summary)
     summary = of_main(accelerator, summary)
+    accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
     accelerator.end_training()
     shown = {k: v for k, v in summary.items() if _is_shown(k) and isinstance(v, float)}
     say(accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}")

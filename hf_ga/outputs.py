@@ -11,66 +11,100 @@ import datasets
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils import CONFIG_NAME
 
 from hf_ga.adapters import is_lora, merged, save_adapter
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
+from hf_ga.files import flush, flush_tree, new_partial, publish, tidy
 from hf_ga.forward import unwrapped
+from hf_ga.latest import set_latest
+from hf_ga.lock import LOCK
+from hf_ga.manifest import WEIGHTS
 from hf_ga.model_card import write_model_card
 from hf_ga.report import plot_curves, read_metrics, write_json
+from hf_ga.write_errors import filling, writing
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
     """Make the folder. A run that goes on in another folder takes its earlier lines and its best model along."""
     folder = Path(config.output_dir)
     if config.overwrite_output_dir:
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in [path for path in folder.iterdir() if path.name != LOCK]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    if checkpoint is None or checkpoint.resolve().parent == folder.resolve():
-        return
-    if (earlier := checkpoint.resolve().parent / "metrics.jsonl").is_file():
-        shutil.copy(earlier, folder)
-    if (best := checkpoint.resolve().parent / "best").is_dir():
-        shutil.copytree(best, folder / "best", dirs_exist_ok=True)
+    with writing(folder, folder):
+        tidy(folder)
+        if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
+            set_latest(folder / checkpoint.resolve().name)  # checkpoints of later steps are of a future that is given up
+        elif checkpoint is not None:
+            _take_along(checkpoint.resolve().parent, folder)
+
+
+def _take_along(earlier: Path, folder: Path) -> None:
+    if (earlier / "metrics.jsonl").is_file():
+        shutil.copy(earlier / "metrics.jsonl", folder)
+    if (earlier / "best").is_dir():
+        shutil.copytree(earlier / "best", new_partial(folder / "best"), dirs_exist_ok=True)
+        publish(folder / "best")
 
 
 def save_best(
     folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """The model as it stands, with its tokenizer; of LoRA the adapters only. For the main process.
+    """The model as it stands, with its tokenizer, whole or not at all; of LoRA the adapters only. For the main process.
 
     Args:
         weights: the whole `state_dict()`, where that of the model holds shards.
+
+    Raises:
+        CheckpointError: the disk is full, or the like. What was there before is kept.
     """
-    if is_lora(model):
-        save_adapter(model, folder)
-    else:
-        _save(folder, unwrapped(model), dtype, weights)
-    data.tokenizer.save_pretrained(folder)
+    with filling(folder) as partial:
+        if is_lora(model):
+            save_adapter(model, partial)
+        else:
+            _save(partial, unwrapped(model), dtype, weights)
+        data.tokenizer.save_pretrained(partial)
+        publish(folder)
 
 
 def save_last(
     folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> None:
     """The trained model as `from_pretrained` loads it; see `save_best`. LoRA adapters go to `adapter/` and are merged: the model is
-    used up.
+    used up. Its files lie among others, so they are moved there one by one; until the last is there, there is no config.json, and
+    nothing that could be loaded by half.
     """
     if is_lora(model):
-        save_adapter(model, folder / "adapter")
-        _save(folder, merged(model), dtype)
-    else:
-        _save(folder, unwrapped(model), dtype, weights)
-    data.tokenizer.save_pretrained(folder)
+        with filling(folder / "adapter") as partial:
+            save_adapter(model, partial)
+            publish(folder / "adapter")
+    plain = merged(model) if is_lora(model) else unwrapped(model)
+    with filling(folder / "last", names=folder / WEIGHTS) as partial:
+        _save(partial, plain, dtype, weights)
+        data.tokenizer.save_pretrained(partial)
+        flush_tree(partial)
+        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # of a run that goes on, or ends again
+            earlier.unlink(missing_ok=True)
+            flush(folder)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # this one last
+            path.replace(folder / path.name)
+            flush(folder)
+        partial.rmdir()
 
 
 def write_reports(config: FinetuneConfig, summary: dict[str, Any]) -> None:
     """summary.json, curves.png and the model cards."""
     folder = Path(config.output_dir)
-    plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
-    write_json(folder / "summary.json", summary)
+    with writing(folder / "curves.png", folder):
+        plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
     for model in (folder, folder / "best", folder / "adapter"):
         if model.is_dir():
-            write_model_card(config, summary, model)
+            with writing(model / "README.md", folder):
+                write_model_card(config, summary, model)
+    with writing(folder / "summary.json", folder):
+        write_json(folder / "summary.json", summary)  # last: where it is, the run is over
 
 
 def versions() -> dict[str, str]:

@@ -7,33 +7,63 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from hf_ga.files import SUFFIX, flush, write_text
+from hf_ga.write_errors import writing
+
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, flushed at once. `size` (bytes) lets a resumed run cut what it will write again.
+    """metrics.jsonl: one JSON object a line, written at once. `size` (bytes) lets a resumed run cut what it will write again.
 
     Without a path nothing is written: on all processes but one.
+
+    Args:
+        size: what a resumed run keeps. Where the file has less, or another line lies across that place, the whole lines before it
+            are kept, and what is missing is printed.
     """
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
-        self.path, self._file = path, None
+        self.path, self._descriptor = path, None
         if path is not None:
-            path.touch()
-            os.truncate(path, min(size, path.stat().st_size))  # beyond its end it would be filled with zero bytes
-            self._file = path.open("a")
+            with writing(path, path.parent):
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                _keep_lines(self._descriptor, path, size)
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size if self.path is not None else 0
 
     def write(self, **values: Any) -> None:
-        """Append one line."""
-        if self._file is not None:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
+        """Append one line.
+
+        Raises:
+            CheckpointError: it cannot be written; no half of it is left.
+        """
+        if self.path is None or self._descriptor is None:
+            return
+        size, line = self.size, (json.dumps(values) + "\n").encode()
+        with writing(self.path, self.path.parent):
+            try:
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            finally:
+                if line:
+                    os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _keep_lines(descriptor: int, path: Path, size: int) -> None:
+    """Cut a file to `size` bytes, or to the whole lines that it has before them."""
+    kept = path.read_bytes()[:size]
+    whole = kept[: kept.rfind(b"\n") + 1]
+    os.ftruncate(descriptor, len(whole))
+    if len(whole) < size:
+        lines = whole.count(b"\n")
+        missing = f"lines from {lines + 1} on, up to the step where the run goes on, are missing"
+        print(f"{path} has {len(whole):,} of the {size:,} bytes that it had at the checkpoint: {missing}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -43,9 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write beside, then rename: a reader never sees half a file."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(values, indent=2) + "\n")
-    beside.replace(path)
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
@@ -60,4 +88,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("loss (nats per target)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    beside = path.with_name(path.name + SUFFIX)
+    figure.savefig(beside, dpi=120, format=path.suffix[1:])
+    flush(beside)
+    beside.replace(path)

@@ -1,7 +1,7 @@
 """What a run is made of, and how far it is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Progress:
     Attributes:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
         best_metric: best value of the metric that chooses the best model. evaluations_since_best: how many came after it.
-        metrics_size: bytes of metrics.jsonl.
+        metrics_size: bytes of metrics.jsonl. changes: settings that were changed by resuming (--allow_changes), `name old -> new`.
     """
 
     step: int = 0
@@ -32,6 +32,7 @@ class Progress:
     best_metric: float | None = None
     evaluations_since_best: int = 0
     metrics_size: int = 0
+    changes: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -1,27 +1,39 @@
 """A run to a checkpoint and back."""
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hf_ga.adapters import part_to_keep
+from hf_ga.agreement import agreed
+from hf_ga.changes import changed_names, check_changes, describe, go_on_otherwise, own_groups, scheduled_steps
 from hf_ga.checkpoint import (
     SHARDS,
     begin_checkpoint,
     finish_checkpoint,
     load_checkpoint,
     partial_folder,
+    read_state,
     save_checkpoint,
 )
 from hf_ga.errors import CheckpointError
+from hf_ga.files import flush
 from hf_ga.precision import load_scaler_state, scaler_state
+from hf_ga.processes import say
 from hf_ga.reduce import is_sharded
 from hf_ga.run import Progress, Run
 from hf_ga.shards import save_shards
+from hf_ga.write_errors import writing
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run as it stands, at a window boundary: the main process alone or, under FSDP, each its shards."""
-    main, step = run.accelerator.is_main_process, progress.step
+    """Write a checkpoint of the run as it stands, at a window boundary: the main process alone or, under FSDP, each its shards.
+
+    Raises:
+        CheckpointError: the disk is full, or the like; on all processes. The checkpoint before it is kept.
+    """
+    step = progress.step
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
@@ -29,33 +41,81 @@ def save(run: Run, progress: Progress) -> None:
         "scaler": scaler_state(run.accelerator),
         "identity": run.identity,
     }
-    if is_sharded(run.accelerator):
+    try:
+        if is_sharded(run.accelerator):
+            _save_in_shards(run, step, state)
+        else:
+            with agreed(run.accelerator):
+                if run.accelerator.is_main_process:
+                    _flush_metrics(run)
+                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, run.save_total_limit)
+    except CheckpointError:
+        if run.accelerator.is_main_process:
+            shutil.rmtree(partial_folder(run.output_dir, step), ignore_errors=True)  # it may be all that fills the disk
+        raise
+
+
+def _save_in_shards(run: Run, step: int, state: dict[str, Any]) -> None:
+    main, shards = run.accelerator.is_main_process, partial_folder(run.output_dir, step) / SHARDS
+    with agreed(run.accelerator):
         if main:
+            _flush_metrics(run)
             begin_checkpoint(run.output_dir, step)
-        run.accelerator.wait_for_everyone()
-        save_shards(run.model, run.optimizer, partial_folder(run.output_dir, step) / SHARDS)
-        run.accelerator.wait_for_everyone()
+    with agreed(run.accelerator), writing(shards, run.output_dir):
+        save_shards(run.model, run.optimizer, shards)
+    with agreed(run.accelerator):
         if main:
-            finish_checkpoint(partial_folder(run.output_dir, step), step, state, run.save_total_limit)
-    elif main:
-        save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep=run.save_total_limit)
-    run.accelerator.wait_for_everyone()
+            finish_checkpoint(run.output_dir, step, state, run.save_total_limit)
 
 
-def resume(run: Run, folder: Path) -> Progress:
+def _flush_metrics(run: Run) -> None:
+    """A checkpoint relies on the lines that were written before it."""
+    if (metrics := run.output_dir / "metrics.jsonl").exists():
+        with writing(metrics, run.output_dir):
+            flush(metrics)
+
+
+def resume(run: Run, folder: Path, *, allow_changes: bool = False) -> Progress:
     """Put a run where a checkpoint left it.
 
+    Args:
+        folder: verified, as `find_checkpoint` does.
+        allow_changes: go on with other settings or data, as another run; what changed is printed, and kept in `Progress.changes`.
+
     Raises:
-        CheckpointError: the checkpoint is damaged or of a run with other settings.
+        CheckpointError: the checkpoint does not fit this model, or is of a run with other settings.
     """
-    sharded = is_sharded(run.accelerator)
-    state = load_checkpoint(folder, run.model if sharded else part_to_keep(run.model), run.optimizer, sharded=sharded)
+    state = read_state(folder)
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
-    saved = state["identity"]
-    if changed := [f"{k} {saved.get(k)!r} -> {v!r}" for k, v in run.identity.items() if saved.get(k) != v]:
-        raise CheckpointError(f"{folder} is of another run; changed: {', '.join(changed)}. Use the same settings, or start anew.")
-    run.windows.load_state_dict(state["windows"])
-    run.scheduler.load_state_dict(state["scheduler"])
-    load_scaler_state(run.accelerator, state.get("scaler"))
-    return Progress(**state["progress"])
+    changes = check_changes(folder, state["identity"], run.identity, allow_changes)
+    groups = own_groups(run.optimizer)
+    _load(run, folder, changes)
+    run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
+    progress = Progress(**state["progress"])
+    changed = changed_names(state["identity"], run.identity)
+    if "mixed_precision" not in changed:
+        load_scaler_state(run.accelerator, state.get("scaler"))
+    if changes:
+        go_on_otherwise(run, progress, changed, groups)
+        say(run.accelerator, describe(run, progress, changes))
+    else:
+        run.scheduler.load_state_dict(state["scheduler"])
+    progress.changes += changes
+    run.max_steps += progress.step - scheduled_steps(run, progress)  # 0 in a run that was never changed
+    return progress
+
+
+def _load(run: Run, folder: Path, changes: list[str]) -> None:
+    sharded = is_sharded(run.accelerator)
+    model = run.model if sharded else part_to_keep(run.model)
+    try:
+        load_checkpoint(folder, model, run.optimizer, sharded=sharded, verified=True)
+    except CheckpointError as error:
+        if not changes:
+            raise
+        reason = " ".join(str(error.__cause__ or error).split())[:400]
+        raise CheckpointError(
+            f"{folder} cannot go on with what changed ({', '.join(changes)}), not even with --allow_changes: its weights or its "
+            f"optimizer's state do not fit. {reason} Leave the change out, or start anew."
+        ) from error

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from runs import filled_place, lines_of, ragged_rows, relative_distance, small_c
 
 import hf_ga
 from hf_ga import building, checkpoint, loop, saving
-from hf_ga.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.manifest import verify, write_manifest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
-STATE_FILES = ["model.safetensors", "optimizer.pt", "state.json", "manifest.json"]
 
 
 class Stopped(Exception):
@@ -212,17 +213,17 @@ def test_checkpoints_to_keep(place, undisturbed, tmp_path):
 def test_newest_is_by_number(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old", "partial-checkpoint-11"):
         (tmp_path / name).mkdir()
-    assert find_checkpoint(tmp_path, "auto").name == "checkpoint-10"
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
 
 
 def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, tmp_path):
     """Stopped between two files of checkpoint-6: the run goes on from checkpoint-3, and nothing partial is left in the end."""
 
-    def save(state, path):
-        if "checkpoint-6" in str(path):
-            path.write_bytes(b"half")
+    def save(state, file):
+        if "checkpoint-6" in file.name:
+            file.write(b"half")
             raise Stopped
-        return torch_save(state, path)
+        return torch_save(state, file)
 
     torch_save = torch.save
     with pytest.MonkeyPatch.context() as patch:
@@ -236,22 +237,97 @@ def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, t
     assert not list((tmp_path / "out").glob("partial-*"))
 
 
-@pytest.mark.parametrize("file", STATE_FILES)
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "missing", "one bit"])
-def test_damaged_checkpoint(file, damage, place, undisturbed, tmp_path):
-    """The error names the file, and nothing is changed."""
+def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_path, monkeypatch):
+    """Before a model is built; nothing is changed. tests/test_damaged_checkpoints.py damages all files in all ways."""
     shutil.copytree(undisturbed[1], tmp_path / "out")
-    path = tmp_path / "out" / "checkpoint-8" / file
-    data = path.read_bytes()
-    flipped = bytearray(data)
-    flipped[len(data) * 3 // 4] ^= 1
-    damaged = {"one bit": flipped, "cut": data[: len(data) // 2], "empty": b"", "garbage": bytes(range(256)) * 8}
-    path.unlink() if damage == "missing" else path.write_bytes(damaged[damage])
+    damage(tmp_path / "out" / "checkpoint-8" / "optimizer.pt")
     before = content(tmp_path / "out")
-    with pytest.raises(hf_ga.CheckpointError) as error:
-        train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert "checkpoint-8" in str(error.value) and file in str(error.value)
+    with (
+        pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/optimizer\.pt is damaged"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
+        train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert content(tmp_path / "out") == before
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_auto_passes_over_what_is_damaged(place, undisturbed, tmp_path, capsys):
+    """From checkpoint-3, though 6 and 8 are newer: the same run again, and the damaged ones are replaced."""
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    for file in ("checkpoint-8/model.safetensors", "checkpoint-6/state.json"):
+        damage(tmp_path / "out" / file)
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=9)
+    said = capsys.readouterr().out
+    for folder, file in (("checkpoint-8", "model.safetensors"), ("checkpoint-6", "state.json")):
+        assert f"{folder} is passed over for checkpoint-3" in said and f"{folder}/{file} is damaged" in said
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
+    assert [verify(folder)["step"] for folder in list_checkpoints(tmp_path / "out")] == [3, 6, 8]
+
+
+def test_auto_starts_anew_where_there_is_no_checkpoint(place, undisturbed, tmp_path, capsys):
+    """Killed before its first checkpoint: the lines of the killed run go."""
+    interrupted(place, tmp_path / "out", 2)
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert "has no checkpoint yet, so the run starts anew" in capsys.readouterr().out
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
+
+
+def test_resume_from_an_earlier_one_gives_up_the_later_ones(place, undisturbed, tmp_path):
+    """From checkpoint-3 of three: `latest` names it at once; the next save, of step 4, deletes 6 and 8."""
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    wanted = str(tmp_path / "out" / "checkpoint-3")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(loop, "train_step", lambda *_, **__: (_ for _ in ()).throw(Stopped))
+        train(place, tmp_path / "out", resume_from_checkpoint=wanted)
+    assert (tmp_path / "out" / "latest").read_text().startswith("checkpoint-3\n")
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    train(place, tmp_path / "out", resume_from_checkpoint="auto", save_steps=4, save_total_limit=9)
+    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["checkpoint-3", "checkpoint-4", "checkpoint-8"]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(place, tmp_path, monkeypatch):
+    """In this order: the files of a checkpoint and the lines that it relies on, its name, `latest`, and only then deletions."""
+    done, output = [], tmp_path / "out"
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def moved(move):
+        return lambda path, target: (done.append((path.name, Path(target).name)), move(path, target))[1]
+
+    def flushed(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{output}/"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", moved(rename))
+    monkeypatch.setattr(Path, "replace", moved(replace))
+    train(place, output, save_steps=4, save_total_limit=1)
+    named = done.index(("partial-checkpoint-8", "checkpoint-8"))
+    begun = done.index(("latest.partial", "latest"))  # the checkpoint before it was done
+    files = [path.name for path in (output / "checkpoint-8").iterdir()]
+    assert len(files) == 4 and {"metrics.jsonl", *(f"partial-checkpoint-8/{name}" for name in files)} <= {*done[begun:named]}
+    pointed = done.index(("latest.partial", "latest"), named)
+    assert named < done.index(str(output), named) < done.index("latest.partial", named) < pointed
+    assert pointed < done.index(("checkpoint-4", "partial-checkpoint-4"))
+
+
+def test_lost_lines_are_told(place, undisturbed, tmp_path, capsys):
+    """metrics.jsonl ends in the middle of its fifth line, and checkpoint-6 had six: no half line is left, none is doubled."""
+    interrupted(place, tmp_path / "out", 6)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:4]) + lines[4][:30])
+    train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert "lines from 5 on, up to the step where the run goes on, are missing" in capsys.readouterr().out
+    whole = without_speed(undisturbed[1])
+    assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
 
 @pytest.mark.launch
@@ -282,7 +358,10 @@ def test_killed_process_is_resumed(place, tmp_path):
 
 def test_state_of_another_kind(place, undisturbed, tmp_path):
     shutil.copytree(undisturbed[1], tmp_path / "out")
-    (tmp_path / "out" / "checkpoint-8" / "state.json").write_text('{"step": 8}')
+    folder = tmp_path / "out" / "checkpoint-8"
+    (folder / "state.json").write_text('{"step": 8}')
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, 8, {})
     with pytest.raises(hf_ga.CheckpointError, match=r"state\.json"):
         train(place, tmp_path / "out", resume_from_checkpoint="auto")
 
@@ -314,7 +393,7 @@ def test_save_again_replaces(tmp_path):
     save_checkpoint(tmp_path, 1, model, optimizer, {"try": 1}, keep=2)
     folder = save_checkpoint(tmp_path, 1, model, optimizer, {"try": 2}, keep=2)
     assert json.loads((folder / "state.json").read_text())["try"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
 
 
 def test_weights_sha256_sees_every_bit():
@@ -330,7 +409,6 @@ def test_weights_sha256_sees_every_bit():
 
 def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
-    for wanted in ("auto", str(tmp_path / "absent")):
-        with pytest.raises(hf_ga.CheckpointError):
-            hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=wanted))
+    with pytest.raises(hf_ga.CheckpointError, match="absent is not a checkpoint"):
+        hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "absent")))
     assert not (tmp_path / "out").exists()

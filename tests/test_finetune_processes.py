@@ -20,7 +20,6 @@ from runs import filled_place, job_config, lines_of, ragged_rows, relative_dista
 
 import hf_ga
 from hf_ga import finetuning, processes
-from hf_ga.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 PROFILES = ROOT / "accelerate_configs"
@@ -248,8 +247,8 @@ def resumed_on_one_process(place, sharded, reference, more):
 
 @pytest.mark.launch
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_path):
-    """Bit for bit on the same layout; one that FSDP2 wrote goes on under FSDP1; damage is found, and what has no shards refused."""
-    reference, more = classes
+    """Bit for bit on the same layout; one that FSDP2 wrote goes on under FSDP1; damage is found."""
+    _, more = classes
     flags = ["--num_processes", "2", "--mixed_precision", "no"]
     whole = place / "fsdp2 whole"
     (undisturbed, _), _ = run_worker(place, job_config(place, whole, "classes", **more), profile="fsdp2", flags=flags)
@@ -261,10 +260,8 @@ def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_p
         assert same == (profile == "fsdp2")
     shard = next((whole / "checkpoint-6" / "shards").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(hf_ga.CheckpointError, match=f"{shard.name} has not the SHA-256"):
+    with pytest.raises(hf_ga.CheckpointError, match=f"{shard.name} is damaged"):
         train_job(place, tmp_path / "damaged", "classes", **more, resume_from_checkpoint=str(whole / "checkpoint-6"))
-    with pytest.raises(hf_ga.CheckpointError, match="has no shards: go on without FSDP"):
-        load_checkpoint(reference / "checkpoint-3", None, None, sharded=True)
 
 
 @pytest.mark.parametrize(

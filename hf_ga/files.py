@@ -1,0 +1,86 @@
+"""Files and folders that are there whole or not at all: written beside, flushed to the disk, renamed.
+
+While something is written its name begins with `partial-` (folders) or ends in `.partial` (files). A folder that makes way for a
+new one of its name is called `replaced-...` until the new one is there. `tidy` sees to what a crash leaves of either.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL, REPLACED, SUFFIX = "partial-", "replaced-", ".partial"
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """`flush` for a folder and all that is in it."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, to stay after a loss of power, too."""
+    beside = path.with_name(path.name + SUFFIX)
+    beside.write_text(text, encoding="utf-8")
+    flush(beside)
+    beside.replace(path)
+    flush(path.parent)
+
+
+def partial_of(final: Path) -> Path:
+    """Where the folder `final` is written before it gets its name."""
+    return final.with_name(PARTIAL + final.name)
+
+
+def new_partial(final: Path) -> Path:
+    """`partial_of`, made, and empty."""
+    partial = partial_of(final)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(final: Path) -> None:
+    """Give what lies in `partial_of(final)` its name, in place of what had that name before."""
+    partial, replaced = partial_of(final), final.with_name(REPLACED + final.name)
+    flush_tree(partial)
+    if final.exists():  # no folder can be renamed onto one that is not empty
+        final.rename(replaced)
+    partial.rename(final)
+    flush(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder. A crash meanwhile leaves no half of it under its name."""
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+def restore(folder: Path) -> None:
+    """Give back their names to folders in `folder` that a crash left `replaced-`, with nothing in their place."""
+    for replaced in folder.glob(REPLACED + "*"):
+        final = folder / replaced.name.removeprefix(REPLACED)
+        if not final.exists():
+            replaced.rename(final)
+
+
+def tidy(folder: Path) -> None:
+    """Delete what crashes left in `folder` half written or replaced, after `restore`."""
+    restore(folder)
+    for path in (*folder.glob(PARTIAL + "*"), *folder.glob(REPLACED + "*"), *folder.glob("*" + SUFFIX)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,130 @@
+"""Phases of a job, each on processes of its own that have imported everything: forked, because imports would take most of the time.
+
+    python tests/forked.py JOB.json
+
+JOB.json is a list of phases, done one after the other; ends with code 1 at the first one that does not end as it should. See
+`phase`. The environment of each process is that of `accelerate launch`.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no process imports it by itself)
+import transformers as tf
+
+from hf_ga import finetuning, loop
+from hf_ga.config import FinetuneConfig
+
+LIMIT = 150  # seconds for all phases of one call
+STOPPED = 9  # exit code of a process that was stopped where a phase says so
+KINDS: dict[str, dict[str, str]] = {
+    "ddp": {},
+    "fsdp1": {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD", "FSDP_USE_ORIG_PARAMS": "true"},
+    "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+}
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_SYNC_MODULE_STATES": "false",
+}
+
+
+def phase(config: FinetuneConfig, kind: str = "ddp", processes: int = 1, windows: int | None = None) -> dict:
+    """A run on so many processes; after so many windows all of them are gone at once, as if killed."""
+    return {"config": config.to_dict(), "kind": kind, "processes": processes, "windows": windows}
+
+
+def run_phases(folder: Path, phases: list[dict]) -> str:
+    """Do the phases; returns what they printed."""
+    return run_script(__file__, folder, phases)
+
+
+def run_script(script: str, folder: Path, job: Any) -> str:
+    """A script of this folder with a file of what it is to do; returns what it printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, script, str(folder / "job.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def environment_of(kind: str, processes: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return {"ACCELERATE_MIXED_PRECISION": "no", **world, **KINDS[kind], **(SHARDED if kind != "ddp" else {})}
+
+
+def fork(work: Callable[[], None], environment: dict[str, str]) -> int:
+    """Returns the id of a process that does the work and ends."""
+    if child := os.fork():
+        return child
+    os.environ.update(environment)
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def together(work: Callable[[], None], kind: str, processes: int) -> set[int]:
+    """Exit codes of the processes that did the work together; one that fails ends all."""
+    if processes == 1:
+        return {os.waitstatus_to_exitcode(os.waitpid(fork(work, {}), 0)[1])}
+    environment = environment_of(kind, processes)
+    running = {fork(work, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)}
+    codes = set()
+    while running:
+        child, status = os.wait()
+        running.remove(child)
+        codes.add(os.waitstatus_to_exitcode(status))
+        if codes - {0, STOPPED}:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
+def stop_after(windows: int) -> None:
+    """End this process, without any farewell, where it would compute the window after so many."""
+    done, train_step = 0, loop.train_step
+
+    def step(*args, **kwargs):
+        nonlocal done
+        if done == windows:
+            os._exit(STOPPED)
+        done += 1
+        return train_step(*args, **kwargs)
+
+    loop.train_step = step
+
+
+def run_of(one: dict) -> Callable[[], None]:
+    def work() -> None:
+        if one["windows"] is not None:
+            stop_after(one["windows"])
+        finetuning.finetune(FinetuneConfig(**one["config"]))
+
+    return work
+
+
+if __name__ == "__main__":
+    tf.logging.set_verbosity_error()
+    for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        expected = {0 if one["windows"] is None else STOPPED}
+        if (codes := together(run_of(one), one["kind"], one["processes"])) != expected:
+            sys.exit(f"phase {number} ended with {codes}, not {expected}")

@@ -1,0 +1,100 @@
+"""Weights and optimizer of a plain checkpoint through FSDP's shards and back, on two processes; run by `test_resume_layouts.py`.
+
+    python tests/round_trip_worker.py JOB.json
+
+JOB.json: {"folder": where files go, "cases": [[optimizer, model, kind], ...]}. Writes results.json into the folder: for each case
+what came back, compared bit for bit with what was written.
+"""
+
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers as tf
+from accelerate import Accelerator
+from forked import together
+from torch import nn
+
+from hf_ga.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.errors import CheckpointError
+from hf_ga.optimizers import build_optimizer
+from hf_ga.sharding import enable_fsdp_on_cpu, prepare
+from hf_ga.shards import load_shards, save_shards
+
+SIZES = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def made(name: str, optim: str, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """gpt: tied embeddings. bert: a bias with two names too. unused: a BERT whose pooler gets no gradient."""
+    torch.manual_seed(3)
+    if name == "gpt":
+        model = tf.GPT2LMHeadModel(tf.GPT2Config(**SIZES, n_positions=64))
+    else:
+        model = (tf.BertForMaskedLM if name == "bert" else tf.BertModel)(tf.BertConfig(**SIZES, intermediate_size=32))
+    return model, build_optimizer(model, optim, rate, weight_decay=10 * rate)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for seed in range(3):
+        ids = torch.randint(0, 301, (4, 9), generator=torch.Generator().manual_seed(seed))
+        model(ids)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def into_shards(checkpoint: Path, shards: Path, optim: str, name: str) -> None:
+    """On each process: other weights and rates, loaded over, and written by FSDP."""
+    accelerator = Accelerator(cpu=True)
+    enable_fsdp_on_cpu(accelerator)
+    model, optimizer = made(name, optim, rate=0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    model, optimizer = prepare(accelerator, model, optimizer)
+    try:
+        load_checkpoint(checkpoint, model, optimizer, sharded=True)
+        save_shards(model, optimizer, shards)
+    except CheckpointError as error:
+        if accelerator.is_main_process:
+            shards.with_suffix(".txt").write_text(str(error))
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = optimizer.state_dict()
+    groups = [{k: v for k, v in group.items() if k not in ("betas", "params")} for group in state["param_groups"]]
+    moments = {f"{i} {k}": torch.as_tensor(v) for i, of_one in state["state"].items() for k, v in of_one.items() if v is not None}
+    return {**model.state_dict(), **moments, "groups": torch.tensor(list(str(groups).encode()))}
+
+
+def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of all that is missing, too much, or has another bit."""
+    names = found.keys() | expected.keys()
+    return sorted(n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n]))
+
+
+def result_of(folder: Path, optim: str, name: str, kind: str) -> dict:
+    model, optimizer = made(name, optim, rate=1e-2)
+    train(model, optimizer)
+    checkpoint = save_checkpoint(folder / f"{optim} {name} {kind}", 3, model, optimizer, {}, keep=1)
+    shards = checkpoint.parent / "shards"
+    codes = together(lambda: into_shards(checkpoint, shards, optim, name), kind, 2)
+    if (refusal := shards.with_suffix(".txt")).exists():
+        return {"codes": sorted(codes), "refused": refusal.read_text()}
+    other = made(name, optim, rate=0.5)
+    before = different(contents(*other), contents(model, optimizer))
+    load_shards(*other, shards)
+    after = different(contents(*other), contents(model, optimizer))
+    shutil.rmtree(checkpoint.parent)
+    return {"codes": sorted(codes), "before": len(before), "after": after, "values": len(contents(model, optimizer))}
+
+
+if __name__ == "__main__":
+    tf.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # torch's own, about its next releases
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = [result_of(Path(job["folder"]), *case) for case in job["cases"]]
+    Path(job["folder"], "results.json").write_text(json.dumps(results))

@@ -1,0 +1,409 @@
+"""Files that are cut, flipped, foreign or swapped are never loaded; a crash between any two operations leaves what is whole."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as tf
+from torch.distributed.checkpoint.api import CheckpointException
+
+import hf_ga
+from hf_ga import checkpoint, corpus
+from hf_ga.checkpoint import begin_checkpoint, finish_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.files import tidy
+from hf_ga.latest import find_checkpoint, set_latest
+from hf_ga.manifest import read_manifest, verify, write_manifest
+from hf_ga.outputs import save_best, save_last
+from hf_ga.shards import save_shards
+
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that finding needs of an Accelerator
+STEPS, DRAWS = (2, 4, 6), 200
+COMMON = ["state.json", "manifest.json", "latest"]
+FILES = {"plain": ["model.safetensors", "optimizer.pt", *COMMON], "shards": ["shards/.metadata", "shards/__0_0.distcp", *COMMON]}
+DAMAGES = ["flipped", "flipped", "truncated", "foreign", "swapped"]
+
+
+def trained(width: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(width, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, width)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save_in(form: str, folder: Path, step: int, seed: int, width: int = 3, keep: int = 9) -> Path:
+    model, optimizer = trained(width, seed)
+    state = {"run": seed}
+    if form == "plain":
+        return save_checkpoint(folder, step, model, optimizer, state, keep)
+    partial = begin_checkpoint(folder, step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save_shards(model, optimizer, partial / "shards")
+    return finish_checkpoint(folder, step, state, keep)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Of each form a run, another one with the same shapes, and one with other shapes; each with three checkpoints."""
+    root = tmp_path_factory.mktemp("runs")
+    for form in FILES:
+        for name, first_seed, width in (("own", 0, 3), ("foreign", 100, 3), ("wide", 200, 4)):
+            for step in STEPS:
+                save_in(form, root / form / name, step, first_seed + step, width)
+    return root
+
+
+def path_of(output: Path, file: str, step: int = 6) -> Path:
+    return output / "latest" if file == "latest" else output / f"checkpoint-{step}" / file
+
+
+def damage(output: Path, runs: Path, form: str, file: str, how: str, rng: random.Random) -> set[Path]:
+    """Returns the files that are not what they were."""
+    path = path_of(output, file)
+    data = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(data[: rng.randrange(len(data))])
+    elif how == "flipped":
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+    elif how == "foreign":  # of the same shapes, where that makes a difference
+        others = [path_of(runs / form / name, file).read_bytes() for name in ("foreign", "wide")]
+        path.write_bytes(next(other for other in others if other != data))
+    else:  # with the same file of another step, or with another file
+        others = [other for other in sorted(output.rglob("*")) if other.is_file() and other.read_bytes() != data]
+        same_name = [other for other in others if other.name == path.name]
+        other = rng.choice(rng.choice([same_name or others, others]))
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+        return {path, other}
+    return {path}
+
+
+def draws() -> list[tuple[str, str, str, int]]:
+    """(form, file, damage, seed of its position): each kind of damage in each kind of file equally often."""
+    kinds = [(form, file, how) for form, files in FILES.items() for file in files for how in DAMAGES]
+    return [(*kinds[i % len(kinds)], i) for i in range(DRAWS)]
+
+
+def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None:
+    """What `auto` found and said, and what each checkpoint by itself does, of one damaged folder."""
+    whole = [step for step in STEPS if not any(output / f"checkpoint-{step}" in path.parents for path in touched)]
+    assert found == output / f"checkpoint-{whole[-1]}"
+    if output / "latest" in touched:
+        assert f"{output / 'latest'} is damaged or of another run" in said
+    for step in STEPS:
+        folder, (model, optimizer) = output / f"checkpoint-{step}", trained(3, 1)
+        before = weights_sha256(model)
+        if step in whole:
+            assert load_checkpoint(folder, model, optimizer) == {"step": step, "run": step}
+            continue
+        with pytest.raises(hf_ga.CheckpointError) as error:
+            load_checkpoint(folder, model, optimizer)
+        assert weights_sha256(model) == before
+        assert str(folder) in str(error.value) and any(path.name in str(error.value) for path in touched if folder in path.parents)
+        if step > whole[-1] and output / "latest" not in touched:
+            assert f"{folder.name} is passed over for checkpoint-{whole[-1]}: {error.value}" in said
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_damaged_file_is_ever_loaded(runs, tmp_path, capsys):
+    """200 draws: never loaded, not by name and not by `auto`, which takes the newest whole checkpoint; the error names the file."""
+    for form, file, how, seed in draws():
+        output = tmp_path / str(seed)
+        shutil.copytree(runs / form / "own", output)
+        touched = damage(output, runs, form, file, how, random.Random(seed))
+        found = find_checkpoint(ALONE, output, "auto")
+        try:
+            check_draw(output, touched, capsys.readouterr().out, found)
+        except AssertionError as error:
+            raise AssertionError(f"draw {seed}: {form} {file} {how}, touched {sorted(touched)}: {error}") from error
+        shutil.rmtree(output)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_the_manifest_damaged_files_do_load(runs, tmp_path, monkeypatch):
+    """The control: torch and safetensors do not notice most of what is done to weights and optimizer."""
+    monkeypatch.setattr(checkpoint, "verify", lambda folder: {"files": {}})
+    loaded = tried = 0
+    for form, file, how, seed in draws():
+        if form == "plain" and file in ("model.safetensors", "optimizer.pt"):
+            output, tried = tmp_path / str(seed), tried + 1
+            shutil.copytree(runs / form / "own", output)
+            damage(output, runs, form, file, how, random.Random(seed))
+            try:
+                load_checkpoint(output / "checkpoint-6", *trained(3, 1))
+                loaded += 1
+            except hf_ga.CheckpointError:
+                pass
+    assert tried == 40 and loaded >= 10
+
+
+# What a look at single files would not find
+
+
+def test_swapped_folders(runs, tmp_path, capsys):
+    """checkpoint-4 and checkpoint-6 under each other's names are whole, but not what these say; a copy of another name is fine."""
+    shutil.copytree(runs / "plain" / "own", tmp_path / "out")
+    four, six, aside = (tmp_path / "out" / name for name in ("checkpoint-4", "checkpoint-6", "my_backup"))
+    six.rename(aside), four.rename(six), shutil.copytree(aside, four)
+    for folder in (four, six):
+        with pytest.raises(hf_ga.CheckpointError, match=f"{folder.name}/manifest.json is of step"):
+            find_checkpoint(ALONE, tmp_path / "out", str(folder))
+    assert find_checkpoint(ALONE, tmp_path / "out", "auto").name == "checkpoint-2"
+    assert find_checkpoint(ALONE, tmp_path / "out", str(aside)) == aside
+    set_latest(aside)
+    assert find_checkpoint(ALONE, tmp_path / "out", "auto") == aside
+
+
+def test_none_whole(runs, tmp_path):
+    """Every one is named with its damaged file."""
+    shutil.copytree(runs / "plain" / "own", tmp_path / "out")
+    files = ("checkpoint-2/state.json", "checkpoint-4/optimizer.pt", "checkpoint-6/manifest.json")
+    for file in files:
+        (tmp_path / "out" / file).write_bytes(b"")
+    with pytest.raises(hf_ga.CheckpointError, match="has no whole checkpoint to go on with") as error:
+        find_checkpoint(ALONE, tmp_path / "out", "auto")
+    assert all(str(tmp_path / "out" / file) in str(error.value) for file in files)
+
+
+def test_latest_goes_before_newer_ones(runs, tmp_path, capsys):
+    """After a resume from checkpoint-4, checkpoint-6 is a future that was given up: it is the last choice."""
+    output = tmp_path / "out"
+    shutil.copytree(runs / "plain" / "own", output)
+    set_latest(output / "checkpoint-4")
+    for expected in ("checkpoint-4", "checkpoint-2", "checkpoint-6"):
+        assert find_checkpoint(ALONE, output, "auto").name == expected
+        (output / expected / "optimizer.pt").unlink()
+    assert "checkpoint-4/optimizer.pt cannot be read: No such file or directory" in capsys.readouterr().out
+
+
+def test_a_manifest_that_lists_too_little(runs, tmp_path):
+    """Whole by its own digest, and yet no checkpoint: one that was made without its optimizer."""
+    shutil.copytree(runs / "plain" / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
+    for name in ("optimizer.pt", "manifest.json"):
+        (tmp_path / "checkpoint-6" / name).unlink()
+    write_manifest(tmp_path / "checkpoint-6", 6, {})
+    with pytest.raises(hf_ga.CheckpointError, match=r"does not list optimizer\.pt"):
+        verify(tmp_path / "checkpoint-6")
+
+
+def test_manifest_states_versions_and_sizes(runs):
+    folder = runs / "plain" / "own" / "checkpoint-6"
+    manifest = read_manifest(folder)
+    assert manifest["step"] == 6 and manifest["versions"]["torch"] == torch.__version__
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"}
+    assert {name: stated["bytes"] for name, stated in manifest["files"].items()} == sizes
+
+
+def test_white_space_of_the_manifest_is_not_free(runs, tmp_path):
+    """A blank more changes nothing that it states; a blank in place of a line's end neither."""
+    shutil.copytree(runs / "plain" / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
+    file = tmp_path / "checkpoint-6" / "manifest.json"
+    text = file.read_text()
+    for changed in (text + " ", text.replace("\n", " ", 1)):
+        file.write_text(changed)
+        assert json.loads(changed) == json.loads(text)
+        with pytest.raises(hf_ga.CheckpointError, match=r"manifest\.json is damaged"):
+            verify(tmp_path / "checkpoint-6")
+
+
+def test_an_earlier_form_of_the_manifest(runs, tmp_path):
+    shutil.copytree(runs / "plain" / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / "manifest.json").write_text('{"state.json": "0123"}')
+    with pytest.raises(hf_ga.CheckpointError, match=r"manifest\.json is damaged, or of another version"):
+        verify(tmp_path / "checkpoint-6")
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+# A crash between any two operations
+
+
+Work = Callable[[Path], object]
+
+
+class Crash(BaseException):
+    """Stands for the end of the process: nothing of hf_ga catches it."""
+
+
+class Crasher:
+    """Raises at the k-th operation that changes a disk (opening to write, making, renaming, deleting, fsync), while it is armed.
+
+    An audit hook stays for ever, so there is one of them.
+    """
+
+    EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, args: tuple) -> None:
+        if event in self.EVENTS or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            self.count()
+
+    def count(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Crash
+
+    def survives(self, k: int, work: Callable[[], object]) -> bool:
+        """Whether `work` was over before its k-th operation."""
+        self.left = k
+        try:
+            work()
+        except (Crash, CheckpointException) as error:  # torch's distributed checkpoint wraps whatever is raised
+            assert "Crash" in str(error) or isinstance(error, Crash)
+            return False
+        finally:
+            self.left = None
+        return True
+
+
+@pytest.fixture(scope="module")
+def crasher() -> Iterator[Crasher]:
+    crasher, fsync = Crasher(), os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (crasher.count(), fsync(descriptor)))
+        yield crasher
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(("partial-", "replaced-")) or path.suffix == ".partial"]
+
+
+def crash_everywhere(crasher: Crasher, start: Path, place: Path, work: Work, check: Callable[[Path], str]) -> list[str]:
+    """What `check` finds after a crash of `work` before its first, second, ... operation, and at last after none."""
+    found = []
+    for k in itertools.count():
+        shutil.copytree(start, place / str(k))
+        survived = crasher.survives(k, partial(work, place / str(k)))
+        found.append(check(place / str(k)))
+        shutil.rmtree(place / str(k))
+        if survived:
+            return found
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(
+    ("latest", "step", "kept"),
+    [(6, 8, 6), (2, 4, 2), (6, 6, 4)],
+    ids=["next", "in place of a future given up", "the same step again"],
+)
+def test_a_crash_while_saving_leaves_the_old_or_the_new_one(form, latest, step, kept, runs, tmp_path, crasher):
+    """Two are kept. Whatever is there, `auto` finds a whole one; and the next save leaves nothing of the crash."""
+    start = tmp_path / "start"
+    shutil.copytree(runs / form / "own", start)
+    set_latest(start / f"checkpoint-{latest}")
+
+    def save(output: Path) -> None:
+        save_in(form, output, step, seed=50, keep=2)
+
+    def check(output: Path) -> str:
+        found = find_checkpoint(ALONE, output, "auto")
+        assert [verify(folder) for folder in list_checkpoints(output)]  # none is half under its name, not even one to be deleted
+        model, optimizer = trained(3, 1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            state = load_checkpoint(found, model, optimizer)
+        assert weights_sha256(model) == weights_sha256(trained(3, state["run"])[0])
+        save(output)
+        assert not leftovers(output)
+        assert [folder.name for folder in list_checkpoints(output)] == [f"checkpoint-{kept}", f"checkpoint-{step}"]
+        assert find_checkpoint(ALONE, output, "auto").name == f"checkpoint-{step}"
+        return f"{found.name} of {state['run']}"
+
+    found = crash_everywhere(crasher, start, tmp_path, save, check)
+    before, after = f"checkpoint-{latest} of {latest}", f"checkpoint-{step} of 50"
+    assert found == [before] * found.count(before) + [after] * found.count(after)  # one instant, and nothing else ever
+    assert found.count(before) > 10 and found.count(after) > 5
+
+
+def test_a_crash_in_the_first_save_leaves_nothing_or_a_checkpoint(tmp_path, crasher):
+    (tmp_path / "start").mkdir()
+
+    def check(output: Path) -> str:
+        found = find_checkpoint(ALONE, output, "auto")
+        return found.name if found else "none"
+
+    found = crash_everywhere(crasher, tmp_path / "start", tmp_path, lambda output: save_in("plain", output, 2, 1), check)
+    assert found == ["none"] * found.count("none") + ["checkpoint-2"] * found.count("checkpoint-2")
+    assert found.count("none") > 10 and found.count("checkpoint-2") > 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, tf.PreTrainedModel]:
+    """An old and a new one."""
+    made = {}
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        made[name] = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=20, n_embd=4, n_layer=1, n_head=1, n_positions=8))
+    return made
+
+
+@pytest.fixture(scope="module")
+def data() -> SimpleNamespace:
+    return SimpleNamespace(tokenizer=corpus.train_tokenizer(["a window of samples"] * 3, 270))
+
+
+def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
+    """Which model `from_pretrained` finds in a folder; fails where it is neither."""
+    if not (folder / "config.json").exists():
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            tf.AutoModelForCausalLM.from_pretrained(folder)
+        return "none"
+    loaded = weights_sha256(tf.AutoModelForCausalLM.from_pretrained(folder))
+    tf.AutoTokenizer.from_pretrained(folder)
+    return next(name for name, model in models.items() if weights_sha256(model) == loaded)
+
+
+def test_a_crash_while_the_best_model_is_saved(models, data, tmp_path, crasher):
+    """The old or the new one; and what lies between two renames is put right when a run begins."""
+    save_best(tmp_path / "start" / "best", models["old"], data, torch.float32)
+
+    def check(output: Path) -> str:
+        if (output / "best").exists():
+            loaded_as(output / "best", models)  # before anything is put right
+        tidy(output)
+        assert not leftovers(output)
+        return loaded_as(output / "best", models)
+
+    def save(output: Path) -> None:
+        save_best(output / "best", models["new"], data, torch.float32)
+
+    found = crash_everywhere(crasher, tmp_path / "start", tmp_path, save, check)
+    assert found == ["old"] * found.count("old") + ["new"] * found.count("new")
+    assert found.count("old") > 10 and found.count("new") > 3
+
+
+def test_a_crash_while_the_last_model_is_saved(models, data, tmp_path, crasher):
+    """The old one, none that could be loaded, the new one; and whatever it was, saving again gives the new one."""
+    save_last(tmp_path / "start", models["old"], data, torch.float32)
+
+    def save(output: Path) -> None:
+        save_last(output, models["new"], data, torch.float32)
+
+    def check(output: Path) -> str:
+        found = loaded_as(output, models)
+        save(output)
+        assert loaded_as(output, models) == "new" and not leftovers(output)
+        return found
+
+    found = crash_everywhere(crasher, tmp_path / "start", tmp_path, save, check)
+    counts = [found.count(name) for name in ("old", "none", "new")]
+    assert found == ["old"] * counts[0] + ["none"] * counts[1] + ["new"] * counts[2]
+    assert all(count > 1 for count in counts)

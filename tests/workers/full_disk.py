@@ -1,0 +1,41 @@
+"""Run by `accelerate launch`: python full_disk.py CONFIG.json RECORDS_DIR. What two processes say where one cannot write."""
+
+import json
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from disk_limits import limit_at
+
+import hf_ga
+from hf_ga import saving
+from hf_ga.cli import parse_config
+
+
+def said(config: hf_ga.FinetuneConfig) -> str:
+    try:
+        return f"trained {hf_ga.finetune(config)['steps']} steps"
+    except hf_ga.CheckpointError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    rank, config = int(os.environ["RANK"]), parse_config([sys.argv[1]])
+    again = replace(config, resume_from_checkpoint="auto")
+    copy = Path(config.output_dir) / "copy"
+    records = {}
+    with limit_at(saving, "save_shards", call=2, size=1_000) if rank == 1 else nullcontext():
+        records["shards of process 1"] = said(config)
+    with limit_at(saving, "finish_checkpoint", call=1, size=10) if rank == 0 else nullcontext():
+        records["manifest"] = said(again)
+    if rank == 0:
+        shutil.copytree(copy.with_name("checkpoint-2"), copy)
+        (copy / "shards" / "__1_0.distcp").write_bytes(b"")
+    records["damaged"] = said(replace(config, resume_from_checkpoint=str(copy)))
+    records["room"] = said(again)  # last: the processes part at the end of a run
+    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(records))
