@@ -5,7 +5,17 @@ from hf_ga.batch_norm import replace_batch_norm
 from hf_ga.config import FinetuneConfig
 from hf_ga.equivalence.check import check_equivalence
 from hf_ga.equivalence.report import EquivalenceReport
-from hf_ga.errors import CheckpointError, ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HfGaError,
+    LossNotAdditive,
+    NonFinite,
+    OutOfMemory,
+    RunStopped,
+    UnkeyedRandomness,
+)
 from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.finetuning import finetune
 from hf_ga.step import StepResult, backward_window, train_step
@@ -27,6 +37,9 @@ __all__ = [
     "HfGaError",
     "LossNotAdditive",
     "MicroBatch",
+    "NonFinite",
+    "OutOfMemory",
+    "RunStopped",
     "StepResult",
     "StreamLoader",
     "TargetRule",

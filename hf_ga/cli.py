@@ -1,4 +1,4 @@
-"""The command line: flags to a configuration, errors to one line and exit code 2."""
+"""The command line: flags to a configuration, errors to one line and exit code 2, a stop by a signal to exit code 75."""
 
 import difflib
 import json
@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_ga.config import FinetuneConfig
 from hf_ga.equivalence.cli import CheckConfig, run_check
 from hf_ga.equivalence.report import OURS
-from hf_ga.errors import ConfigError, HfGaError
+from hf_ga.errors import ConfigError, HfGaError, RunStopped
 from hf_ga.finetuning import finetune
 from hf_ga.processes import main_speaks_first
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+EXIT_CODES = (
+    "Exit codes: 0 done; 2 refused, with one line that says why; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
+    "saved: go on with --resume_from_checkpoint auto. With several processes the launcher itself exits with 1."
+)
 
 
 class _Parser(HfArgumentParser):
@@ -41,7 +47,8 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
     0.0001
     """
-    parser = _Parser(kind, description="Any split of a global batch is the full batch.")
+    epilog = EXIT_CODES if kind is FinetuneConfig else None
+    parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
     parser.allow_abbrev = False
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
@@ -91,6 +98,10 @@ def _check(arguments: Sequence[str]) -> int:
 def _guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
     try:
         return run(arguments) or 0
+    except RunStopped as stopped:
+        if not get_int_from_env(["RANK"], 0):  # said once
+            print(stopped, file=sys.stderr)
+        return STOPPED
     except HfGaError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
         return 2
@@ -105,18 +116,21 @@ def _flags_of_file(path: Path, kind: type[FinetuneConfig]) -> list[str]:
         values: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
     takes_list = {field.name for field in fields(kind) if "list[" in str(field.type)}
-    nested = {name: value for name, value in values.items() if isinstance(value, list | dict)}
-    if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or isinstance(v, dict)]:
+    nested = {name: value for name, value in values.items() if isinstance(value, list | dict | set | bytes)}
+    if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or not isinstance(v, list)]:
         raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(wrong)}.")
+    parts = [(name, part) for name, value in nested.items() for part in value]
+    if odd := [f"{name} ({part!r:.40})" for name, part in parts if not isinstance(part, str) or part.startswith("-")]:
+        raise ConfigError(f"lists in the configuration file {path} must hold texts without a dash before them, but not: {odd[0]}.")
     # One argument each: a value of its own that begins with a dash (-1e-4) would be read as a flag.
     single = [f"--{name}={value}" for name, value in values.items() if value is not None and name not in nested]
-    return single + [word for name, listed in nested.items() for word in (f"--{name}", *map(str, listed))]
+    return single + [word for name, listed in nested.items() for word in (f"--{name}", *listed)]
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:

@@ -19,7 +19,7 @@ from hf_ga.cli import parse_config
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.slurm_executors import Resources
 
-GRACE_SECONDS = 30.0  # for a launched command to end its processes
+GRACE_SECONDS = 90  # for launched processes to finish their window and save, once they are asked to stop
 SIGNAL_SECONDS = 120.0  # between the SIGTERM of a preemption and the signal that queues the job again, or the end
 
 
@@ -61,14 +61,17 @@ class NodeJob:
         self._note_start()
         words = self.node_command(environment.node, environment.hostnames[0], main_process_port(environment.job_id))
         print(shlex.join(words), flush=True)
-        more = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # the environment may not be activated
+        more = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # the environment may not be activated
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS),  # or else the launcher ends its processes after 30 s
+        }
         if self.use_cpu:
             more["ACCELERATE_USE_CPU"] = "true"
         terminated: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
         try:
             code = run_to_end(words, os.environ | more, environment.USR_SIG)
-            if code and terminated:  # it ended the launched processes, too; to fail now would lose the place in the queue
+            if code and terminated:  # it stopped the launched processes, too; to fail now would lose the place in the queue
                 time.sleep(SIGNAL_SECONDS)
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -78,7 +81,7 @@ class NodeJob:
     def checkpoint(self) -> Any:
         """submitit calls this at preemption and at the time limit. Returns the `DelayedSubmission` that is queued instead.
 
-        The script saves checkpoints on its own, at the ends of optimizer steps, so there is nothing to save here.
+        There is nothing to save here: the script is sent SIGTERM next, at which it finishes its window and saves.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -126,7 +129,8 @@ class NodeJob:
 
 
 def run_to_end(words: Sequence[str], environment: dict[str, str], ignored_signal: str) -> int:
-    """Run a command and end it, with all that it started, if this process is ended first. Returns the exit code.
+    """Run a command, and stop it with all that it started if this process is ended first: by SIGTERM, at which finetune.py saves,
+    and after a while by SIGKILL. Returns the exit code.
 
     Args:
         words: the command.
@@ -142,11 +146,25 @@ def run_to_end(words: Sequence[str], environment: dict[str, str], ignored_signal
         return process.wait()
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # accelerate's launcher then ends its workers, which are groups of their own
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
+            os.killpg(
+                process.pid, signal.SIGTERM
+            )  # accelerate's launcher passes it on to its workers, which are groups of their own
+            if not _group_ends(process, GRACE_SECONDS + 10):
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _group_ends(process: subprocess.Popen, seconds: float) -> bool:
+    """Whether it ends in time. Of one process, accelerate's launcher ends at once, and the run later, in the same group."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        process.poll()  # an ended process stays in its group until then
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def node_job(command: Sequence[str], resources: Resources, launch_options: Sequence[str]) -> NodeJob:

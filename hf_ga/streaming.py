@@ -18,6 +18,7 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.fetch import Collate
 from hf_ga.plan import Planner
 from hf_ga.reduce import gather_rows
+from hf_ga.signals import end_with_parent_only
 from hf_ga.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.windows import Window
 from hf_ga.workers import items_of, telling
@@ -102,6 +103,7 @@ class StreamLoader(BaseLoader):
             batch_size=None,  # an item is a window
             collate_fn=as_it_is,
             num_workers=self.num_workers,
+            worker_init_fn=end_with_parent_only,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
         )

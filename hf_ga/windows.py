@@ -17,6 +17,7 @@ from hf_ga.generators import preserved_random_states
 from hf_ga.memory import MemoryLimit
 from hf_ga.order import epoch_order
 from hf_ga.plan import Planner
+from hf_ga.signals import end_with_parent_only
 from hf_ga.workers import items_of, telling
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ class WindowLoader(BaseLoader):
             batch_size=None,  # an item is a window, collated by the fetcher
             collate_fn=as_it_is,
             num_workers=self.num_workers,
+            worker_init_fn=end_with_parent_only,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or else the global one would move
         )

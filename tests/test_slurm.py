@@ -4,10 +4,12 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -397,6 +399,40 @@ def test_run_to_end_ignores_the_signal_and_gives_the_exit_code():
     assert run_to_end(words("USR1"), dict(os.environ), "USR2") == -10
 
 
+# What `accelerate launch` of one process does: it ends at once, and the run, which saves, a little later.
+SAVES = """
+import os, signal, sys, time
+if os.fork():
+    signal.pause()
+def save(*_):
+    time.sleep(1)
+    open(sys.argv[1], "w").write("saved")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1], "w").write("runs")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("grace", "left"), [(20, "saved"), (-10, "runs")])
+def test_run_to_end_lets_the_run_save(grace, left, tmp_path, monkeypatch):
+    """When this process is ended. The control: without time to do so, it is killed."""
+
+    wait = subprocess.Popen.wait
+
+    def ended(process):
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        while not (tmp_path / "file").exists() or not (tmp_path / "file").read_text():
+            time.sleep(0.01)
+        raise SystemExit
+
+    monkeypatch.setattr(slurm, "GRACE_SECONDS", grace)
+    monkeypatch.setattr(subprocess.Popen, "wait", ended)
+    with pytest.raises(SystemExit):
+        run_to_end([sys.executable, "-c", SAVES, str(tmp_path / "file")], dict(os.environ), "USR2")
+    assert (tmp_path / "file").read_text() == left
+
+
 # --------------------------------------------------------------------------------------------------------------- sbatch template
 
 
@@ -428,23 +464,21 @@ def run_template(cluster, *arguments, **environment):
 def test_template_launches_both_nodes(cluster):
     """The same commands as the Python way."""
     found = run_template(cluster, "--global_batch_size", "3072", "--text_column", "a b")
-    script = ("scripts/finetune.py", "--output_dir", "outputs/finetune", "--global_batch_size", "3072", "--text_column", "a b")
+    flags = ("--output_dir", "outputs/finetune", *RESUME, "--global_batch_size", "3072", "--text_column", "a b")
+    script = ("scripts/finetune.py", *flags)
     job = NodeJob(script, nodes=2, processes_per_node=8)
     assert found == [job.node_command(rank, "node7", main_process_port("1234567")) for rank in (0, 1)]
     assert slurm.parse_config(parsed(found[1]).training_script_args).text_column == "a b"
 
 
-def test_template_resumes_only_a_restart_with_a_checkpoint(cluster):
-    (cluster.parent / "out" / "checkpoint-5").mkdir(parents=True)
-    for environment, resumes in (
-        ({"OUTPUT_DIR": "out", "SLURM_RESTART_COUNT": "1"}, True),
-        ({"OUTPUT_DIR": "out", "SLURM_RESTART_COUNT": "0"}, False),
-        ({"OUTPUT_DIR": "out"}, False),
-        ({"OUTPUT_DIR": "elsewhere", "SLURM_RESTART_COUNT": "1"}, False),
-    ):
-        for words in run_template(cluster, "--seed", "1", **environment):
-            assert (words[-2:] == RESUME) == resumes
-            assert ("--resume_from_checkpoint" in words) == resumes
+def test_template_saves_before_the_limit_and_goes_on(cluster):
+    """SLURM's signal is the one that torch's launcher passes on; each start goes on where there is a checkpoint."""
+    (options,) = [line for line in TEMPLATE.read_text().splitlines() if line.startswith("#SBATCH --signal=")]
+    name, seconds = options.removeprefix("#SBATCH --signal=").split("@")
+    grace = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", TEMPLATE.read_text())
+    assert name == "TERM" and int(grace[1]) < int(seconds)
+    for words in run_template(cluster, "--seed", "1", OUTPUT_DIR="out"):
+        assert words[words.index("scripts/finetune.py") :] == ["scripts/finetune.py", "--output_dir", "out", *RESUME, "--seed", "1"]
 
 
 def test_template_is_commented_line_by_line():

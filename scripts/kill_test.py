@@ -1,0 +1,239 @@
+"""Kill real runs at random instants, resume them, compare the end with a run that nobody disturbed: `python scripts/kill_test.py`.
+
+A small GPT-2 with dropout trains 12 optimizer steps (3 epochs) on rows written here, with a checkpoint every 2 steps (2 are kept)
+and an evaluation every 3. Each kill is a SIGKILL, followed by `--resume_from_checkpoint auto` to the end and a comparison: weights,
+metrics.jsonl (all but tokens_per_second), the best and the last model, the losses of summary.json, the names of all files. Half of
+the instants are drawn uniformly over the duration of a run, start-up included; half are a file operation in output_dir, drawn from
+all of a run that Python knows of, right before which the process kills itself. Every second pair of killed runs goes on from what
+the kill before has left, so there are chains of kills without an end between them. With 2 processes (DDP on CPUs) one is killed;
+the other one is ended as a launcher would, where it does not end by itself. Exits with code 1 if any end differs.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from killed_run import PHASES, Watch, train, write_inputs
+from tqdm.auto import tqdm
+
+SERVER = multiprocessing.get_context("forkserver")  # imports once; each run is a process of its own all the same
+PRELOAD = ["hf_ga.finetuning", "hf_ga.corpus", "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto"]
+OFFLINE = {f"HF_{name}_OFFLINE": "1" for name in ("HUB", "DATASETS", "EVALUATE")}
+ENVIRONMENT = OFFLINE | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"  # killed processes leave semaphores, which it sees to
+SUMMARY = ("weights_sha256", "train_loss", "eval_loss", "best_eval_loss", "steps", "skipped_windows")
+SURVIVES = 10.0  # seconds that a process has to end by itself after the other one was killed, and again after a SIGTERM
+TIME_LIMIT = 300.0  # seconds for a run, which takes a few
+
+
+@dataclass
+class Tally:
+    """What has happened so far. `waited`: most seconds until the other process had ended."""
+
+    phases: Counter = field(default_factory=Counter)
+    drawn: Counter = field(default_factory=Counter)
+    ended: Counter = field(default_factory=Counter)
+    waited: float = 0.0
+    different: int = 0
+
+
+def main() -> int:
+    """Kill, resume, compare, report. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kills", type=int, default=50, help="runs to kill, each resumed and compared (default: 50)")
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2), help="of each run; of 2 one is killed (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants (default: 0)")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/kill_test"), help="a new folder for all runs")
+    flags = parser.parse_args()
+    if flags.kills < 1 or flags.output_dir.exists():
+        parser.error(f"kills must be at least 1 (got {flags.kills}), and output_dir {flags.output_dir} must not exist yet")
+    flags.output_dir.mkdir(parents=True)
+    os.environ.update(ENVIRONMENT | {"HF_DATASETS_CACHE": str(flags.output_dir.resolve() / "cache")})
+    SERVER.set_forkserver_preload(PRELOAD)
+    runs, tally, random = Runs(flags.output_dir.resolve(), flags.processes), Tally(), np.random.default_rng(flags.seed)
+    runs.measure()
+    print(f"undisturbed: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second run is the same to the bit")
+    for number in tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True):
+        kill_and_compare(runs, tally, random, number)
+    report(tally, flags.kills, flags.processes)
+    return 1 if tally.different else 0
+
+
+class Runs:
+    """Runs of the same settings in one folder, each in processes of its own."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        self.folder, self.processes = folder, processes
+        self.seconds, self.operations = 0.0, np.zeros(processes)
+        joined([started(write_inputs, folder)])
+
+    def watches(self) -> list[Watch]:
+        return [Watch(SERVER.RawArray("i", 2)) for _ in range(self.processes)]
+
+    def start(self, output: Path, watches: list[Watch]) -> list[Any]:
+        """A run that goes on with what is in the folder, if anything."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [{**sizes, "RANK": rank, "LOCAL_RANK": rank} if self.processes > 1 else {} for rank in range(self.processes)]
+        return [started(train, self.folder, output, rank, watch) for rank, watch in zip(ranks, watches, strict=True)]
+
+    def finish(self, output: Path, watches: list[Watch]) -> list[str]:
+        """Run to the end; returns what went wrong."""
+        codes = joined(self.start(output, watches))
+        return [f"exit codes {codes}: {last_line(output)}"] if any(codes) else []
+
+    def measure(self) -> None:
+        """Two undisturbed runs: the first one fills caches, the second one is timed, and must be the same."""
+        wrong = self.finish(self.folder / "undisturbed", self.watches())
+        watches, began = self.watches(), time.monotonic()
+        wrong = wrong or self.finish(self.folder / "again", watches)
+        self.seconds, self.operations = time.monotonic() - began, np.array([watch.shared[1] for watch in watches])
+        if wrong := wrong or differences(self.folder / "undisturbed", self.folder / "again"):
+            raise SystemExit(f"two undisturbed runs are not the same: {'; '.join(wrong)}")
+
+    def kill(self, output: Path, watches: list[Watch], victim: int, instant: float, tally: Tally) -> bool:
+        """Kill a process after so many seconds, unless it kills itself; False: the run had ended by then."""
+        processes = self.start(output, watches)
+        killed = processes.pop(victim)
+        killed.join(instant)
+        killed.kill()  # nothing, where it has ended
+        killed.join()
+        began = time.monotonic()
+        ended = [end_as_a_launcher_would(process) for process in processes]
+        if killed.exitcode not in (0, -signal.SIGKILL):
+            raise SystemExit(f"{output} failed before it was killed: {last_line(output)}")
+        if killed.exitcode and ended:
+            tally.ended.update(ended)
+            tally.waited = max(tally.waited, time.monotonic() - began)
+        return killed.exitcode != 0
+
+
+def started(function: Callable[..., None], *arguments: Any) -> Any:
+    """A process."""
+    process = SERVER.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def joined(processes: list[Any]) -> list[int]:
+    """Exit codes."""
+    deadline = time.monotonic() + TIME_LIMIT
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def end_as_a_launcher_would(process: Any) -> str:
+    """Returns what ended it."""
+    process.join(SURVIVES)
+    if process.exitcode is not None:
+        return "by itself"
+    process.terminate()
+    process.join(SURVIVES)
+    if process.exitcode is not None:
+        return "by SIGTERM"
+    process.kill()
+    process.join()
+    return "by SIGKILL"
+
+
+def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, number: int) -> None:
+    """One kill, one resume, one comparison. Where the run ends before it is killed, an earlier instant is drawn."""
+    output, left, reach = runs.folder / f"killed-{number}", runs.folder / "left", 1.0
+    at_operation, goes_on = number % 2 == 1, number % 4 >= 2 and left.exists()
+    while True:
+        if goes_on:
+            shutil.copytree(left, output)
+        watches, instant, victim = runs.watches(), TIME_LIMIT, int(random.integers(runs.processes))
+        if at_operation:
+            victim = int(random.choice(runs.processes, p=runs.operations / runs.operations.sum()))
+            watches[victim].die_at = 1 + int(random.integers(max(1, int(reach * runs.operations[victim]))))
+        else:
+            instant = float(random.uniform(0, reach * runs.seconds))
+        if runs.kill(output, watches, victim, instant, tally):
+            break
+        shutil.rmtree(output)
+        reach /= 2
+    shutil.rmtree(left, ignore_errors=True)
+    if output.exists():
+        shutil.copytree(output, left)
+    phase = PHASES[watches[victim].shared[0]]
+    tally.phases[phase] += 1
+    tally.drawn["at a file operation" if at_operation else "by time"] += 1
+    tally.drawn["of a resumed run" if goes_on else "of a new run"] += 1
+    if found := runs.finish(output, runs.watches()) or differences(runs.folder / "undisturbed", output):
+        tally.different += 1
+        where = f"before file operation {watches[victim].die_at}" if at_operation else f"after {instant:.3f} s"
+        tqdm.write(f"kill {number} of process {victim}, {phase}, {where}: {'; '.join(found)}")
+        if left.exists():
+            shutil.copytree(left, left.with_name(f"left-{number}"))  # as the kill left it, to look at
+    else:
+        shutil.rmtree(output)
+
+
+def report(tally: Tally, kills: int, processes: int) -> None:
+    """One line a fact."""
+    print("kills by phase: " + ", ".join(f"{phase} {tally.phases[phase]}" for phase in PHASES))
+    print("instants: " + ", ".join(f"{count} {name}" for name, count in sorted(tally.drawn.items())))
+    if processes > 1:
+        ends = ", ".join(f"{count} {how}" for how, count in sorted(tally.ended.items()))
+        print(f"the other process ended: {ends}; at most {tally.waited:.1f} s after the kill")
+    print(f"{tally.different} of {kills} differ")
+
+
+def differences(reference: Path, output: Path) -> list[str]:
+    """What is not the same at the end of two runs."""
+    found = []
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, output)]
+    found += [
+        f"{name} {summaries[1][name]} instead of {summaries[0][name]}" for name in SUMMARY if len({s[name] for s in summaries}) > 1
+    ]
+    expected, lines = (metrics_of(folder) for folder in (reference, output))
+    if lines != expected:
+        steps = [line["step"] for line in lines]
+        changed = sorted({line["step"] for line in lines if line not in expected})
+        found.append(f"metrics.jsonl has the steps {steps}, of which {changed} are not the undisturbed run's")
+    for file in ("model.safetensors", "best/model.safetensors"):
+        if len({hashlib.sha256((folder / file).read_bytes()).digest() for folder in (reference, output)}) > 1:
+            found.append(f"{file} differs")
+    if names := names_in(reference) ^ names_in(output):
+        found.append(f"files that only one of them has: {', '.join(sorted(names))}")
+    return found
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl but for the speed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of all files and folders."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def last_line(output: Path) -> str:
+    """Of what a run has printed."""
+    log = output.with_name(f"{output.name}.log")
+    return f"{log.name} ends with {log.read_text(errors='replace').strip().splitlines()[-1:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

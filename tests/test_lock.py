@@ -1,0 +1,186 @@
+"""One run in a folder at a time: the second is refused and changes nothing, and no lock is left in the way."""
+
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from runs import filled_place, lines_of, small_config, train
+
+import hf_ga
+from hf_ga import finetuning, lock
+from hf_ga.lock import LOCK, holds_nothing, only_run_in
+
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
+HOLDER = """
+import sys, time
+from filelock import FileLock
+
+lock = FileLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("lock")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def holder():
+    """Start a process that holds the lock of a folder, until it is killed."""
+    started = []
+
+    def start(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / LOCK)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_second_run_is_refused_and_hears_who_is_there(tmp_path):
+    out = tmp_path / "a" / "out"
+    with only_run_in(out, ALONE):
+        (out / "metrics.jsonl").write_text("{}\n")
+        before = content(out)
+        with pytest.raises(hf_ga.ConfigError) as refused, only_run_in(out, ALONE):
+            pytest.fail("two runs are in the folder")
+        assert content(out) == before
+    for words in (f"output_dir {out} is in use", f"process {os.getpid()} on {socket.gethostname()} since 2", "name another folder"):
+        assert words in str(refused.value)
+    assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
+    with only_run_in(out, ALONE):  # it is free again
+        pass
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}], ids=["new", "overwrites", "resumes"]
+)
+def test_a_run_in_a_folder_that_is_in_use(more, place, tmp_path, holder):
+    """By a process of its own. Without the lock, the second run would delete or continue what is there."""
+    out = tmp_path / "out"
+    if more:
+        train(place, out, max_steps=3)
+    before = content(out)
+    process = holder(out)
+    with pytest.raises(hf_ga.ConfigError, match="is in use by another run"):
+        train(place, out, max_steps=3, **more)
+    assert {path: data for path, data in content(out).items() if path.name != LOCK} == before
+    process.kill()
+    process.wait()
+    assert (out / LOCK).exists(), "the killed process has left its file"
+    train(place, out, max_steps=3, **more)
+    assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
+
+
+def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
+    """Right behind the deletion, another run is refused as before."""
+    out, found, fit = tmp_path / "out", [], finetuning.fit
+    train(place, out, max_steps=3)
+
+    def tried(*args):
+        found.extend(path.name for path in out.iterdir())
+        with pytest.raises(hf_ga.ConfigError, match=f"process {os.getpid()} on "), only_run_in(out, ALONE):
+            pytest.fail("two runs are in the folder")
+        return fit(*args)
+
+    monkeypatch.setattr(finetuning, "fit", tried)
+    train(place, out, max_steps=3, overwrite_output_dir=True)
+    assert found == [LOCK] and len(lines_of(out)) == 3
+
+
+def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
+    """Behind the first look at the folder, and before the lock was taken."""
+    accelerator = finetuning._accelerator
+
+    def meanwhile(config):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
+        return accelerator(config)
+
+    monkeypatch.setattr(finetuning, "_accelerator", meanwhile)
+    with pytest.raises(hf_ga.ConfigError, match="holds another run"):
+        train(place, tmp_path / "out")
+    assert content(tmp_path / "out") == {tmp_path / "out" / "metrics.jsonl": b"{}\n"}
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(place, tmp_path):
+    for folder in (tmp_path / "a" / "b" / "out", tmp_path / "there"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        with pytest.raises(hf_ga.DataError):
+            train(place, folder, dataset_name=str(tmp_path / "missing.jsonl"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"] and not any((tmp_path / "there").iterdir())
+
+
+def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path, holder):
+    """It writes files of its own only."""
+    process = holder(tmp_path / "out")
+    train(place, tmp_path / "out", eval_only=True)
+    assert process.poll() is None and sorted(path.name for path in (tmp_path / "out").iterdir()) == ["evaluation.json", LOCK]
+
+
+def test_the_lock_of_a_killed_run_is_nothing(tmp_path):
+    assert holds_nothing(tmp_path / "missing") and holds_nothing(tmp_path)
+    (tmp_path / LOCK).write_text("process 1")
+    assert holds_nothing(tmp_path)
+    (tmp_path / "file").touch()
+    assert not holds_nothing(tmp_path)
+
+
+def test_workers_do_not_keep_the_lock(tmp_path):
+    """A killed run's workers may live some seconds longer."""
+    reading, writing = os.pipe()
+    with only_run_in(tmp_path / "out", ALONE):
+        child = os.fork()
+        if not child:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        with only_run_in(tmp_path / "out", ALONE):
+            pass
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unknown(self):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(lock.FileLock, "_acquire", unknown)
+    with only_run_in(tmp_path / "out", ALONE):
+        (tmp_path / "out" / "file").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
+def test_all_processes_hear_the_refusal(tmp_path, monkeypatch):
+    """The others take no lock, and raise the main process's words."""
+    heard = []
+    monkeypatch.setattr(lock, "of_main", lambda accelerator, value: heard.append(value) or "in use")
+    for is_main in (True, False):
+        process = SimpleNamespace(is_main_process=is_main, num_processes=2)
+        with pytest.raises(hf_ga.ConfigError, match="in use"), only_run_in(tmp_path / str(is_main), process):
+            pytest.fail("goes on")
+    assert heard == [None, None] and not (tmp_path / "False").exists()
+
+
+def test_configuration_is_checked_before_the_folder_is_touched(place, tmp_path):
+    with pytest.raises(hf_ga.ConfigError, match="save_steps"):
+        hf_ga.finetune(small_config(place, tmp_path / "out", save_steps=0))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,297 @@
+"""Signals: a run that is asked to stop saves itself, says so, and is the undisturbed run when it goes on."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+from functools import partial
+
+import pytest
+from launching import launch
+from runs import filled_place, lines_of, relative_distance, small_config, train
+
+import hf_ga
+from hf_ga import cli, finetuning, loop, saving, signals, windows
+from hf_ga.errors import RunStopped
+from hf_ga.signals import stop_requests
+
+# Two processes; the first one, in its fifth window, signals what the arguments name.
+WORKER = """
+import os, signal, sys
+from hf_ga import cli, loop
+
+done, step = 0, loop.train_step
+
+def train_step(*args, **kwargs):
+    global done
+    done += 1
+    if done == 5 and os.environ["RANK"] == "0" and sys.argv[2:]:
+        os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+    return step(*args, **kwargs)
+
+loop.train_step = train_step
+sys.exit(cli.finetune_main([sys.argv[1]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("signals")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place):
+    return train(place, place / "undisturbed"), place / "undisturbed"
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Signals of one kind are two requests however close they are."""
+    monkeypatch.setattr(signals, "SAME_REQUEST", -1.0)
+
+
+def without_speed(output):
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
+
+
+def signalled(patch, where, call, *numbers):
+    """Signals come into the given call of a function of the loop, before it does its work."""
+    calls, function = [], getattr(loop, where)
+
+    def interrupted(*args, **kwargs):
+        calls.append(where)
+        if len(calls) == call:
+            for number in numbers:
+                signal.raise_signal(number)
+        return function(*args, **kwargs)
+
+    patch.setattr(loop, where, interrupted)
+
+
+def handlers():
+    return [signal.getsignal(getattr(signal, name)) for name in signals.NAMES]
+
+
+# -- handlers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_signals_are_remembered_and_handlers_come_back():
+    before = handlers()
+    with stop_requests() as request:
+        assert not request.came
+        for name in ("SIGUSR2", "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"):
+            signal.raise_signal(getattr(signal, name))
+            assert request.came and str(request) == "SIGUSR2"
+    assert handlers() == before
+
+
+def test_the_same_signal_again_acts_as_before(at_once):
+    """Of another kind it does not: SLURM warns before it terminates. Control of the control: within a second nothing happens."""
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), stop_requests():
+        signal.raise_signal(signal.SIGINT)
+    assert handlers() == before
+
+
+def test_a_signal_that_comes_twice_within_a_second_is_one(monkeypatch):
+    clock = [10.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    with pytest.raises(KeyboardInterrupt), stop_requests() as request:
+        for clock[0] in (10.0, 10.2, 11.0):
+            signal.raise_signal(signal.SIGINT)
+        clock[0] = 30.0
+        signal.raise_signal(signal.SIGTERM)
+        assert request.first == {signal.SIGINT: 10.0, signal.SIGTERM: 30.0}
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_second_sigterm_ends_the_process(at_once):
+    child = os.fork()
+    if not child:
+        with stop_requests():
+            signal.raise_signal(signal.SIGTERM)
+        os._exit(0)  # reached only where it did not
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_what_the_parent_ignores_stays_ignored(monkeypatch):
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with stop_requests() as request:
+            signal.raise_signal(signal.SIGUSR2)
+            assert not request.came and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_in_another_thread_nothing_changes():
+    found = []
+
+    def work():
+        with stop_requests() as request:
+            found.extend([request.came, *handlers()])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False, *handlers()]
+
+
+# -- runs of one process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "name", "step"),
+    [
+        ("train_step", 5, "SIGTERM", 5),
+        ("train_step", 3, "SIGINT", 3),  # whose checkpoint is due anyway
+        ("_evaluate", 1, "SIGUSR1", 4),  # finished first, as is the next window
+        ("save", 1, "SIGUSR2", 4),
+        ("save", 3, "SIGTERM", 8),  # behind the last window: what follows it is left to the resumed run
+    ],
+)
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, place, undisturbed, tmp_path):
+    """Weights, metrics.jsonl, best model and summary. Dropout is on; checkpoints are due at 3, 6 and 8."""
+    out, before = tmp_path / "out", handlers()
+    with pytest.MonkeyPatch.context() as patch:
+        signalled(patch, where, call, getattr(signal, name))
+        with pytest.raises(RunStopped) as stopped:
+            train(place, out)
+    assert handlers() == before
+    expected = (
+        f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; go on with --resume_from_checkpoint auto"
+    )
+    assert str(stopped.value) == expected
+    assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (out / "summary.json").exists()
+    assert without_speed(out) == without_speed(undisturbed[1])[:step]
+    summary = train(place, out, resume_from_checkpoint="auto")
+    same = ("weights_sha256", "eval_loss", "best_eval_loss", "train_loss", "steps")
+    assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
+    assert without_speed(out) == without_speed(undisturbed[1])
+    assert relative_distance(out / "best", undisturbed[1] / "best") == 0
+
+
+def test_without_the_optimizer_it_would_be_another_run(place, undisturbed, tmp_path, monkeypatch):
+    """The control of the test above."""
+    with pytest.MonkeyPatch.context() as patch:
+        signalled(patch, "train_step", 5, signal.SIGTERM)
+        with pytest.raises(RunStopped):
+            train(place, tmp_path / "out")
+
+    resume = saving.resume
+
+    def forgets(run, *args, **kwargs):
+        fresh = run.optimizer.state_dict()
+        progress = resume(run, *args, **kwargs)
+        run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": fresh["state"]})
+        return progress
+
+    monkeypatch.setattr(finetuning, "resume", forgets)
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
+
+
+def test_stopped_while_windows_make_no_step(place, tmp_path):
+    """At step 0, where there is nothing yet to save but the place in the order."""
+    settings = {"dataset_name": rows_without_targets(place), "global_batch_size": 2, "max_steps": 3, "eval_steps": 3}
+    whole = train(place, tmp_path / "whole", **settings)
+    assert whole["skipped_windows"] > 3
+    for call, step in ((2, 0), (2, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            signalled(patch, "train_step", call, signal.SIGTERM)
+            with pytest.raises(RunStopped, match=f"after step {step}: "):
+                train(place, tmp_path / "out", **settings, resume_from_checkpoint="auto" if (tmp_path / "out").exists() else None)
+    resumed = train(place, tmp_path / "out", **settings, resume_from_checkpoint="auto")
+    same = ("weights_sha256", "skipped_windows", "steps")
+    assert {k: resumed[k] for k in same} == {k: whole[k] for k in same}
+    assert without_speed(tmp_path / "out") == without_speed(tmp_path / "whole")
+
+
+def rows_without_targets(place):
+    """The order of seed 7 begins with some of them."""
+    from hf_ga.order import epoch_order
+
+    first = set(epoch_order(60, 7, 0)[:10].tolist())
+    path = place / "few targets.jsonl"
+    path.write_text("".join(f'{{"text": "{"<eos>" if i in first else "the window of samples"}"}}\n' for i in range(60)))
+    return str(path)
+
+
+def test_a_signal_that_came_to_another_process_stops_this_one_too(place, tmp_path, monkeypatch):
+    """In the same window, since they exchange it there."""
+    told, add = [], loop.sum_over_processes
+
+    def sums(accelerator, numbers):
+        told.append(numbers[-1])
+        *others, asked = add(accelerator, numbers)
+        return (*others, asked + (len(told) >= 5))
+
+    monkeypatch.setattr(loop, "sum_over_processes", sums)
+    with pytest.raises(RunStopped, match="by a signal to another process after step 5: saved"):
+        train(place, tmp_path / "out")
+    assert not any(told) and (tmp_path / "out" / "checkpoint-5").is_dir()
+
+
+def test_a_second_interrupt_stops_at_once(at_once, place, tmp_path, monkeypatch):
+    signalled(monkeypatch, "train_step", 5, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(place, tmp_path / "out")
+    assert len(lines_of(tmp_path / "out")) == 4 and not (tmp_path / "out" / "checkpoint-4").exists()
+
+
+def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monkeypatch, capsys):
+    signalled(monkeypatch, "train_step", 2, signal.SIGTERM)
+    flags = [f"--{name}={value}" for name, value in small_config(place, tmp_path / "out").to_dict().items() if value is not None]
+    assert cli.finetune_main([flag for flag in flags if not flag.endswith("=False")]) == cli.STOPPED == 75
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "stopped" in line or "error" in line] == [
+        f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; go on with --resume_from_checkpoint auto"
+    ]
+
+
+def test_help_tells_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse_config(["--help"])
+    assert "75 stopped by SIGTERM" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("init", [signals.end_with_parent_only, None], ids=["with", "without"])
+def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place, tmp_path, monkeypatch):
+    """Those that prefetch, while a checkpoint is written: the run takes one more window from them. Control: as torch has it."""
+    monkeypatch.setattr(windows, "DataLoader", partial(windows.DataLoader, worker_init_fn=init))
+    alive, save = [], loop.save
+
+    def signalled_save(*args):
+        if not alive:
+            (worker,) = multiprocessing.active_children()
+            subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # not by its parent
+            worker.join(1.0 if init else 20.0)
+            alive.append(worker.is_alive())
+            signal.raise_signal(signal.SIGTERM)
+        save(*args)
+
+    monkeypatch.setattr(loop, "save", signalled_save)
+    with pytest.raises(RunStopped if init else hf_ga.DataError, match="after step 4: saved" if init else "a worker"):
+        train(place, tmp_path / "out", dataloader_num_workers=1)
+    assert alive == [init is not None] and not multiprocessing.active_children(), "the parent's own end of them works"
+
+
+# -- several processes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.launch
+def test_the_launcher_is_told_to_stop(place, undisturbed, tmp_path):
+    """It passes the signal on to both processes, which agree where to stop; the resumed run is the undisturbed one."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "run.json").write_text(json.dumps(small_config(place, tmp_path / "out").to_dict()))
+    done = launch(2, tmp_path / "worker.py", str(tmp_path / "run.json"), "SIGTERM")
+    printed = done.stdout + done.stderr
+    assert done.returncode != 0 and printed.count("stopped by SIGTERM after step") == 1, printed
+    step = len(lines_of(tmp_path / "out"))
+    assert 5 <= step < 8 and (tmp_path / "out" / f"checkpoint-{step}").is_dir()
+    train(place, tmp_path / "out", resume_from_checkpoint="auto")  # on one process
+    assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, 9))
+    assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5
