@@ -49,7 +49,7 @@ def test_the_one_import_line_gives_a_trainer():
 
 def test_all_python_blocks_are_tried():
     assert len(PYTHON_BLOCKS) == 4
-    assert len(RUNS) == 11
+    assert len(RUNS) == 12
     assert len(PLANS) == 2
     assert len(CHECKS) == 1
     assert len(SWEEPS) == 1
