@@ -26,7 +26,7 @@ from hf_ga.layout import scaled_learning_rate
 from hf_ga.losses import make_loss_fn
 from hf_ga.models import load_model
 from hf_ga.optimizers import build_optimizer
-from hf_ga.outputs import save_best
+from hf_ga.outputs import best_sha256, save_best
 from hf_ga.plan import plan_by_length
 from hf_ga.readers import make_reader
 from hf_ga.reduce import is_sharded
@@ -137,20 +137,29 @@ def _size(model: nn.Module) -> str:
 def _identity(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model: nn.Module, window_size: int
 ) -> dict[str, Any]:
-    """What must be equal for a resumed run to be the same."""
-    return {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE} | {
-        "window_size": window_size,
-        "data": data.content_hash,
-        "mixed_precision": accelerator.mixed_precision,
-        "base_model": weights_sha256(Part(unwrapped(model), trainable=False)) if is_lora(model) else None,  # not in checkpoints
-    }
+    """What must be equal for a resumed run to be the same. Of files and folders the name: where they lie may change."""
+    flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
+    places = {k: Path(flags[k]) for k in ("model_name_or_path", "dataset_name", "validation_file", "test_file") if flags[k]}
+    return (
+        flags
+        | {k: path.resolve().name for k, path in places.items() if path.exists()}
+        | {
+            "window_size": window_size,
+            "data": data.content_hash,
+            "mixed_precision": accelerator.mixed_precision,
+            "base_model": weights_sha256(Part(unwrapped(model), trainable=False)) if is_lora(model) else None,  # not in checkpoints
+        }
+    )
 
 
-def _save_best(config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype) -> None:
+def _save_best(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype
+) -> str | None:
     weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
     with agreed(accelerator):
         if accelerator.is_main_process:
             save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
+    return best_sha256(Path(config.output_dir)) if accelerator.is_main_process else None
 
 
 def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:

@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from hf_ga.errors import ConfigError
+from hf_ga.latest import list_checkpoints
 from hf_ga.layout import SCALING_RULES
 from hf_ga.lock import holds_nothing
 from hf_ga.nonfinite import ON_NONFINITE
@@ -168,6 +169,11 @@ def check_output_dir(config: "FinetuneConfig", *, only_adds: bool = False) -> No
     folder = Path(config.output_dir)
     if files := [path for path in (folder, *folder.parents) if path.is_file()]:
         raise ConfigError(f"output_dir {folder} cannot be made, as {files[0]} is a file: name a folder.")
+    if links := [path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()]:
+        raise ConfigError(
+            f"output_dir {folder} cannot be made, as {links[0]} is a link to {links[0].readlink()}, which is not there: make "
+            "that, or name another folder."
+        )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
@@ -178,6 +184,12 @@ def check_output_dir(config: "FinetuneConfig", *, only_adds: bool = False) -> No
         raise ConfigError(
             f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
             "--overwrite_output_dir, or name another folder."
+        )
+    wanted = config.resume_from_checkpoint
+    if wanted not in (None, "auto") and list_checkpoints(folder) and Path(wanted).resolve().parent != folder.resolve():
+        raise ConfigError(
+            f"output_dir {folder} holds checkpoints of its own, and {wanted} is none of them: a run that goes on from elsewhere "
+            "would mix with them. Continue them with --resume_from_checkpoint auto, or name another folder."
         )
     if used and config.overwrite_output_dir and not (folder / "metrics.jsonl").exists():
         raise ConfigError(f"overwrite_output_dir would delete {folder}, which no run has made: it has no metrics.jsonl.")

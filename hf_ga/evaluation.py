@@ -19,6 +19,7 @@ from accelerate.utils import gather_object, send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
+from hf_ga.errors import OutOfMemory
 from hf_ga.forward import LossFunction, accepted_arguments, callable_module, head_loss, restored_modes
 from hf_ga.memory import is_out_of_memory, size_of, too_large_for
 from hf_ga.metrics import METRICS, entries_per_sample, predictions_and_references
@@ -98,14 +99,11 @@ def evaluate(
     windows.set_epoch(0)
     chosen = reader.metrics if reader else {name: METRICS[name] for name in metrics}
     read = _no_comparison if not chosen else partial(_of_reader, reader) if reader else _classes_or_numbers
-    losses, shares, module = _Losses(rule, loss_fn), [], callable_module(model)
+    losses = _Losses(rule, loss_fn)
     with restored_modes(model):
         model.eval()
-        for window in windows:
-            for micro_batch, counts in _equal_in_number(accelerator, window):
-                shares_of = _in_parts(accelerator, window, micro_batch, partial(_share_of, accelerator, module, losses, read))
-                shares += shares_of if counts else []
-    shares = sorted(gather_object(shares), key=lambda share: share.positions[0])
+        own = _own_shares(accelerator, windows, partial(_share_of, accelerator, callable_module(model), losses, read))
+    shares = _exchanged(own)
     results = losses.mean(shares)
     if not chosen or (reader and reader.predicts_tokens):
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
@@ -133,6 +131,35 @@ class _Share:
     owners: np.ndarray
     predictions: Sequence[Any]
     references: Sequence[Any]
+
+
+def _own_shares(
+    accelerator: Accelerator, windows: WindowLoader, share_of: Callable[[MicroBatch], _Share]
+) -> "list[_Share | OutOfMemory]":
+    """Of this process's micro-batches, or why there are none: the others wait for them. (Under FSDP they wait in each forward.)"""
+    shares: list[_Share | OutOfMemory] = []
+    try:
+        for window in windows:
+            for micro_batch, counts in _equal_in_number(accelerator, window):
+                of_one = _in_parts(accelerator, window, micro_batch, share_of)
+                shares += of_one if counts else []
+    except OutOfMemory as error:
+        if is_sharded(accelerator):
+            raise
+        return [error]
+    return shares
+
+
+def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
+    """The shares of all processes, in the order of their samples.
+
+    Raises:
+        OutOfMemory: a process has none; on all of them.
+    """
+    shares = gather_object(own)
+    if failure := next((share for share in shares if isinstance(share, OutOfMemory)), None):
+        raise failure
+    return sorted(shares, key=lambda share: share.positions[0])
 
 
 def _share_of(accelerator: Accelerator, module: nn.Module, losses: "_Losses", read: Callable, micro_batch: MicroBatch) -> _Share:

@@ -43,7 +43,7 @@ def partial_of(final: Path) -> Path:
 def new_partial(final: Path) -> Path:
     """`partial_of`, made, and empty."""
     partial = partial_of(final)
-    shutil.rmtree(partial, ignore_errors=True)
+    delete(partial)
     partial.mkdir(parents=True)
     return partial
 
@@ -56,16 +56,23 @@ def publish(final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    delete(replaced)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a folder, or a link to one (a checkpoint may lie on another disk); nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
     """Delete a folder. A crash meanwhile leaves no half of it under its name."""
     partial = partial_of(folder)
-    shutil.rmtree(partial, ignore_errors=True)
+    delete(partial)
     folder.rename(partial)
-    shutil.rmtree(partial)
+    delete(partial)
 
 
 def restore(folder: Path) -> None:
@@ -80,7 +87,4 @@ def tidy(folder: Path) -> None:
     """Delete what crashes left in `folder` half written or replaced, after `restore`."""
     restore(folder)
     for path in (*folder.glob(PARTIAL + "*"), *folder.glob(REPLACED + "*"), *folder.glob("*" + SUFFIX)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        delete(path)

@@ -33,7 +33,7 @@ from hf_ga.processes import check_agreement, main_goes_first, main_speaks_first,
 from hf_ga.reduce import check_supported, is_sharded
 from hf_ga.report import read_metrics, write_json
 from hf_ga.run import Progress, Run
-from hf_ga.saving import resume
+from hf_ga.saving import forget_other_best, resume
 from hf_ga.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.targets import prove_targets
 from hf_ga.tasks import TASKS
@@ -92,6 +92,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     with agreed(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
+    forget_other_best(run, progress)
     start_trackers(accelerator, config.to_dict(), run.output_dir)
     with told_how_to_go_on(run):
         find_limit(config, run, data)
@@ -194,11 +195,11 @@ def _finish(
     }
     if "test" in data.splits:
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
-    _predict(config, accelerator, run.model, data, unlabelled)
     with agreed(accelerator):
         if accelerator.is_main_process:
             save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
             write_reports(config, summary)
+    _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
     summary = of_main(accelerator, summary)
     accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
     accelerator.end_training()

@@ -31,6 +31,11 @@ def set_latest(folder: Path) -> None:
     write_text(folder.parent / LATEST, f"{folder.name}\n{read_manifest(folder)['sha256']}\n")
 
 
+def newest(output_dir: Path) -> Path | None:
+    """What `auto` looks at first; None: there is no checkpoint."""
+    return next(iter(_by_preference(output_dir)), None)
+
+
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> Path | None:
     """A checkpoint of which every file is whole. The main process looks; all get its answer.
 

@@ -37,7 +37,7 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            (folder / LOCK).unlink()  # while it is held: who has opened it meanwhile finds that it has lost its name
+            (folder / LOCK).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it has lost its name
             lock.release()
         with suppress(OSError):  # something came into it
             for path in missing:

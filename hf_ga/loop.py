@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from hf_ga.batches import count_tokens
 from hf_ga.checkpoint import PREFIX
 from hf_ga.errors import DataError, NonFinite, RunStopped
-from hf_ga.latest import list_checkpoints
+from hf_ga.latest import newest
 from hf_ga.reduce import sum_over_processes
 from hf_ga.report import MetricsFile
 from hf_ga.run import Progress, Run
@@ -41,7 +41,8 @@ def fit(run: Run, progress: Progress) -> Progress:
     run.model.train()
     path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
     stop = False
-    with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar, stop_requests() as request:
+    place = (progress.metrics_size, progress.step, progress.skipped_in_a_row)
+    with closing(MetricsFile(path, *place)) as metrics, bar, stop_requests() as request:
         if run.eval_on_start and not progress.num_windows:
             metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
         while not (stop or _finished(run, progress)):
@@ -61,6 +62,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                 if stop or _finished(run, progress):
                     break
         _leave_if_asked(run, progress, request)
+    request.pass_on()  # one that came after all were asked
     return progress
 
 
@@ -123,8 +125,8 @@ def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
         if run.accelerator.is_main_process:  # above the progress bar
             tqdm.write(f"{where} a window was skipped: {result.cause}")
         return
-    saved = list_checkpoints(run.output_dir)
-    resume = f"go on from {saved[-1]} (--resume_from_checkpoint auto)" if saved else "start again"
+    saved = newest(run.output_dir)
+    resume = f"go on from {saved} (--resume_from_checkpoint auto)" if saved else "start again"
     raise NonFinite(
         f"{where} the run stopped, with nothing updated: {result.cause}. Look at these samples, lower the learning rate, set "
         f"max_grad_norm, or leave such windows out with --on_nonfinite skip; then {resume}."
@@ -175,7 +177,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        run.save_best()
+        progress.best_sha256 = run.save_best()
     if run.accelerator.is_main_process:  # above the progress bar
         shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
         tqdm.write(f"step {progress.step}: {shown}")

@@ -21,7 +21,7 @@ _KEYS = {"format", "step", "versions", "files", "sha256"}
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
     """State what all files of the folder are now."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    stated = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
+    stated = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files.items()}
     content = {"format": FORMAT, "step": step, "versions": versions, "files": stated}
     (folder / MANIFEST).write_text(_dump(content | {"sha256": _own_digest(content)}), encoding="utf-8")
 
@@ -78,7 +78,7 @@ def _compare(file: Path, stated: dict[str, Any]) -> None:
     """Size first, which costs nothing."""
     try:
         size = file.stat().st_size
-        same = size == stated["bytes"] and _digest(file) == stated["sha256"]
+        same = size == stated["bytes"] and digest(file) == stated["sha256"]
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}. {_REMEDY}") from error
     if size != stated["bytes"]:
@@ -97,7 +97,8 @@ def _own_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(_dump(content).encode()).hexdigest()
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

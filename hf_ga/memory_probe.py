@@ -8,11 +8,11 @@ import torch
 
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
-from hf_ga.errors import OutOfMemory
+from hf_ga.errors import HfGaError, OutOfMemory
 from hf_ga.fetch import Fetcher, WindowRequest
 from hf_ga.forward import restored_modes
 from hf_ga.generators import preserved_random_states
-from hf_ga.latest import list_checkpoints
+from hf_ga.latest import newest
 from hf_ga.layout import AUTO
 from hf_ga.memory import is_out_of_memory, size_of
 from hf_ga.places import restored_buffers
@@ -64,10 +64,20 @@ def told_how_to_go_on(run: Run) -> Iterator[None]:
     """
     try:
         yield
-    except OutOfMemory as error:
-        saved = list_checkpoints(run.output_dir)
-        then = f"go on from {saved[-1]} with --resume_from_checkpoint auto" if saved else "start again: nothing was saved yet"
-        raise OutOfMemory(f"{error} Then {then}.") from error
+    except Exception as error:
+        if not isinstance(error, OutOfMemory) and (isinstance(error, HfGaError) or not is_out_of_memory(error)):
+            raise
+        saved = newest(run.output_dir)
+        then = f"go on from {saved} with --resume_from_checkpoint auto" if saved else "start again: nothing was saved yet"
+        said = error if isinstance(error, OutOfMemory) else _outside(error)
+        raise OutOfMemory(f"{said} Then {then}.") from error
+
+
+def _outside(error: Exception) -> str:
+    return (
+        f"memory ran out outside of forward and backward, where nothing can be cut ({error}): use a smaller model, LoRA, FSDP over "
+        "more devices, or smaller micro-batches."
+    )
 
 
 def _longest_samples(run: Run, data: PreparedData) -> Window:

@@ -1,5 +1,6 @@
 """What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, card, plot."""
 
+import hashlib
 import platform
 import shutil
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from hf_ga.files import flush, flush_tree, new_partial, publish, tidy
 from hf_ga.forward import unwrapped
 from hf_ga.latest import set_latest
 from hf_ga.lock import LOCK
-from hf_ga.manifest import WEIGHTS
+from hf_ga.manifest import WEIGHTS, digest
 from hf_ga.model_card import write_model_card
 from hf_ga.report import plot_curves, read_metrics, write_json
 from hf_ga.write_errors import filling, writing
@@ -67,6 +68,12 @@ def save_best(
             _save(partial, unwrapped(model), dtype, weights)
         data.tokenizer.save_pretrained(partial)
         publish(folder)
+
+
+def best_sha256(folder: Path) -> str | None:
+    """Of the weights in `best/`: which of the models that a run has measured lies there; None: there is none."""
+    files = sorted((folder / "best").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(digest(file).encode() for file in files)).hexdigest() if files else None
 
 
 def save_last(

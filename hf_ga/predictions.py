@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -22,8 +23,10 @@ from hf_ga.choices import collate_choices
 from hf_ga.collation import collate_ids
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_unlabelled
+from hf_ga.errors import OutOfMemory
 from hf_ga.forward import accepted_arguments, callable_module, restored_modes
 from hf_ga.generation import continuations, generated_targets
+from hf_ga.memory import is_out_of_memory
 from hf_ga.reduce import is_sharded
 from hf_ga.row_checks import located, with_row_numbers
 from hf_ga.spans import read_answers
@@ -80,22 +83,18 @@ def write_predictions(
     and `end`; multiple choice `choice` (its number, from 0), `score`; seq2seq `text`; causal LM `completion`. It is None for a row
     without text.
     """
-    rows, asked, lengths = unlabelled.rows, unlabelled.prompts, unlabelled.lengths
+    rows, lengths = unlabelled.rows, unlabelled.lengths
     order = np.argsort(-lengths, kind="stable")
     order, size = order[lengths[order] > 0], config.per_device_eval_batch_size
     batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
     own = _of_process(accelerator, batches)
     predictions: dict[int, Prediction] = {}
     bar = tqdm(total=sum(map(len, own)), desc="predicting", unit="row", disable=not accelerator.is_main_process)
+    of_rows = partial(_of_rows, config, accelerator, model, data, unlabelled)
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
         for ids in own:
-            if asked is not None:
-                made = _completions(config, model, data, unlabelled.tokenizer, [asked[i] for i in ids])
-            else:
-                samples, named = ([dataset[i] for i in ids] for dataset in (unlabelled.samples, unlabelled.named))
-                made = _of_batch(config, accelerator, model, data, samples, named)
-            predictions |= zip(ids, made, strict=True)
+            predictions |= zip(ids, _in_parts(accelerator, of_rows, ids), strict=True)
             bar.update(len(ids))
     predictions = dict(gather_object(list(predictions.items())))
     if accelerator.is_main_process:
@@ -104,6 +103,36 @@ def write_predictions(
                 prediction = predictions.get(index)
                 file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
     return len(rows)
+
+
+def _in_parts(accelerator: Accelerator, of_rows: Callable[[list[int]], list[Prediction]], ids: list[int]) -> list[Prediction]:
+    """Of these rows; where they do not fit into memory together, of their halves.
+
+    Raises:
+        OutOfMemory: a single row does not fit or, under FSDP, a batch.
+    """
+    try:
+        return of_rows(ids)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if len(ids) == 1 or is_sharded(accelerator):
+            raise OutOfMemory(
+                f"predictions need memory for one row at a time (under FSDP for a batch), but row {', '.join(map(str, ids))} of "
+                "predict_file does not fit: lower max_length, max_new_tokens or per_device_eval_batch_size."
+            ) from error
+    clear_device_cache(garbage_collection=True)  # now that no traceback holds its tensors
+    half = len(ids) // 2
+    return [*_in_parts(accelerator, of_rows, ids[:half]), *_in_parts(accelerator, of_rows, ids[half:])]
+
+
+def _of_rows(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled, ids: list[int]
+) -> list[Prediction]:
+    if unlabelled.prompts is not None:
+        return _completions(config, model, data, unlabelled.tokenizer, [unlabelled.prompts[i] for i in ids])
+    samples, named = ([dataset[i] for i in ids] for dataset in (unlabelled.samples, unlabelled.named))
+    return _of_batch(config, accelerator, model, data, samples, named)
 
 
 def _of_process(accelerator: Accelerator, batches: list[list[int]]) -> list[list[int]]:

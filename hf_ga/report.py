@@ -17,16 +17,17 @@ class MetricsFile:
     Without a path nothing is written: on all processes but one.
 
     Args:
-        size: what a resumed run keeps. Where the file has less, or another line lies across that place, the whole lines before it
-            are kept, and what is missing is printed.
+        size: what a resumed run keeps. Where the file has less, or another line lies across that place, whole lines up to the step
+            where the run goes on are kept, and that some are missing is printed.
+        step, num_skipped: where it goes on: the last step, and how many windows after it made none.
     """
 
-    def __init__(self, path: Path | None, size: int = 0) -> None:
+    def __init__(self, path: Path | None, size: int = 0, step: int = 0, num_skipped: int = 0) -> None:
         self.path, self._descriptor = path, None
         if path is not None:
             with writing(path, path.parent):
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-                _keep_lines(self._descriptor, path, size)
+                _keep_lines(self._descriptor, path, size, step, num_skipped)
 
     @property
     def size(self) -> int:
@@ -55,15 +56,24 @@ class MetricsFile:
             self._descriptor = None
 
 
-def _keep_lines(descriptor: int, path: Path, size: int) -> None:
+def _keep_lines(descriptor: int, path: Path, size: int, step: int, num_skipped: int) -> None:
     """Cut a file to `size` bytes, or to the whole lines that it has before them."""
     kept = path.read_bytes()[:size]
     whole = kept[: kept.rfind(b"\n") + 1]
-    os.ftruncate(descriptor, len(whole))
-    if len(whole) < size:
-        lines = whole.count(b"\n")
-        missing = f"lines from {lines + 1} on, up to the step where the run goes on, are missing"
-        print(f"{path} has {len(whole):,} of the {size:,} bytes that it had at the checkpoint: {missing}")
+    if len(whole) == size:
+        os.ftruncate(descriptor, size)
+        return
+    before = _up_to(whole, step, num_skipped)
+    os.ftruncate(descriptor, len(before))
+    found = f"{path} has {len(whole):,} of the {size:,} bytes that it had at the checkpoint"
+    print(f"{found}: some lines up to step {step}, where the run goes on, are missing")
+
+
+def _up_to(lines: bytes, step: int, num_skipped: int) -> bytes:
+    """Of lines of which others are missing: after a resume without them, some may be of later steps, which will come again."""
+    steps = [json.loads(line)["step"] for line in lines.splitlines()]
+    count = sum(found < step for found in steps) + min(steps.count(step), 1 + num_skipped)
+    return b"".join(lines.splitlines(keepends=True)[:count])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

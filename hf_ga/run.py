@@ -21,7 +21,8 @@ class Progress:
 
     Attributes:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
-        best_metric: best value of the metric that chooses the best model. evaluations_since_best: how many came after it.
+        best_metric: best value of the metric that chooses the best model. best_sha256: of that model's weights.
+        evaluations_since_best: how many came after it.
         metrics_size: bytes of metrics.jsonl. changes: settings that were changed by resuming (--allow_changes), `name old -> new`.
     """
 
@@ -30,6 +31,7 @@ class Progress:
     num_skipped: int = 0
     skipped_in_a_row: int = 0
     best_metric: float | None = None
+    best_sha256: str | None = None
     evaluations_since_best: int = 0
     metrics_size: int = 0
     changes: list[str] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Run:
     Attributes:
         model_size: its class and numbers of parameters, in words.
         loss_fn: None: the head's own loss. evaluate: (split, by default validation) -> metrics with `loss`.
-        save_best: called when the metric of the best model is the best so far.
+        save_best: called when the metric of the best model is the best so far; returns `best_sha256` on the main process.
         on_nonfinite: stop or skip, at a loss or gradient that is no finite number.
         patience: evaluations without a better metric after which the run stops; None: it does not.
         max_windows, max_steps: where to stop, whichever comes first. identity: what must be equal for a resumed run to be the same.
@@ -57,7 +59,7 @@ class Run:
     rule: TargetRule
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
-    save_best: Callable[[], None]
+    save_best: Callable[[], str | None]
     metric_for_best_model: str
     lower_is_better: bool
     patience: int | None

@@ -19,8 +19,9 @@ from hf_ga.checkpoint import (
 )
 from hf_ga.errors import CheckpointError
 from hf_ga.files import flush
+from hf_ga.outputs import best_sha256
 from hf_ga.precision import load_scaler_state, scaler_state
-from hf_ga.processes import say
+from hf_ga.processes import of_main, say
 from hf_ga.reduce import is_sharded
 from hf_ga.run import Progress, Run
 from hf_ga.shards import save_shards
@@ -104,6 +105,17 @@ def resume(run: Run, folder: Path, *, allow_changes: bool = False) -> Progress:
     progress.changes += changes
     run.max_steps += progress.step - scheduled_steps(run, progress)  # 0 in a run that was never changed
     return progress
+
+
+def forget_other_best(run: Run, progress: Progress) -> None:
+    """Where `best/` is not the model that the checkpoint calls the best (it is of a future that was given up, or did not come
+    along), the next evaluation chooses anew. A run that goes on as it was chooses the same one.
+    """
+    found = of_main(run.accelerator, best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
+    if progress.best_metric is None or found == progress.best_sha256:
+        return
+    progress.best_metric = None
+    say(run.accelerator, "best/ is not the model that was the best one at this checkpoint: the next evaluation chooses it anew")
 
 
 def _load(run: Run, folder: Path, changes: list[str]) -> None:

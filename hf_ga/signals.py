@@ -31,6 +31,11 @@ class StopRequest:
         """Whether this process is to stop."""
         return bool(self.first)
 
+    def pass_on(self) -> None:
+        """Let what came act as before, where nobody has answered it."""
+        for number in self.first:
+            signal.raise_signal(number)
+
     def __str__(self) -> str:
         return signal.Signals(next(iter(self.first))).name if self.first else "a signal to another process"
 

@@ -93,10 +93,14 @@ def _tried(
     sync_each: bool,
 ) -> StepResult | None:
     """None, on all processes, if memory ran out on one: then micro-batches must be smaller, and nothing is left of the try."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         return _add_gradients(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each)
     except TooLarge as error:
         size = error.size
+    with torch.no_grad():
+        for buffer, before in buffers:  # what counts samples must not count them twice
+            buffer.copy_(before)
     window.memory.after_failure(size)
     clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
     return None

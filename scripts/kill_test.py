@@ -178,7 +178,7 @@ def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, numb
     tally.phases[phase] += 1
     tally.drawn["at a file operation" if at_operation else "by time"] += 1
     tally.drawn["of a resumed run" if goes_on else "of a new run"] += 1
-    if found := runs.finish(output, runs.watches()) or differences(runs.folder / "undisturbed", output):
+    if found := lost_or_different(runs, output):
         tally.different += 1
         where = f"before file operation {watches[victim].die_at}" if at_operation else f"after {instant:.3f} s"
         tqdm.write(f"kill {number} of process {victim}, {phase}, {where}: {'; '.join(found)}")
@@ -186,6 +186,16 @@ def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, numb
             shutil.copytree(left, left.with_name(f"left-{number}"))  # as the kill left it, to look at
     else:
         shutil.rmtree(output)
+
+
+def lost_or_different(runs: Runs, output: Path) -> list[str]:
+    """Let a killed run go on to its end; returns what is not as it would have been."""
+    has_checkpoint, log = (output / "latest").exists(), output.with_name(f"{output.name}.log")
+    log.unlink(missing_ok=True)  # of the run that was killed
+    found = runs.finish(output, runs.watches()) or differences(runs.folder / "undisturbed", output)
+    if has_checkpoint and "starts anew" in log.read_text(errors="replace"):
+        found.append("the work of a checkpoint was lost: the run started anew")
+    return found
 
 
 def report(tally: Tally, kills: int, processes: int) -> None:
@@ -203,7 +213,9 @@ def differences(reference: Path, output: Path) -> list[str]:
     found = []
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, output)]
     found += [
-        f"{name} {summaries[1][name]} instead of {summaries[0][name]}" for name in SUMMARY if len({s[name] for s in summaries}) > 1
+        f"{name} {summaries[1].get(name)} instead of {summaries[0][name]}"
+        for name in SUMMARY
+        if len({s.get(name) for s in summaries}) > 1
     ]
     expected, lines = (metrics_of(folder) for folder in (reference, output))
     if lines != expected:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-from functools import partial
 
 import pytest
 from launching import launch
@@ -45,6 +44,14 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(place):
     return train(place, place / "undisturbed"), place / "undisturbed"
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_taken():
+    """Also where the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -261,7 +268,7 @@ def test_help_tells_the_exit_codes(capsys):
 @pytest.mark.parametrize("init", [signals.end_with_parent_only, None], ids=["with", "without"])
 def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place, tmp_path, monkeypatch):
     """Those that prefetch, while a checkpoint is written: the run takes one more window from them. Control: as torch has it."""
-    monkeypatch.setattr(windows, "DataLoader", partial(windows.DataLoader, worker_init_fn=init))
+    monkeypatch.setattr(windows, "end_with_parent_only", init)
     alive, save = [], loop.save
 
     def signalled_save(*args):

@@ -1,0 +1,94 @@
+"""Resuming from another folder, from an earlier checkpoint, from less than all that was there."""
+
+import shutil
+import signal
+
+import pytest
+from runs import filled_place, lines_of, saved_weights, train
+
+import hf_ga
+from hf_ga import loop
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("places")) as folder:
+        yield folder
+
+
+def killed(place, out, windows, **more):
+    """A run that is gone after so many windows."""
+    calls, step = [], loop.train_step
+
+    def train_step(*args, **kwargs):
+        calls.append(0)
+        if len(calls) > windows:
+            raise Killed
+        return step(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(loop, "train_step", train_step)
+        train(place, out, **more)
+
+
+def steps(out):
+    return [line["step"] for line in lines_of(out)]
+
+
+def test_lines_are_not_doubled_where_earlier_ones_are_missing(place, tmp_path):
+    """A checkpoint that came without its run's lines; killed, and begun again from it."""
+    killed(place, tmp_path / "a", 4)
+    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "moved" / "checkpoint-3")
+    path, out = str(tmp_path / "moved" / "checkpoint-3"), tmp_path / "b"
+    killed(place, out, 2, resume_from_checkpoint=path)
+    assert steps(out) == [4, 5]
+    train(place, out, resume_from_checkpoint=path)
+    assert steps(out) == [4, 5, 6, 7, 8]
+
+
+def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, tmp_path):
+    killed(place, tmp_path / "a", 4)
+    path, out = str(tmp_path / "a" / "checkpoint-3"), tmp_path / "b"
+    killed(place, out, 1, resume_from_checkpoint=path)
+    killed(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
+    with pytest.raises(hf_ga.ConfigError, match="holds checkpoints of its own"):
+        train(place, out, resume_from_checkpoint=path)
+    train(place, out, resume_from_checkpoint="auto")
+    assert steps(out) == list(range(1, 9))
+
+
+def test_best_is_not_of_a_future_that_was_given_up(place, tmp_path):
+    out = tmp_path / "out"
+    train(place, out, save_total_limit=5)
+    before = saved_weights(out / "best")
+    summary = train(place, out, resume_from_checkpoint=str(out / "checkpoint-3"), learning_rate=30.0, allow_changes=True)
+    measured = {line["step"]: line["eval_loss"] for line in lines_of(out) if "eval_loss" in line}
+    assert summary["best_eval_loss"] == min(measured[6], measured[8]) and not saved_weights(out / "best").equal(before)
+
+
+def test_the_same_files_elsewhere_are_the_same_run(place, tmp_path):
+    killed(place, tmp_path / "out", 4)
+    shutil.copytree(place / "gpt", tmp_path / "gpt")
+    moved = {"model_name_or_path": str(tmp_path / "gpt")}
+    for key, name in {"dataset_name": "train.jsonl", "validation_file": "validation.jsonl"}.items():
+        moved[key] = shutil.copy(place / name, tmp_path)
+    assert train(place, tmp_path / "out", **moved, resume_from_checkpoint="auto")["changes"] == []
+
+
+def test_a_checkpoint_may_be_a_link(place, tmp_path):
+    killed(place, tmp_path / "out", 4)
+    shutil.move(tmp_path / "out" / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "out" / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
+    train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
+    assert {path.name for path in (tmp_path / "out").glob("*checkpoint-*")} == {"checkpoint-8"}
+
+
+def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
+    leave = loop._leave_if_asked
+    monkeypatch.setattr(loop, "_leave_if_asked", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        train(place, tmp_path / "out")
