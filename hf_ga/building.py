@@ -85,13 +85,10 @@ def build_run(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> Run:
     """Model, optimizer, schedule and windows; the target rule is proven on the way."""
-    loss_fn, collate = chosen_loss_fn(config, data), data.collate  # may be refused, so before a model is built
+    loss_fn = chosen_loss_fn(config, data)  # may be refused, so before a model is built
     model = build_model(config, accelerator, data, model_config, dtype)
     size = _size(model)  # before it is cut into shards
-    samples = proof_samples(data, "train")
-    head_rule = rule = prove_targets(model, samples, collate, allow_unkeyed=config.allow_unkeyed)
-    if loss_fn is not None:
-        rule = prove_targets(model, samples, collate, loss_fn=loss_fn, allow_unkeyed=config.allow_unkeyed)
+    head_rule, rule = _proven(config, model, data, loss_fn)
     windows = _train_windows(config, accelerator, data, rule)
     optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
@@ -126,6 +123,17 @@ def build_run(
         on_nonfinite=config.on_nonfinite,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
+
+
+def _proven(
+    config: FinetuneConfig, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
+) -> tuple[TargetRule, TargetRule]:
+    """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
+    samples, unkeyed = proof_samples(data, "train"), config.allow_unkeyed
+    head_rule = prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed)
+    if loss_fn is None:
+        return head_rule, head_rule
+    return head_rule, prove_targets(model, samples, data.collate, loss_fn=loss_fn, allow_unkeyed=unkeyed)
 
 
 def _size(model: nn.Module) -> str:

@@ -117,8 +117,8 @@ DEATHS = {
 }
 
 
-# torch's handler of ended workers may raise in a callback of the garbage collector, where Python can only print it; the broken connection
-# tells the same a moment later.
+# torch's handler of ended workers may raise in a callback of the garbage collector, where Python can only print it; the broken
+# connection tells the same a moment later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # torch notices a worker that ends well late, so it is waited for only once
 @pytest.mark.parametrize("death, kind", [(d, k) for d in DEATHS for k in ("list", "stream") if (d, k) != ("ended well", "stream")])
