@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_ga.errors import CheckpointError
 from hf_ga.files import discard, new_partial, partial_of, publish, tidy
-from hf_ga.latest import list_checkpoints, set_latest, step_of
+from hf_ga.latest import keep_newest, list_checkpoints, set_latest, step_of
 from hf_ga.manifest import OPTIMIZER, PREFIX, SHARDS, STATE, WEIGHTS, is_in_shards, read_manifest, verify, write_manifest
 from hf_ga.outputs import versions
 from hf_ga.shards import check_shardable, load_shards, load_whole
@@ -64,9 +64,9 @@ def finish_checkpoint(output_dir: Path, step: int, state: dict[str, Any], keep: 
         publish(final)
     with writing(output_dir, output_dir):
         set_latest(final)
-        later = [folder for folder in list_checkpoints(output_dir) if step_of(folder) > step]
-        for folder in later + [folder for folder in list_checkpoints(output_dir) if folder not in later][:-keep]:
-            discard(folder)
+        for later in [folder for folder in list_checkpoints(output_dir) if step_of(folder) > step]:
+            discard(later)
+        keep_newest(output_dir, step, keep)
     return final
 
 

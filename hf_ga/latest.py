@@ -6,7 +6,7 @@ from accelerate import Accelerator
 
 from hf_ga.agreement import agreed
 from hf_ga.errors import CheckpointError
-from hf_ga.files import restore, write_text
+from hf_ga.files import discard, restore, write_text
 from hf_ga.manifest import PREFIX, read_manifest, verify
 from hf_ga.processes import of_main
 
@@ -29,6 +29,12 @@ def set_latest(folder: Path) -> None:
     itself, so that a damaged or foreign `latest` is found out.
     """
     write_text(folder.parent / LATEST, f"{folder.name}\n{read_manifest(folder)['sha256']}\n")
+
+
+def keep_newest(output_dir: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` of the checkpoints up to a step."""
+    for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][:-keep]:
+        discard(old)
 
 
 def newest(output_dir: Path) -> Path | None:

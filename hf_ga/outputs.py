@@ -19,9 +19,9 @@ from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData
 from hf_ga.files import flush, flush_tree, new_partial, publish, tidy
 from hf_ga.forward import unwrapped
-from hf_ga.latest import set_latest
+from hf_ga.latest import keep_newest, set_latest
 from hf_ga.lock import LOCK
-from hf_ga.manifest import WEIGHTS, digest
+from hf_ga.manifest import WEIGHTS, digest, read_manifest
 from hf_ga.model_card import write_model_card
 from hf_ga.report import plot_curves, read_metrics, write_json
 from hf_ga.write_errors import filling, writing
@@ -37,7 +37,9 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
     with writing(folder, folder):
         tidy(folder)
         if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
-            set_latest(folder / checkpoint.resolve().name)  # checkpoints of later steps are of a future that is given up
+            own = folder / checkpoint.resolve().name
+            set_latest(own)  # checkpoints of later steps are of a future that is given up
+            keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it was killed before it came to that
         elif checkpoint is not None:
             _take_along(checkpoint.resolve().parent, folder)
 

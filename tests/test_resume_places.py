@@ -87,6 +87,16 @@ def test_a_checkpoint_may_be_a_link(place, tmp_path):
     assert {path.name for path in (tmp_path / "out").glob("*checkpoint-*")} == {"checkpoint-8"}
 
 
+def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, tmp_path):
+    """Killed behind its last checkpoint, before older ones went: no other checkpoint will be saved."""
+    train(place, tmp_path / "out", save_total_limit=5)
+    train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
+    shutil.move(tmp_path / "out" / "checkpoint-8", tmp_path / "out" / "backup")
+    path = str(tmp_path / "out" / "backup")  # any name will do
+    assert train(place, tmp_path / "out", resume_from_checkpoint=path)["steps"] == 8
+
+
 def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
     leave = loop._leave_if_asked
     monkeypatch.setattr(loop, "_leave_if_asked", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
