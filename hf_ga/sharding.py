@@ -66,9 +66,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     if not is_sharded(accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            # Python frees an object's entries in the order in which they came. The process group's own object, freed last, gives
-            # the GIL back while gloo's threads end; the reducer's destructor holds it, and hangs where they need it for a tensor.
-            model.outlives_reducer = model.process_group
+            outlive_reducer(model)
         return model, optimizer
     reduce_in_float32(accelerator)
     plugin = accelerator.state.fsdp_plugin
@@ -81,6 +79,15 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     _choose_units(plugin, model)
     with _one_name_each(model):
         return accelerator.prepare(model, optimizer)
+
+
+def outlive_reducer(model: nn.parallel.DistributedDataParallel) -> None:
+    """Let a model under DDP end without hanging.
+
+    Python frees an object's entries in the order in which they came. The process group's own object, freed last, gives the GIL back
+    while gloo's threads end; the reducer's destructor holds it, and hangs where they need it for a tensor.
+    """
+    model.outlives_reducer = model.process_group
 
 
 def check_sharding(accelerator: Accelerator) -> None:

@@ -18,7 +18,7 @@ from hf_ga.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
 from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
-from hf_ga.sharding import allow_unequal_use, check_sharding, drop_unused
+from hf_ga.sharding import allow_unequal_use, check_sharding, drop_unused, outlive_reducer
 from hf_ga.targets import TargetRule
 from hf_ga.terms import add_counts
 from hf_ga.update import StepResult, update
@@ -76,6 +76,7 @@ def backward_window(
     allow_unequal_use(model, sum_of_means=rule.name in PARTS)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.reducer._reset_state()  # a forward through DDP without a backward (somebody's evaluation) leaves its reducer waiting
+        outlive_reducer(model)
     retries = 0
     while (result := _tried(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each_micro_batch)) is None:
         retries += 1

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,8 @@ class Runs:
 
     def start(self, output: Path, watches: list[Watch]) -> list[Any]:
         """A run that goes on with what is in the folder, if anything."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
+        sizes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks = [{**sizes, "RANK": rank, "LOCAL_RANK": rank} if self.processes > 1 else {} for rank in range(self.processes)]
         return [started(train, self.folder, output, rank, watch) for rank, watch in zip(ranks, watches, strict=True)]
 
@@ -121,6 +120,15 @@ class Runs:
             tally.ended.update(ended)
             tally.waited = max(tally.waited, time.monotonic() - began)
         return killed.exitcode != 0
+
+
+def free_port() -> int:
+    """Below those that the system hands out, where a process that waits for a listener may be connected to itself."""
+    for port in np.random.default_rng().permutation(np.arange(10_000, 30_000)).tolist():
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("none of the ports 10,000 to 29,999 is free")
 
 
 def started(function: Callable[..., None], *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import helpers
 import torch
 import transformers as tf
 from accelerate import Accelerator, notebook_launcher
-from accelerate.utils.other import get_free_port
+from launching import PORTS
 from torch.utils.data import DataLoader
 
 import hf_ga
@@ -125,4 +125,4 @@ def run(folder):
 
 if __name__ == "__main__":
     for count in PROCESSES:
-        notebook_launcher(run, (sys.argv[1],), num_processes=count, use_port=str(get_free_port()))
+        notebook_launcher(run, (sys.argv[1],), num_processes=count, use_port=str(next(PORTS)))

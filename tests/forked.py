@@ -9,7 +9,6 @@ JOB.json is a list of phases, done one after the other; ends with code 1 at the 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no process imports it by itself)
 import transformers as tf
+from launching import PORTS
 
 from hf_ga import finetuning, loop
 from hf_ga.config import FinetuneConfig
@@ -60,10 +60,8 @@ def run_script(script: str, folder: Path, job: Any) -> str:
 
 
 def environment_of(kind: str, processes: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    port = str(next(PORTS))
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     return {"ACCELERATE_MIXED_PRECISION": "no", **world, **KINDS[kind], **(SHARDED if kind != "ddp" else {})}
 
 

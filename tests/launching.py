@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-PORTS = itertools.count(10_000 + 7 * (os.getpid() % 2_500))  # below those that the system hands out, apart for two test processes
+# Below those that the system hands out (there a process that waits for a listener may be connected to itself), apart for two test
+# processes.
+PORTS = itertools.count(10_000 + 7 * (os.getpid() % 2_500))
 TIME_LIMIT = 400  # seconds; a launch takes 15 to 60
 
 

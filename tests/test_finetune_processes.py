@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate.utils import DistributedType
+from launching import PORTS
 from runs import filled_place, job_config, lines_of, ragged_rows, relative_distance, save_jobs, train_job, write_rows
 
 import hf_ga
@@ -64,9 +64,7 @@ def launch(script, *arguments, profile="cpu_2", place=None, flags=()):
 
 def launch_machines(script, *arguments, place):
     """Two machines with one process each, which meet at a port of this one. Returns what each printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = next(PORTS)
     flags = ["--num_processes", "2", "--num_machines", "2", "--main_process_port", port, "--machine_rank"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment(place)}
     with ExitStack() as stack:
