@@ -16,7 +16,17 @@ transformers.logging.set_verbosity_error()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="many more random examples, which take minutes")
+    parser.addoption("--full", action="store_true", help="the tests marked `full` too, and many more random examples: long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that start processes come first, so that no long one is left for a single process at the end."""
+    if not config.getoption("--full"):
+        longer = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=longer)
+        items[:] = [item for item in items if item not in longer]
+    launching = {item.path for item in items if item.get_closest_marker("launch")}
+    items.sort(key=lambda item: item.path not in launching)  # stable
 
 
 @pytest.fixture(autouse=True)

@@ -330,6 +330,7 @@ def test_lost_lines_are_told(place, undisturbed, tmp_path, capsys):
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
 
+@pytest.mark.full
 @pytest.mark.launch
 def test_killed_process_is_resumed(place, tmp_path):
     """SIGKILL at an unknown place behind a checkpoint, other processes, other hash seeds of Python: the same bits."""

@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "run_ga_experiment.py"
 
 @pytest.fixture(scope="module")
 def results():
-    """12 steps: windows of 64, 64 and 22 samples, four epochs of them."""
-    experiment = Experiment(num_samples=150, max_length=24, steps=12, learning_rate=5e-4, seed=0)
+    """6 steps: windows of 64, 64 and 22 samples, two epochs of them."""
+    experiment = Experiment(num_samples=150, max_length=24, steps=6, learning_rate=5e-4, seed=0)
     groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
     return {group: [experiment.run(arm) for arm in arms] for group, arms in groups.items()}
 

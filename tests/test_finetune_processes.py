@@ -188,6 +188,7 @@ def test_resuming_on_one_process_what_two_began(one, two, place, tmp_path):
     assert relative_distance(tmp_path / "out", one[1]) <= 5e-5
 
 
+@pytest.mark.full
 @pytest.mark.launch
 def test_resuming_on_two_machines_what_one_process_began(one, place, tmp_path):
     """Machines as the profile multi_node has them; only the first one prints."""
@@ -243,6 +244,7 @@ def resumed_on_one_process(place, sharded, reference, more):
     assert relative_distance(output, reference) <= 5e-5 < 1e-4 < relative_distance(reference / "checkpoint-3", reference)
 
 
+@pytest.mark.full
 @pytest.mark.launch
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_path):
     """Bit for bit on the same layout; one that FSDP2 wrote goes on under FSDP1; damage is found."""

@@ -379,6 +379,7 @@ print({split: (rows.features, rows.to_dict()) for split, rows in dataset.items()
 """
 
 
+@pytest.mark.full
 def test_two_processes_may_load_at_once(small_library, tmp_path):
     command = [sys.executable, "-c", LOADER, str(small_library), str(tmp_path / "cache")]
     processes = []

@@ -5,11 +5,15 @@ import io
 import json
 import re
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from hf_ga.equivalence.report import HEADER, EquivalenceReport, Row, cells
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
 SMALLEST, LARGEST = 1e-9, 1e3  # the range of the plots
@@ -127,8 +131,7 @@ def _sections(report: EquivalenceReport) -> list[str]:
 def _layout_plot(report: EquivalenceReport) -> str:
     """Error of every arm in every layout, and the limits."""
     layouts = list(dict.fromkeys(row.layout for row in report.rows))
-    figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _figure(9.2, 1.1 + 0.52 * len(layouts))
     for index, arm in enumerate(report.arms):
         rows = [row for row in report.rows if row.arm == arm and row.refused is None]
         heights = [layouts.index(row.layout) + 0.16 * (index - (len(report.arms) - 1) / 2) for row in rows]
@@ -149,8 +152,7 @@ def _layout_plot(report: EquivalenceReport) -> str:
 
 def _layer_plot(report: EquivalenceReport) -> str:
     """For each arm the errors of the layers in its worst layout, and the limit of one parameter."""
-    figure = Figure(figsize=(9.2, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _figure(9.2, 4.4)
     layers: list[str] = []
     limits: dict[str, float] = {}
     for index, arm in enumerate(report.arms):
@@ -182,7 +184,15 @@ def _shown(values: list[float]) -> list[float]:
     return [float(np.clip(np.nan_to_num(value, nan=LARGEST), SMALLEST, LARGEST)) for value in values]
 
 
-def _as_png(figure: Figure) -> str:
+def _figure(*size: float) -> tuple["Figure", "Axes"]:
+    """An empty plot of that width and height in inches."""
+    from matplotlib.figure import Figure  # here, as it takes 0.7 s and most processes draw nothing
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _as_png(figure: "Figure") -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
