@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from hf_ga.costs import CostModel, cost_model
 from hf_ga.errors import ConfigError
 from hf_ga.fetch import Splitter
 from hf_ga.layout import Layout
+from hf_ga.length_plan import ByLength
 from hf_ga.memory import MemoryLimit
 from hf_ga.plan import Planner, plan_window
+from hf_ga.reduce import is_sharded
 
 if TYPE_CHECKING:
     from hf_ga.targets import TargetRule
@@ -38,6 +41,10 @@ class BaseLoader:
         *,
         seed: int,
         planner: Planner | None,
+        cost: CostModel | None,
+        by_length: bool,
+        longest: int | None,
+        max_tokens: int | None,
         pad_to_window: bool,
         drop_last_window: bool,
         num_workers: int,
@@ -46,6 +53,11 @@ class BaseLoader:
         self.layout = Layout.from_sizes(
             accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
         )
+        _check_limit(max_tokens, longest, planner, by_length)
+        if planner is None and by_length:
+            cost = cost or cost_model(accelerator.device.type)
+            limit = max_tokens or (None if longest is None else per_device_batch_size * int(cost.widths(np.array(longest))))
+            planner = ByLength(per_device_batch_size, limit, cost, in_step=is_sharded(accelerator))
         planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
         self.splitter = Splitter(seed, self.layout, planner, accelerator.process_index)
         self.device = accelerator.device
@@ -101,6 +113,33 @@ class BaseLoader:
 def as_it_is(value: Any) -> Any:
     """The collate function of a `DataLoader` whose items are windows already."""
     return value
+
+
+def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
+    """Refuse a limit into which the longest sample does not fit.
+
+    Raises:
+        ConfigError: that.
+    """
+    if max_tokens is not None and max_tokens < longest:
+        raise ConfigError(
+            f"every sample must fit into a micro-batch, but max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} "
+            f"tokens: allow at least {longest}, or cut samples shorter (max_length)."
+        )
+
+
+def _check_limit(max_tokens: int | None, longest: int | None, planner: Planner | None, by_length: bool) -> None:
+    if max_tokens is None:
+        return
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens_per_micro_batch must be at least 1, got {max_tokens}.")
+    if planner is not None or not by_length:
+        raise ConfigError(
+            f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned by length: give lengths (of a stream, "
+            "length_of) and no planner of your own, or leave it out."
+        )
+    if longest is not None:
+        check_limit(max_tokens, longest, "the longest sample's")
 
 
 def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> list[list[np.ndarray]]:

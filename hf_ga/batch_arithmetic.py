@@ -96,6 +96,7 @@ class BatchPlan:
         if layout.window_size % (processes * layout.micro_batch_size):
             yield f"not possible with full micro-batches only: {_rounded(layout)}"
         yield f"balance: {100 * self.balance:.1f} % of the device time is used where all samples cost the same"
+        yield "samples of different lengths: a run shares out work, not samples, and of shorter ones more fit into a micro-batch"
         if self.learning_rates or self.base_batch_size != layout.window_size:
             yield f"learning rate: {_rates(self.learning_rate_factors, self.learning_rates)}, found with {self.base_batch_size}"
         yield f"launch: accelerate launch {' '.join(self.launch_flags)} scripts/finetune.py {' '.join(self.training_flags)}"
@@ -122,8 +123,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Lay a wanted global batch out exactly over the devices that there are.
 
-    Samples per process differ by at most one, and so do a process's micro-batches: these are the numbers that `plan_by_length`
-    makes of each full window.
+    Samples per process differ by at most one, and so do a process's micro-batches: these are the numbers that `plan_window` makes
+    of each full window, and `plan_by_length` where all samples are equally long. Of shorter samples it puts more into the same
+    memory, so a process has fewer micro-batches, and as much work as the others instead of as many samples.
 
     Args:
         global_batch_size: samples wanted in one optimizer step over all processes.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,13 @@ from hf_ga.losses import make_loss_fn
 from hf_ga.models import load_model
 from hf_ga.optimizers import build_optimizer
 from hf_ga.outputs import best_sha256, save_best
-from hf_ga.plan import plan_by_length
 from hf_ga.readers import make_reader
 from hf_ga.reduce import is_sharded
 from hf_ga.run import Run
 from hf_ga.sharding import full_state_dict, prepare
 from hf_ga.streaming import StreamLoader
 from hf_ga.targets import TargetRule, prove_targets
-from hf_ga.windows import WindowLoader
+from hf_ga.train_windows import check_tokens, train_windows
 
 NUM_PROOF_SAMPLES = 64
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
@@ -56,11 +54,13 @@ FREE_TO_CHANGE = {
     "per_device_eval_batch_size",
     "deterministic",
     "gradient_checkpointing",
+    "torch_compile",
     "sync_each_micro_batch",
     "allow_changes",
     "on_nonfinite",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
+    "max_tokens_per_micro_batch",
     "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
 }
 
@@ -85,11 +85,12 @@ def build_run(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> Run:
     """Model, optimizer, schedule and windows; the target rule is proven on the way."""
-    loss_fn = chosen_loss_fn(config, data)  # may be refused, so before a model is built
+    loss_fn = chosen_loss_fn(config, data)  # may be refused, as the limit of tokens, so before a model is built
+    check_tokens(config, data)
     model = build_model(config, accelerator, data, model_config, dtype)
     size = _size(model)  # before it is cut into shards
     head_rule, rule = _proven(config, model, data, loss_fn)
-    windows = _train_windows(config, accelerator, data, rule)
+    windows = train_windows(config, accelerator, data, model_config, rule)
     optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
@@ -192,44 +193,6 @@ def _warmup_steps(config: FinetuneConfig, max_steps: int) -> int:
     return round(config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps)
 
 
-def _train_windows(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, rule: TargetRule
-) -> WindowLoader | StreamLoader:
-    # Micro-batches of similar lengths: less padding, the same update.
-    layout = config.layout(accelerator.num_processes)
-    planner = None if rule.pad_to_window else partial(plan_by_length, micro_batch_size=layout.micro_batch_size)
-    if data.stream is not None:
-        return StreamLoader(
-            data.stream,
-            data.collate,
-            accelerator=accelerator,
-            per_device_batch_size=layout.micro_batch_size,
-            global_batch_size=layout.window_size,
-            seed=config.seed,
-            shuffle_buffer_size=config.shuffle_buffer_size,
-            length_of=itemgetter("length"),
-            planner=planner,
-            drop_last_window=config.drop_last_window,
-            num_workers=config.dataloader_num_workers,
-            pad_to_window=rule.pad_to_window,
-        )
-    return WindowLoader(
-        data.samples("train"),
-        data.collate,
-        accelerator=accelerator,
-        per_device_batch_size=layout.micro_batch_size,
-        global_batch_size=layout.window_size,
-        seed=config.seed,
-        lengths=data.splits["train"]["length"],
-        # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
-        target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
-        planner=planner,
-        drop_last_window=config.drop_last_window,
-        num_workers=config.dataloader_num_workers,
-        pad_to_window=rule.pad_to_window,
-    )
-
-
 def make_evaluator(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, rule: TargetRule
 ) -> Callable[..., dict[str, float]]:
@@ -250,7 +213,7 @@ def make_evaluator(
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
     """Samples over the whole range of lengths: shortest and longest tell whether padding matters."""
-    by_length = np.argsort(np.asarray(data.splits[split]["length"]), kind="stable")
+    by_length = np.argsort(np.asarray(data.splits[split]["length"][:]), kind="stable")
     ids = by_length[np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)]
     samples = data.samples(split)
     return [samples[int(i)] for i in ids]

@@ -1,11 +1,12 @@
 """Samples -> arguments of the model: right-padded int64 tensors, samples on the first axis. Padding is never a target."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_ga.batches import IGNORED_LABEL
 from hf_ga.masking import mask_tokens
@@ -19,6 +20,25 @@ def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return torch.from_numpy(padded)
+
+
+def collate_to_multiple(samples: Samples, collate: Callable, pad_token_id: int, multiple: int, most: int) -> dict[str, Tensor]:
+    """What `collate` makes of the samples, as wide as a multiple that the hardware likes, but not beyond `most` tokens.
+
+    Only tensors of tokens are padded: int64 with `input_ids`' width on the last axis.
+    """
+    batch = collate(samples)
+    width = batch["input_ids"].shape[-1]
+    more = min(-(-width // multiple) * multiple, max(most, width)) - width
+    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL}  # all others: 0
+    return {
+        name: F.pad(tensor, (0, more), value=padding.get(name, 0)) if _is_of_tokens(tensor, width) else tensor
+        for name, tensor in batch.items()
+    }
+
+
+def _is_of_tokens(tensor: Tensor, width: int) -> bool:
+    return tensor.dim() > 1 and tensor.dtype == torch.int64 and tensor.shape[-1] == width
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ class FinetuneConfig:
     model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
+    torch_compile: bool = option(False, "Compile the model's layers, once for all lengths. The model must not draw dropout.")
     freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
     lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
     lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
@@ -67,7 +68,12 @@ class FinetuneConfig:
     class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
     per_device_train_batch_size: int | str | None = option(  # of the three a parser of flags takes the text
-        8, "Most samples in one micro-batch, or `auto`: as many as fit into memory; any number is the same update."
+        8, "Samples of the longest kind in one micro-batch, or `auto`: as many as fit into memory; any number is the same update."
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens in one micro-batch, padding included (samples x longest of them); the shorter the samples, the more fit. "
+        "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
         None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 STREAMED_TASKS = ("causal-lm", "text-classification")
 _AT_LEAST = {
     "max_length": 2,
+    "max_tokens_per_micro_batch": 1,
     "per_device_eval_batch_size": 1,
     "dataloader_num_workers": 0,
     "shuffle_buffer_size": 0,

@@ -135,7 +135,7 @@ class Experiment:
             accelerator=accelerator,
             per_device_batch_size=arm.micro_batch_size,
             global_batch_size=WINDOW_SIZE,
-            lengths=self.train["length"],
+            lengths=None if arm.planner is None else self.train["length"],  # by number, as the arms are called
             planner=arm.planner,
             seed=self.seed,
         )

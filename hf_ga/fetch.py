@@ -11,7 +11,8 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.hashing import Stream, make_key
 from hf_ga.layout import Layout
-from hf_ga.plan import Planner, check_plan
+from hf_ga.length_plan import ByLength
+from hf_ga.plan import Plan, Planner, check_plan
 
 Collate = Callable[[list[Any]], Any]
 
@@ -22,6 +23,7 @@ class WindowRequest:
 
     Attributes:
         micro_batches: of this process. most_micro_batches: of the process that has most of them.
+        lengths: of the samples, where the window was planned by them; None: the micro-batches are somebody's own.
     """
 
     seed: int
@@ -32,6 +34,7 @@ class WindowRequest:
     micro_batches: list[np.ndarray]
     whole_window: bool
     most_micro_batches: int = 0
+    lengths: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,25 @@ class Splitter:
         Raises:
             ConfigError: the planner drops or repeats samples.
         """
-        plan = self.planner(lengths, self.layout.num_processes)
+        plan = self.plan(lengths, whole_window)
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         own, most = plan[self.process_index], max(map(len, plan))
-        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most)
+        known = lengths if isinstance(self.planner, ByLength) else None
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
+
+    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
+        equal = whole_window and isinstance(self.planner, ByLength)
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
+
+    def padded_to_window(self, request: WindowRequest) -> WindowRequest:
+        """The same window with all micro-batches as wide as its longest sample: where it was planned by lengths, planned anew, as
+        micro-batches of many short samples would be too large now.
+        """
+        if request.lengths is None:
+            return replace(request, whole_window=True)
+        return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)
 
 
 class Fetcher:

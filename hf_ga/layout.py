@@ -33,8 +33,8 @@ class Layout:
 
     Attributes:
         num_processes: processes (devices).
-        micro_batch_size: most samples in one forward on one process.
-        accumulation_steps: micro-batches per process in a full window.
+        micro_batch_size: most samples in one forward on one process; where windows are planned by length, of the longest samples.
+        accumulation_steps: micro-batches per process in a full window; planned by length, where all samples are of the longest.
         window_size: samples in a full window over all processes (the global batch).
     """
 
@@ -108,5 +108,5 @@ class Layout:
     def __str__(self) -> str:
         return (
             f"window of {self.window_size} samples = {self.num_processes} process(es) x {self.accumulation_steps} "
-            f"micro-batch(es) of at most {self.micro_batch_size}"
+            f"micro-batch(es) of at most {self.micro_batch_size} (planned by length: of the longest)"
         )

@@ -20,6 +20,7 @@ from hf_ga.processes import say
 from hf_ga.reduce import is_sharded
 from hf_ga.run import Run
 from hf_ga.step import backward_window
+from hf_ga.train_windows import planned_lengths
 from hf_ga.windows import Window
 
 MOMENTS = 2  # numbers that AdamW keeps for each parameter
@@ -39,7 +40,7 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
         return
     with restored_modes(run.model), restored_buffers(run.model), preserved_random_states(), _room_for_moments(run):
         run.model.train()
-        window = _longest_samples(run, data)
+        window = _longest_samples(config, run, data)
         backward_window(
             run.accelerator,
             run.model,
@@ -80,10 +81,15 @@ def _outside(error: Exception) -> str:
     )
 
 
-def _longest_samples(run: Run, data: PreparedData) -> Window:
-    """A window in which every process has the same samples in one micro-batch. Of a stream only the first rows are known."""
-    lengths, processes = np.asarray(data.splits["train"]["length"]), run.accelerator.num_processes
-    longest = np.argsort(-lengths, kind="stable")[: run.windows.layout.micro_batch_size]
+def _longest_samples(config: FinetuneConfig, run: Run, data: PreparedData) -> Window:
+    """A window in which every process has the same samples in one micro-batch: as many of the longest as a plan puts together. Of a
+    stream only the first rows are known.
+    """
+    lengths, processes = planned_lengths(data), run.accelerator.num_processes
+    size, most = run.windows.layout.micro_batch_size, config.max_tokens_per_micro_batch
+    if most is not None:
+        size = min(most // int(lengths.max()), run.windows.layout.window_size)
+    longest = np.argsort(-lengths, kind="stable")[:size]
     own = len(longest) * run.accelerator.process_index + np.arange(len(longest))
     request = WindowRequest(
         seed=run.windows.seed,

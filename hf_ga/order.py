@@ -1,6 +1,7 @@
 """(number of samples, seed, epoch) -> order. The order knows no process, no micro-batch and no random generator."""
 
 import numpy as np
+import torch
 
 from hf_ga.hashing import Stream, extend_key, make_key
 
@@ -31,4 +32,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     ids = np.arange(num_samples, dtype=np.int64)
     if not shuffle:
         return ids
-    return np.argsort(extend_key(make_key(Stream.ORDER, seed, epoch), ids), kind="stable")
+    keys = extend_key(make_key(Stream.ORDER, seed, epoch), ids)
+    keys ^= np.uint64(1 << 63)  # as signed numbers they have the same order now
+    del ids
+    return torch.argsort(torch.from_numpy(keys.view(np.int64)), stable=True).numpy()  # in half of numpy's time

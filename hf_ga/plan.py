@@ -45,42 +45,6 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
     return [_cut(share, micro_batch_size) for share in shares]
 
 
-def plan_by_length(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> Plan:
-    """Split a window evenly over processes, with samples of similar lengths in each micro-batch.
-
-    Numbers are those of `plan_window`: shares differ by at most one sample, each is cut into as few micro-batches as the limit
-    allows, and their sizes differ by at most one. The window sorted by length is cut in the order in which the micro-batches
-    are computed, shortest first, and the order of the processes turns round each time: who has the longer micro-batch of one
-    turn has the shorter one of the next. So the n-th micro-batches of all processes, for which they wait for each other under
-    FSDP, are of similar length too. Within a process the larger micro-batches hold the shorter samples.
-
-    Args:
-        lengths: one integer a sample of the window; ones where lengths are unknown.
-        num_processes: at least 1; a process may get nothing.
-        micro_batch_size: most samples in one micro-batch, at least 1.
-
-    Returns:
-        for each process its micro-batches, shortest first; together every offset once. Equal lengths keep their order, so the
-        plan is a function of the arguments.
-
-    Raises:
-        ValueError: a size is below its least value.
-
-    >>> [[m.tolist() for m in share] for share in plan_by_length(np.array([9, 1, 5, 7, 3]), 2, 2)]
-    [[[1, 4], [0]], [[2, 3]]]
-    """
-    _check_sizes("plan_by_length", len(lengths), num_processes, micro_batch_size)
-    sizes = [_sizes(share, micro_batch_size) for share in _even_sizes(len(lengths), num_processes)]
-    turns = range(max(map(len, sizes)))
-    dealt = [(p, sizes[p][t]) for t in turns for p in range(num_processes)[:: -1 if t % 2 else 1] if t < len(sizes[p])]
-    by_length, start = np.argsort(lengths, kind="stable"), 0
-    plan: Plan = [[] for _ in sizes]
-    for process, size in dealt:
-        plan[process].append(by_length[start : start + size])
-        start += size
-    return plan
-
-
 def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int]) -> Plan:
     """Sort a window by length (shortest first) and cut it into micro-batches of the given sizes, dealt out in turn.
 
@@ -128,11 +92,6 @@ def _check_sizes(name: str, window_size: int, num_processes: int, micro_batch_si
 def _even_sizes(size: int, parts: int) -> list[int]:
     small, larger = divmod(size, parts)
     return [small + (part < larger) for part in range(parts)]
-
-
-def _sizes(share: int, micro_batch_size: int) -> list[int]:
-    """Sizes of as few micro-batches as the limit allows, larger ones first."""
-    return _even_sizes(share, -(-share // micro_batch_size)) if share else []
 
 
 def _cut(offsets: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hf_ga.base_loader import BaseLoader, as_it_is
 from hf_ga.batches import sample_length
+from hf_ga.costs import CostModel
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.fetch import Collate
 from hf_ga.plan import Planner
@@ -45,7 +46,10 @@ class StreamLoader(BaseLoader):
         dataset: yields samples (dicts, lists, tuples, tensors), each `iter()` from the beginning: a torch or a
             `datasets.IterableDataset`, not split by process.
         shuffle_buffer_size: samples among which the next one is drawn; see `shuffle_buffer`. 0: the stream's own order.
-        length_of: sample -> tokens, handed to `planner`. num_workers: 1 reads ahead in a process of its own; 0 does not.
+        length_of: sample -> tokens: windows are planned by them, or by `planner`, which gets the longest list in a sample where
+            this is left out. Without a limit of tokens, a micro-batch has at most as many as `per_device_batch_size` of the longest
+            samples of its window.
+        num_workers: 1 reads ahead in a process of its own; 0 does not.
         The others: see `WindowLoader`.
 
     Raises:
@@ -69,8 +73,10 @@ class StreamLoader(BaseLoader):
         global_batch_size: int | None = None,
         seed: int = 0,
         shuffle_buffer_size: int = 10_000,
-        length_of: Callable[[Any], int] = sample_length,
+        length_of: Callable[[Any], int] | None = None,
+        max_tokens_per_micro_batch: int | None = None,
         planner: Planner | None = None,
+        cost: CostModel | None = None,
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
@@ -88,11 +94,15 @@ class StreamLoader(BaseLoader):
             global_batch_size,
             seed=seed,
             planner=planner,
+            cost=cost,
+            by_length=length_of is not None,
+            longest=None,
+            max_tokens=max_tokens_per_micro_batch,
             pad_to_window=pad_to_window,
             drop_last_window=drop_last_window,
             num_workers=num_workers,
         )
-        self.accelerator, self.shuffle_buffer_size, self.length_of = accelerator, shuffle_buffer_size, length_of
+        self.accelerator, self.shuffle_buffer_size, self.length_of = accelerator, shuffle_buffer_size, length_of or sample_length
         self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)
 
     def __iter__(self) -> Iterator[Window]:
@@ -112,7 +122,7 @@ class StreamLoader(BaseLoader):
                 self._check_same(request.index, samples)
                 self.num_consumed += 1
                 self.fetcher.keep_first(samples)
-                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs, self.memory)
+                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs, self.memory, self.splitter)
                 del request, samples, batches  # what the caller lets go is not held here
                 yield window
                 del window

@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_ga.base_loader import BaseLoader, as_it_is
+from hf_ga.costs import CostModel
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.fetch import Collate, Fetcher, WindowRequest
+from hf_ga.fetch import Collate, Fetcher, Splitter, WindowRequest
 from hf_ga.generators import preserved_random_states
 from hf_ga.memory import MemoryLimit
 from hf_ga.order import epoch_order
@@ -52,6 +53,7 @@ class Window:
         num_samples: samples in the window over all processes.
         expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
         proofs: target rules found so far, kept for all windows of one loader. memory: so is the limit of a micro-batch.
+        splitter: plans the window again where it must be padded to one width.
     """
 
     request: WindowRequest
@@ -60,6 +62,7 @@ class Window:
     expected_targets: int | None = None
     proofs: list["Proof"] = field(default_factory=list)
     memory: MemoryLimit = field(default_factory=MemoryLimit)
+    splitter: Splitter | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -108,12 +111,17 @@ class Window:
     def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
         whole = self.request.whole_window if whole_window is None else whole_window
-        request = replace(self.request, micro_batches=micro_batches, whole_window=whole)
-        return Window(request, self.fetcher, self.fetcher[request], self.expected_targets, self.proofs, self.memory)
+        request = replace(self.request, micro_batches=micro_batches, whole_window=whole, lengths=None)
+        return replace(self, request=request, batches=self.fetcher[request])
 
     def padded_to_window(self) -> "Window":
-        """The same micro-batches, each padded to the window's longest sample."""
-        return self if self.request.whole_window else self.split(self.request.micro_batches, whole_window=True)
+        """With all micro-batches padded to the window's longest sample: the same ones, unless they were planned by lengths."""
+        if self.request.whole_window:
+            return self
+        if self.splitter is None:
+            return self.split(self.request.micro_batches, whole_window=True)
+        request = self.splitter.padded_to_window(self.request)
+        return replace(self, request=request, batches=self.fetcher[request])
 
 
 class WindowLoader(BaseLoader):
@@ -126,14 +134,18 @@ class WindowLoader(BaseLoader):
         global_batch_size: samples in a window over all processes; left out, it is processes x per_device_batch_size x
             gradient accumulation steps.
         seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
-        lengths: tokens of each sample, shape (len(dataset),): handed to `planner`.
+        lengths: tokens of each sample, shape (len(dataset),): windows are planned by them (`plan_by_length`), or by `planner`. Left
+            out, windows are split evenly by number.
         target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
+        max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
+            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`.
+        cost: what a micro-batch costs, for the plan by lengths; left out, it is that of the device.
         pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
 
     Raises:
-        ConfigError: sizes that fit no layout. DataError: a streaming or empty dataset.
+        ConfigError: sizes that fit no layout, or a limit below the longest sample. DataError: a streaming or empty dataset.
 
     Example:
         windows = WindowLoader(dataset, collate_fn, accelerator=accelerator, per_device_batch_size=8, seed=0)
@@ -153,24 +165,31 @@ class WindowLoader(BaseLoader):
         shuffle: bool = True,
         lengths: Sequence[int] | np.ndarray | None = None,
         target_counts: Sequence[int] | np.ndarray | None = None,
+        max_tokens_per_micro_batch: int | None = None,
         planner: Planner | None = None,
+        cost: CostModel | None = None,
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
         self.num_samples = _checked_length(dataset, lengths, target_counts)
+        known = None if lengths is None else np.asarray(lengths)
         super().__init__(
             accelerator,
             per_device_batch_size,
             global_batch_size,
             seed=seed,
             planner=planner,
+            cost=cost,
+            by_length=known is not None,
+            longest=None if known is None else int(known.max()),
+            max_tokens=max_tokens_per_micro_batch,
             pad_to_window=pad_to_window,
             drop_last_window=drop_last_window,
             num_workers=num_workers,
         )
         self.shuffle = shuffle
-        self.lengths = np.ones(self.num_samples, np.int64) if lengths is None else np.asarray(lengths)
+        self.lengths = np.ones(self.num_samples, np.int64) if known is None else known
         self.target_counts = None if target_counts is None else np.asarray(target_counts)
         self.fetcher = Fetcher(dataset, collate_fn)
         if not len(self):
@@ -203,7 +222,7 @@ class WindowLoader(BaseLoader):
                 self.num_consumed += 1
                 request = in_flight.pop(0)
                 targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory)
+                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:

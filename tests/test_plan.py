@@ -1,7 +1,5 @@
 """Plans and layouts: every sample of a window once, within the limits, and the arithmetic of batch sizes by hand."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_ga.errors import ConfigError
 from hf_ga.layout import Layout
-from hf_ga.plan import check_plan, plan_by_length, plan_by_sizes, plan_window, split_evenly
+from hf_ga.plan import plan_by_sizes, plan_window, split_evenly
 
 window_sizes, processes, limits = st.integers(0, 300), st.integers(1, 20), st.integers(1, 70)
 lengths_lists = st.lists(st.integers(1, 50), max_size=80)
@@ -116,92 +114,6 @@ def test_plan_by_sizes_refuses_no_processes():
         plan_by_sizes(np.ones(5, dtype=np.int64), 0, [2])
 
 
-def test_plan_by_length_by_hand():
-    """Catches sizes of `plan_by_sizes` (full ones and a rest), and an order of the processes that does not turn round."""
-    lengths = np.array([9, 1, 5, 5, 2, 7, 3])  # shortest first: 1, 4, 6, 2, 3, 5, 0 (2 before 3: equal lengths keep their order)
-    assert as_lists(plan_by_length(lengths, 1, 3)) == [[[1, 4, 6], [2, 3], [5, 0]]]
-    # Shares of 4 and 3: process 0 has the shortest and the longest, process 1 what lies between.
-    assert as_lists(plan_by_length(lengths, 2, 2)) == [[[1, 4], [5, 0]], [[6, 2], [3]]]
-    # Shares of 3, 2 and 2; only the first needs a second micro-batch.
-    assert as_lists(plan_by_length(lengths, 3, 2)) == [[[1, 4], [0]], [[6, 2]], [[3, 5]]]
-    assert as_lists(plan_by_length(np.array([4, 2]), 3, 8)) == [[[1]], [[0]], []]
-    assert as_lists(plan_by_length(np.array([], dtype=np.int64), 2, 8)) == [[], []]
-
-
-def test_plan_by_length_of_the_3072_on_240():
-    """3072 = 240 x 12 + 192: 192 processes have 13 samples as 7 + 6, 48 have 12 as 6 + 6; the older planner leaves some 20."""
-    lengths = np.random.default_rng(0).integers(8, 513, 3072)
-    sizes = sizes_of(plan_by_length(lengths, 240, 10))
-    assert sorted(map(tuple, sizes)) == [(6, 6)] * 48 + [(7, 6)] * 192
-    naive = [sum(share) for share in sizes_of(plan_by_sizes(lengths, 240, [10]))]
-    assert (min(naive), max(naive)) == (10, 20), "control: full micro-batches dealt out in turn are not balanced"
-
-
-@given(lengths_lists, processes, limits)
-def test_plan_by_length_properties(lengths, num_processes, limit):
-    """Catches lost or repeated samples, broken limits, unbalanced processes, too many forwards and unsorted micro-batches."""
-    window = np.array(lengths, dtype=np.int64)
-    plan = plan_by_length(window, num_processes, limit)
-    check_plan(plan, len(lengths), num_processes)
-    assert sizes_of(plan) == sizes_of(plan_window(len(lengths), num_processes, limit)), "same numbers, other samples"
-    for share in plan:
-        flat = [lengths[offset] for micro_batch in share for offset in micro_batch]
-        assert flat == sorted(flat)
-    # The n-th micro-batches of all processes: none reaches over those of the next turn.
-    turns = [[share[turn] for share in plan if turn < len(share)] for turn in range(max(map(len, plan)))]
-    widest = [max(lengths[o] for m in turn for o in m) for turn in turns]
-    shortest = [min(lengths[o] for m in turn for o in m) for turn in turns]
-    assert all(high <= low for high, low in zip(widest, shortest[1:], strict=False))
-    assert as_lists(plan_by_length(window, num_processes, limit)) == as_lists(plan)
-
-
-@given(st.lists(st.integers(1, 50), min_size=2, max_size=60), processes, limits)
-def test_plan_by_length_does_not_depend_on_the_order_but_for_ties(lengths, num_processes, limit):
-    """Catches a plan of the window's order: the same samples in another order make micro-batches of the same lengths."""
-
-    def lengths_of(values):
-        return [[[values[o] for o in m] for m in share] for share in plan_by_length(np.array(values), num_processes, limit)]
-
-    assert lengths_of(lengths) == lengths_of(lengths[::-1])
-
-
-def padded(lengths, plan):
-    """Tokens that each process computes, padding included."""
-    return [sum(len(m) * int(lengths[m].max()) for m in share) for share in plan]
-
-
-@pytest.mark.parametrize(("window", "num_processes", "limit"), [(3072, 240, 10), (64, 4, 8), (256, 8, 8)])
-def test_plan_by_length_wastes_little_and_balances(window, num_processes, limit):
-    """Catches pairing without turning round. Control: the window's own order pads far more, dealt in blocks unbalanced."""
-    lengths = np.random.default_rng(1).integers(8, 513, window)
-    ours, unsorted = (
-        padded(lengths, p) for p in (plan_by_length(lengths, num_processes, limit), plan_window(window, num_processes, limit))
-    )
-    assert sum(ours) < 1.15 * lengths.sum() < 1.3 * lengths.sum() < sum(unsorted)
-    assert max(ours) < 1.15 * np.mean(ours)
-    in_order = np.argsort(lengths, kind="stable")
-    blocks = [[in_order[m] for m in share] for share in plan_window(window, num_processes, limit)]
-    assert max(padded(lengths, blocks)) > 1.5 * np.mean(ours), "control: consecutive shares of the sorted window"
-
-
-def test_plan_by_length_is_quick():
-    """A window of 4,096 over 256 processes takes a few milliseconds; catches a loop over samples with a search inside."""
-    lengths = np.random.default_rng(0).integers(8, 513, 4096)
-    for limit in (1, 16):
-        seconds = []
-        for _ in range(3):  # the least: other programs share this machine's cores
-            began = time.process_time()
-            plan_by_length(lengths, 256, limit)
-            seconds.append(time.process_time() - began)
-        assert min(seconds) < 0.05
-
-
-@pytest.mark.parametrize("sizes", [(0, 1), (2, 0), (2, -1)])
-def test_plan_by_length_refuses_impossible_sizes(sizes):
-    with pytest.raises(ValueError, match="plan_by_length needs.*got 5, " + ", ".join(map(str, sizes))):
-        plan_by_length(np.ones(5, dtype=np.int64), *sizes)
-
-
 # ------------------------------------------------------------------------------------------------------------------- layouts
 
 
@@ -252,4 +164,7 @@ def test_layout_refuses(arguments, global_batch_size, message):
 
 
 def test_layout_prints_what_will_run():
-    assert str(Layout(2, 8, 4, 63)) == "window of 63 samples = 2 process(es) x 4 micro-batch(es) of at most 8"
+    assert (
+        str(Layout(2, 8, 4, 63))
+        == "window of 63 samples = 2 process(es) x 4 micro-batch(es) of at most 8 (planned by length: of the longest)"
+    )

@@ -16,7 +16,8 @@ import hf_ga
 from hf_ga import ConfigError, plan_batch
 from hf_ga.batch_arithmetic import Share
 from hf_ga.cli import parse_config
-from hf_ga.plan import check_plan, plan_by_length
+from hf_ga.length_plan import plan_by_length
+from hf_ga.plan import check_plan, plan_window
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan_batch.py"
 SEED_CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
@@ -60,8 +61,7 @@ def test_3072_on_240_devices_by_hand():
 
 
 def test_3072_on_240_devices_as_the_loader_plans_it():
-    lengths = np.random.default_rng(0).integers(8, 513, 3072)
-    real = plan_by_length(lengths, 240, 10)
+    real = plan_by_length(np.full(3072, 512), 240, 10 * 512)
     check_plan(real, 3072, 240)
     assert counted(real) == promised(plan_batch(3072, **SEED_CASE).shares) == {(7, 6): 192, (6, 6): 48}
 
@@ -80,7 +80,7 @@ def test_plan_batch_properties(window, num_nodes, num_devices, limit):
         assert not sizes or (min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1)
     assert max(s.samples for s in plan.shares) - min(s.samples for s in plan.shares) <= 1
     assert max(sum(s.micro_batch_sizes.values()) for s in plan.shares) == plan.layout.accumulation_steps
-    real = plan_by_length(np.arange(window) % 17, processes, limit)
+    real = plan_window(window, processes, limit)
     check_plan(real, window, processes)
     assert promised(plan.shares) == counted(real)
     again = plan_batch(window, nodes=num_nodes, devices_per_node=num_devices, per_device_train_batch_size=limit)
@@ -113,8 +113,9 @@ def test_alternatives_are_what_they_say(window, num_nodes, num_devices, limit):
     largest = max(max(s.micro_batch_sizes, default=0) for s in plan.shares)
     assert [a.micro_batch_size < largest for a in same] == [False] * (steps > 1) + [True] * (largest > 1)
     for layout in same:
-        sizes = [len(m) for share in plan_by_length(np.ones(window), processes, layout.micro_batch_size) for m in share]
-        forwards = [len(share) for share in plan_by_length(np.ones(window), processes, layout.micro_batch_size)]
+        real = plan_window(window, processes, layout.micro_batch_size)
+        sizes = [len(m) for share in real for m in share]
+        forwards = [len(share) for share in real]
         assert max(forwards) == layout.accumulation_steps != steps
         assert max(sizes) == layout.micro_batch_size, "a limit that is not reached says too much memory"
 

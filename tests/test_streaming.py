@@ -120,6 +120,7 @@ def seen(windows):
 SPLITS = {
     "by count": {},
     "sorted by length": {"planner": partial(plan_by_sizes, sizes=[3, 1])},
+    "by length": {"max_tokens_per_micro_batch": 100},
     "padded": {"pad_to_window": True},
 }
 
@@ -127,9 +128,17 @@ SPLITS = {
 def loaders(samples, rows=None, collate_fn=h.pad_right, num_workers=0, **options):
     """(over a stream, over a list)"""
     options = {"accelerator": Accelerator(), "global_batch_size": 8, "per_device_batch_size": 3, "seed": 5, **options}
-    lengths = [max(np.size(v) for v in s.values()) for s in samples]
-    of_stream = StreamLoader(Listed(samples), collate_fn, shuffle_buffer_size=0, num_workers=num_workers, **options)
+    by_length, planned = "max_tokens_per_micro_batch" in options, "planner" in options
+    lengths = [longest_entry(s) for s in samples] if by_length or planned else None
+    length_of = longest_entry if by_length else None
+    of_stream = StreamLoader(
+        Listed(samples), collate_fn, shuffle_buffer_size=0, num_workers=num_workers, length_of=length_of, **options
+    )
     return of_stream, hf_ga.WindowLoader(rows or samples, collate_fn, shuffle=False, lengths=lengths, **options)
+
+
+def longest_entry(sample):
+    return max(np.size(v) for v in sample.values())
 
 
 @pytest.mark.parametrize(("split", "num_workers"), [(s, n) for s in SPLITS for n in (0, 1) if not (n and s == "padded")])
@@ -237,6 +246,19 @@ def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     assert all(
         new["draws"] is not old["draws"] and new["draws"].equal(old["draws"]) for new, old in zip(batches, item[2], strict=True)
     )
+
+
+def test_windows_of_a_stream_by_length():
+    """Similar lengths together, in the memory of two of the window's longest. Control: by number, more is padding."""
+    samples = h.token_samples(40)
+    options = {"accelerator": Accelerator(), "global_batch_size": 20, "per_device_batch_size": 2, "shuffle_buffer_size": 0}
+    by_length = list(StreamLoader(Listed(samples), h.pad_right, length_of=longest_entry, **options))
+    by_number = list(StreamLoader(Listed(samples), h.pad_right, **options))
+    for window, other in zip(by_length, by_number, strict=True):
+        tokens, others = ([m.batch["input_ids"].numel() for m in w.micro_batches] for w in (window, other))
+        longest = max(longest_entry(samples[i]) for i in window.sample_ids)
+        assert max(tokens) <= 2 * longest and sum(tokens) < 0.95 * sum(others) and len(others) == 10
+        assert sorted(window.sample_ids) == sorted(other.sample_ids)
 
 
 # -- several processes ------------------------------------------------------------------------------------------------------

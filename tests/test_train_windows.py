@@ -1,0 +1,245 @@
+"""From prepared data to planned windows: limits of tokens, what is said of the plans, runs that are the same whatever the limit."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import helpers as h
+import numpy as np
+import pytest
+import runs
+import torch
+from accelerate import Accelerator
+from runs import relative_distance, train
+
+import hf_ga
+from hf_ga import train_windows
+from hf_ga.cli import parse_config
+from hf_ga.collation import collate_causal, collate_masked, collate_targets, collate_to_multiple
+from hf_ga.costs import CostModel, cost_model
+from hf_ga.errors import ConfigError
+from hf_ga.length_plan import plan_by_length
+from hf_ga.plan import plan_window
+from hf_ga.train_windows import described, planned_lengths
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with runs.filled_place(tmp_path_factory.mktemp("train_windows")) as folder:
+        yield folder
+
+
+def loader(of, **options):
+    samples = [{"input_ids": [1] * n, "labels": [1] * n} for n in of]
+    options = {"per_device_batch_size": 4, "global_batch_size": 32, "lengths": of, **options}
+    return hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(cpu=True), **options)
+
+
+def first_of_three():
+    more = {"gradient_accumulation_steps": 1, "distributed_type": None, "device": torch.device("cpu")}
+    return SimpleNamespace(num_processes=3, process_index=0, **more)
+
+
+def tokens_of(windows):
+    """[[padded tokens of each micro-batch] of each window], from the tensors."""
+    return [[m.batch["input_ids"].numel() for m in window.micro_batches] for window in windows]
+
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 100), 2, 120).astype(int)
+
+
+def test_windows_are_planned_by_their_lengths():
+    """No more memory than four of the longest, every sample once, little padding. Control: by number, twice the tokens and more."""
+    windows = list(loader(LENGTHS))
+    tokens = tokens_of(windows)
+    assert max(map(max, tokens)) <= 4 * max(LENGTHS)
+    assert sorted(i for w in windows for m in w.micro_batches for i in m.sample_ids) == list(range(100))
+    assert sum(map(sum, tokens)) < 1.15 * LENGTHS.sum()
+    assert sum(map(sum, tokens_of(loader(LENGTHS, lengths=None)))) > 2 * LENGTHS.sum()
+    assert max(map(max, tokens_of(loader(LENGTHS, max_tokens_per_micro_batch=150)))) <= 150
+
+
+def test_a_window_that_must_have_one_width_is_planned_anew():
+    """As when a proof asks for it after windows were planned. Control: the same micro-batches, padded, take more than the limit."""
+    limit = 4 * max(LENGTHS)
+    for window in loader(LENGTHS):
+        padded = window.padded_to_window()
+        widths = {m.batch["input_ids"].shape[1] for m in padded.micro_batches}
+        assert len(widths) == 1 and max(tokens_of([padded])[0]) <= limit
+        assert sorted(i for m in padded.micro_batches for i in m.sample_ids) == sorted(window.sample_ids)
+        assert max(map(len, (m.sample_ids for m in window.micro_batches))) * widths.pop() > (limit if window.num_samples > 4 else 0)
+    one = window.split([np.array([0, 1]), np.array([2, 3])])  # a split of one's own is kept
+    assert [len(m) for m in one.padded_to_window().micro_batches] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, got 0"),
+        ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens: allow at least 120"),
+        ({"max_tokens_per_micro_batch": 200, "lengths": None}, "max_tokens_per_micro_batch 200 .* give lengths"),
+        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "no planner of your own"),
+    ],
+)
+def test_the_loader_refuses(options, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(np.append(LENGTHS, 120), **options)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_under_fsdp_processes_wait_in_every_forward(sharded, monkeypatch):
+    """So plans are those for that: one micro-batch more or less at most, as whoever has fewer repeats one."""
+    monkeypatch.setattr("hf_ga.base_loader.is_sharded", lambda accelerator: sharded)
+    windows = hf_ga.WindowLoader([{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50)
+    found = windows.splitter.plan(LENGTHS[:50], False)
+    expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), in_step=sharded)
+    assert [[m.tolist() for m in share] for share in found] == [[m.tolist() for m in share] for share in expected]
+    numbers = [len(share) for share in found]
+    assert max(numbers) - min(numbers) <= 1 or not sharded
+
+
+# -- of a run ---------------------------------------------------------------------------------------------------------------
+
+
+def prepared(lengths, targets=None, labels="tokens", stream=None):
+    columns = {"length": lengths, "num_targets": targets}
+    return SimpleNamespace(splits={"train": columns}, task=SimpleNamespace(labels=labels), stream=stream)
+
+
+def test_targets_count_as_much_as_sources():
+    """The longest target stands for the longest source: a limit on one is one on both."""
+    data = prepared([100, 10, 50, 10], [5, 20, 10, 0], labels="target")
+    assert planned_lengths(data).tolist() == [100, 100, 50, 10]  # 5 of 20 is 25 of 100; 20 of 20 is 100; 10 of 20 is 50
+    assert planned_lengths(prepared([3, 4], [1, 9])).tolist() == [3, 4]
+    sources, targets = np.random.default_rng(0).integers(1, 200, (2, 500))
+    targets = targets // 7 + 1
+    for m in loader(planned_lengths(prepared(sources, targets, "target")), global_batch_size=100).requests():
+        for offsets in m.micro_batches:
+            ids = m.sample_ids[offsets]
+            assert len(ids) * sources[ids].max() <= 4 * sources.max()
+            assert len(ids) * targets[ids].max() <= 4 * targets.max() + len(ids)  # rounding: below one token a sample
+
+
+def test_what_a_run_says_of_its_plans():
+    """Against the tensors of the first epoch."""
+    windows = loader(LENGTHS)
+    padded = sum(map(sum, tokens_of(windows)))
+    in_order = sum(map(sum, tokens_of(loader(LENGTHS, lengths=None))))
+    assert described(windows, LENGTHS) == (
+        f"micro-batches by length, at most {4 * max(LENGTHS)} tokens: {padded / LENGTHS.sum():.2f} padded tokens per real one "
+        f"(in order of the epoch: {in_order / LENGTHS.sum():.2f})"
+    )
+    wide = loader(LENGTHS, pad_to_window=True)
+    padded = sum(map(sum, tokens_of(wide))) / LENGTHS.sum()
+    assert "as wide as their window (the loss depends on padding)" in described(wide, LENGTHS)
+    assert f": {padded:.2f} padded tokens per real one (in order of the epoch: {padded:.2f})" in described(wide, LENGTHS)
+
+
+def test_what_a_run_says_of_balance():
+    """Window by window the dearest process over the mean, by the formula."""
+    windows = hf_ga.WindowLoader(
+        [{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50, shuffle=False, cost=CostModel(7)
+    )
+
+    def price(share, lengths):
+        return sum(7 + len(m) * max(lengths[m]) * (1 + max(lengths[m]) / 2304) for m in share)
+
+    halves = LENGTHS[:50], LENGTHS[50:]
+    prices = np.array([[price(share, half) for share in windows.splitter.plan(half, False)] for half in halves])
+    ratio = prices.max(1).sum() / prices.mean(1).sum()
+    assert described(windows, LENGTHS).endswith(f", processes balanced to {ratio:.2f} (largest / mean cost)")
+
+
+def test_the_same_update_whatever_the_limit(place, tmp_path, capsys):
+    """Of tokens in a micro-batch, also as wide as multiples of 8. Control: another window is another run."""
+    few = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}
+    result = train(place, tmp_path / "own", **few)
+    assert "micro-batches by length, at most 192 tokens: 1." in capsys.readouterr().out
+    for name, more in {"small": {"max_tokens_per_micro_batch": 30}, "large": {"max_tokens_per_micro_batch": 10_000}}.items():
+        found = train(place, tmp_path / name, **more, **few)
+        assert found["train_loss"] == pytest.approx(result["train_loss"], rel=1e-5)
+        assert relative_distance(tmp_path / name, tmp_path / "own") < 1e-5
+    train(place, tmp_path / "other", global_batch_size=15, **few)
+    assert relative_distance(tmp_path / "other", tmp_path / "own") > 1e-4
+
+
+def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monkeypatch):
+    """What runs on a GPU: widths are multiples of 8, but never beyond max_length, 23, which the positions may not cover."""
+    few = {"max_steps": 3, "save_steps": 9, "eval_steps": 9, "max_length": 23}
+    train(place, tmp_path / "own", **few)
+    widths, forward = set(), train_windows.collate_to_multiple
+
+    def seen(*args, **options):
+        batch = forward(*args, **options)
+        widths.update(tensor.shape[1] for tensor in batch.values())
+        return batch
+
+    monkeypatch.setattr(train_windows, "cost_model", lambda device_type, hidden: cost_model("cuda", hidden))
+    monkeypatch.setattr(train_windows, "collate_to_multiple", seen)
+    train(place, tmp_path / "multiples", **few)
+    assert widths and widths <= {8, 16, 23}
+    assert relative_distance(tmp_path / "multiples", tmp_path / "own") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [({}, "23 is less than the longest sample's 24"), ({"streaming": True}, "23 is less than max_length's 24")]
+)
+def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, message, monkeypatch):
+    """Before a model is built."""
+    monkeypatch.setattr("hf_ga.building.build_model", None)
+    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens: allow at least 24"):
+        train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
+
+
+def test_what_is_tried_before_training_is_what_the_limit_allows(place, tmp_path, capsys):
+    """Under auto: two samples of the longest; never more than a window has."""
+    few = {"per_device_train_batch_size": "auto", "max_steps": 1, "save_steps": 9, "eval_steps": 9}
+    for limit, size in ((50, 2), (5000, 16)):
+        train(place, tmp_path / str(limit), max_tokens_per_micro_batch=limit, **few)
+        said = capsys.readouterr().out
+        assert f"per_device_train_batch_size auto: micro-batches of {size} x 24 tokens fit into memory" in said
+        assert f"micro-batches by length, at most {limit:,} tokens: 1." in said
+
+
+def test_the_flag():
+    assert parse_config(["--max_tokens_per_micro_batch", "4096"]).max_tokens_per_micro_batch == 4096
+    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch must be at least 1, got 0"):
+        hf_ga.FinetuneConfig(max_tokens_per_micro_batch=0).check()
+
+
+def test_a_resumed_run_may_have_another_limit(place, tmp_path):
+    few = {"max_steps": 4, "save_steps": 3, "eval_steps": 9}
+    whole = train(place, tmp_path / "whole", **few)
+    saved = next((tmp_path / "whole").glob("checkpoint-*3"))
+    again = train(place, tmp_path / "again", **few, max_tokens_per_micro_batch=40, resume_from_checkpoint=str(saved))
+    assert again["steps"] == 4 and again["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+
+
+# -- multiples --------------------------------------------------------------------------------------------------------------
+
+ROWS = [{"input_ids": [5, 6, 7], "labels": [1, 2], "mask_key": 3}, {"input_ids": [5], "labels": [4], "mask_key": 4}]
+
+
+@pytest.mark.parametrize(("multiple", "most", "width"), [(1, 9, 3), (8, 99, 8), (8, 7, 7), (8, 2, 3), (3, 99, 3)])
+def test_multiples_by_hand(multiple, most, width):
+    """What is added is padding: ignored as a target, not attended to."""
+    causal = partial(collate_causal, pad_token_id=9)
+    plain = causal([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
+    wide = collate_to_multiple([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}], causal, 9, multiple, most)
+    for name, value in {"input_ids": 9, "attention_mask": 0, "labels": -100}.items():
+        assert wide[name].shape == (2, width)
+        assert wide[name][:, :3].equal(plain[name]) and (wide[name][:, 3:] == value).all()
+
+
+def test_multiples_leave_all_but_tokens():
+    """Targets of another width, and masks, which are drawn before."""
+    wide = collate_to_multiple(ROWS, partial(collate_targets, pad_token_id=9), 9, 8, 99)
+    assert wide["input_ids"].shape == (2, 8) and wide["labels"].tolist() == [[1, 2], [4, -100]]
+    masked = partial(collate_masked, pad_token_id=0, special_ids=[1], mask_token_id=2, vocab_size=9, probability=0.5)
+    plain, wide = masked(ROWS), collate_to_multiple(ROWS, masked, 0, 8, 99)
+    assert all(wide[name][:, :3].equal(plain[name]) and wide[name].shape == (2, 8) for name in plain)
+
+
+def test_plan_window_pads_more():
+    """The control of all the above: the plan by number on these lengths."""
+    padded = sum(len(m) * LENGTHS[m].max() for share in plan_window(100, 1, 4) for m in share)
+    assert padded > 2 * LENGTHS.sum()
