@@ -99,7 +99,7 @@ def evaluate(
     windows.set_epoch(0)
     chosen = reader.metrics if reader else {name: METRICS[name] for name in metrics}
     read = _no_comparison if not chosen else partial(_of_reader, reader) if reader else _classes_or_numbers
-    losses = _Losses(rule, loss_fn)
+    losses = _Losses(rule, loss_fn, reads_logits=bool(chosen))
     with restored_modes(model):
         model.eval()
         own = _own_shares(accelerator, windows, partial(_share_of, accelerator, callable_module(model), losses, read))
@@ -199,12 +199,15 @@ def _in_parts(
 class _Losses:
     """The loss of a split, each part over its own targets, and the router's choices of the whole split."""
 
-    def __init__(self, rule: TargetRule, loss_fn: LossFunction | None) -> None:
+    def __init__(self, rule: TargetRule, loss_fn: LossFunction | None, *, reads_logits: bool) -> None:
         self.rule, self.loss_fn, self.router = rule, loss_fn, rule.router if loss_fn is None else None
+        self.without_logits = loss_fn is None and not reads_logits
 
     def active(self) -> AbstractContextManager[None]:
-        """The balancing loss is taken over the split, not over each batch."""
-        return nullcontext() if self.router is None else self.router.active()
+        """The balancing loss is taken over the split, not over each batch. Logits are not made where only the loss is asked for."""
+        if self.loss_fn is not None:
+            return nullcontext()
+        return self.rule.active(without_logits=self.without_logits)
 
     def of(
         self, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch

@@ -1,7 +1,6 @@
 """The forwards and backwards of one window on this process: what its share adds to the gradient of the window's mean loss."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,11 +47,12 @@ def head_gradients(
     forwards = [Forward(m, n) for m, n in zip(window.micro_batches, counts, strict=True) if any(n) or rule.router]
     forwards = as_many_as_others(accelerator, window, forwards, rule)
     module = callable_module(model)
-    with nullcontext() if rule.router is None else rule.router.active():
+    with rule.active():
         balance = _balance(accelerator, model, window, rule, forwards, share)
         batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
         for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
             with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
+                rule.expect(forward.counts)
                 with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
                     term = window_term(rule.name, module(**accepted_arguments(model, batch)), batch, forward.counts, totals)
                     if rule.router is not None:

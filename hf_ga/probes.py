@@ -13,7 +13,7 @@ from hf_ga.errors import LossNotAdditive
 Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
 # What is taken for rounding. A parameter whose gradient is small is judged against FLOOR of the norm over all parameters.
 TOLERANCE, FLOOR = 2e-5, 1e-2
-NUM_IN_A = 2  # of the probe samples; not 1, for which BatchNorm has no statistics
+NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2, not 1, for which BatchNorm has no statistics
 POSITIONS = ("start_positions", "end_positions")
 SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
 
@@ -98,6 +98,42 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
         return "the loss is a sum, not a mean"
     return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
+
+
+def no_single_rule(
+    model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], probes: dict[str, Probe]
+) -> str:
+    """Why none, or more than one, of the rules is taken."""
+    if fitting:
+        return (
+            f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
+            "prove_targets more samples of different lengths, or pass loss_fn."
+        )
+    losses = {name: probe[0] for name, probe in probes.items()}
+    shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
+    numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, off by {residuals[rule]:.1e}" for rule in residuals)
+    return (
+        f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
+        f"{shown}). Likely cause: {likely_cause(model, losses)}. "
+        "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
+    )
+
+
+def unlike_in_another_order(model: nn.Module, loss: float, rounding: float, limit: float) -> str:
+    """Why a model is refused whose loss is not even that of the same samples in another order."""
+    cause = likely_cause(model, None) if loss == loss else "the loss is NaN, a mean over nothing"
+    return (
+        f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
+        f"{limit:.0e}). Likely cause: {cause}, or computing in low precision."
+    )
+
+
+def unknown_router_loss(residual: float) -> str:
+    """Why a mixture of experts is refused."""
+    return (
+        f"the router's auxiliary loss is not the one that is known (off by {residual:.1e} relative). Set "
+        "output_router_logits=False (the load is then not balanced), or pass loss_fn."
+    )
 
 
 def unlike_without_padding(distance: float) -> str:

@@ -17,21 +17,25 @@ from hf_ga.errors import LossNotAdditive
 from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, head_loss, loss_of, restored_modes, unwrapped
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.keyed import sample_keys, window_key
+from hf_ga.lazy_proof import LazyProof
 from hf_ga.parts import PARTS, parts_known_by
 from hf_ga.places import KeyedPlaces, restored_buffers
 from hf_ga.precision import at_least_float32, check_trainable, full_precision
 from hf_ga.probes import (
     NUM_IN_A,
+    NUM_PROBE_SAMPLES,
     TOLERANCE,
     Probe,
     applicable_rules,
-    likely_cause,
+    no_single_rule,
     off,
     residual_of,
     rows_with_targets,
     separating_labels,
     separating_parts,
     targets_per_row,
+    unknown_router_loss,
+    unlike_in_another_order,
     unlike_without_padding,
 )
 from hf_ga.router import BalanceCall, RouterLoss, add_calls
@@ -40,7 +44,7 @@ from hf_ga.terms import Counts, add_counts, count_targets, window_term
 # Right rules leave rounding: at most TOLERANCE, or 20 times what the same samples in another order differ by.
 TIMES_ROUNDING = 20.0
 MOST_ROUNDING = 5e-4  # above it, right and wrong rules could not be told apart
-NUM_CANDIDATES, NUM_PROBE_SAMPLES, NUM_WIDTHS = 64, 6, 8
+NUM_CANDIDATES, NUM_WIDTHS = 64, 8
 Batches, Rows = dict[str, Batch], dict[str, np.ndarray]  # of A, B and A+B
 
 
@@ -57,6 +61,7 @@ class Prover:
         self.device = self.parameters[0].device
         self.places = KeyedPlaces(self.model)
         self.router: RouterLoss | None = None
+        self.lazy = LazyProof(self.model)
         self.by_length = sorted(samples, key=sample_length)
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
         self.candidates = [self.by_length[i] for i in spread]
@@ -101,6 +106,19 @@ class Prover:
                     parameter.grad = None
         self.router = router if any(router.coefficients) else None
 
+    def find_lazy_head(self) -> None:
+        """Learn whether loss and gradient are the same without the logits of the output layer."""
+        if self.loss_fn is not None or self.lazy.head is None:
+            self.lazy.head = None
+            return
+        batch, rows = self._separated(self._rows_with_targets()), np.arange(NUM_PROBE_SAMPLES)
+        if parts_known_by(accepted_arguments(self.model, batch)) is not None:
+            # `parts.py` computes it after the forward, when under FSDP the layer is sharded again.
+            self.lazy.refuse("its loss is a sum of means, which is taken of them")
+            return
+        with self._without_router():
+            self.lazy.ask(batch, partial(self._probe, batch, rows))
+
     def prove_rule(self) -> tuple[str, float]:
         """The rule by which the terms of A and B add up to the loss of A+B, and how far they are off.
 
@@ -120,10 +138,7 @@ class Prover:
         if self.router is not None:
             residual = off(self._added_up(rule, batches, rows), self._probe(whole, everything))
             if not residual <= tolerance:
-                raise LossNotAdditive(
-                    f"the router's auxiliary loss is not the one that is known (off by {residual:.1e} relative). Set "
-                    "output_router_logits=False (the load is then not balanced), or pass loss_fn."
-                )
+                raise LossNotAdditive(unknown_router_loss(residual))
         return rule, residual
 
     def _sum_of_means(self, batches: Batches, rows: Rows, whole: Probe, tolerance: float) -> tuple[str, float] | None:
@@ -149,7 +164,7 @@ class Prover:
         fitting = [rule for rule, residual in residuals.items() if residual <= tolerance]
         shares = {round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]}
         if len(shares) != 1:
-            raise LossNotAdditive(self._explanation(fitting, residuals, counts, probes))
+            raise LossNotAdditive(no_single_rule(self.model, fitting, residuals, counts, probes))
         return fitting[0], residuals[fitting[0]]
 
     def _added_up(self, rule: str, batches: Batches, rows: Rows) -> Probe:
@@ -245,11 +260,7 @@ class Prover:
         reverse = np.arange(NUM_PROBE_SAMPLES)[::-1].copy()
         rounding = off(self._probe(take_rows(whole, reverse, self.entries), reverse), probe)
         if not rounding <= MOST_ROUNDING:
-            cause = likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over nothing"
-            raise LossNotAdditive(
-                f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
-                f"{MOST_ROUNDING:.0e}). Likely cause: {cause}, or computing in low precision."
-            )
+            raise LossNotAdditive(unlike_in_another_order(self.model, probe[0], rounding, MOST_ROUNDING))
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
     def _rows_with_targets(self) -> dict[str, Any]:
@@ -283,18 +294,3 @@ class Prover:
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:
         return {name: at_least_float32(v.to(self.device)) if isinstance(v, Tensor) else v for name, v in batch.items()}
-
-    def _explanation(self, fitting: list[str], residuals: dict, counts: dict, probes: dict[str, Probe]) -> str:
-        if fitting:
-            return (
-                f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
-                "prove_targets more samples of different lengths, or pass loss_fn."
-            )
-        losses = {name: probe[0] for name, probe in probes.items()}
-        shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
-        numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, off by {residuals[rule]:.1e}" for rule in residuals)
-        return (
-            f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
-            f"{shown}). Likely cause: {likely_cause(self.model, losses)}. "
-            "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
-        )

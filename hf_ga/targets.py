@@ -9,7 +9,8 @@ A head whose loss is a sum of several means has one such count for each of them 
 experts is taken over the whole window (`router.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import nn
 
 from hf_ga.batches import Batch
 from hf_ga.forward import LossFunction, module_modes
+from hf_ga.lazy_logits import LazyHead
 from hf_ga.parts import PARTS
 from hf_ga.places import KeyedPlaces
 from hf_ga.proof import Prover
 from hf_ga.router import RouterLoss
-from hf_ga.terms import count_targets
+from hf_ga.terms import Counts, count_targets
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class TargetRule:
         modes: of every module, whether it was in training mode.
         router: the model's balancing loss, where the head adds one.
         unused: names of trainable parameters that got no gradient in the proof.
+        lazy_head: the output layer, where loss and gradient were the same without its logits. full_logits: why they were not.
     """
 
     name: str
@@ -48,10 +51,26 @@ class TargetRule:
     modes: tuple[bool, ...]
     router: RouterLoss | None = None
     unused: frozenset[str] = frozenset()
+    lazy_head: LazyHead | None = None
+    full_logits: str = ""
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
         return sum(count_targets(self.name, batch, num_samples))
+
+    @contextmanager
+    def active(self, *, without_logits: bool = True) -> Iterator[None]:
+        """For forwards of the model: its balancing loss is kept apart, and its logits are not made, unless somebody reads them."""
+        with (
+            nullcontext() if self.router is None else self.router.active(),
+            self.lazy_head.active() if self.lazy_head is not None and without_logits else nullcontext(),
+        ):
+            yield
+
+    def expect(self, counts: Counts) -> None:
+        """The targets of the next forward, counted on the host."""
+        if self.lazy_head is not None:
+            self.lazy_head.expect(counts)
 
     def __str__(self) -> str:
         width = {
@@ -60,7 +79,8 @@ class TargetRule:
             None: "micro-batches padded alike, as it cannot be told whether that matters",
         }[self.width_matters]
         router = "" if self.router is None else ", the router's balancing loss taken over the whole window"
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}"
+        logits = ", no full logits" if self.lazy_head is not None else self.full_logits and f", full logits ({self.full_logits})"
+        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}"
 
 
 def prove_targets(
@@ -97,9 +117,23 @@ def prove_targets(
             module.training = False
         with prover.places.active():
             prover.find_router()
-            name, residual = prover.prove_rule()
-            width_matters = prover.width_matters(name)
-            if width_matters:
-                prover.check_unpadded(name)
+            prover.find_lazy_head()
+            with prover.lazy.active():  # what is proven is what runs
+                name, residual = prover.prove_rule()
+                width_matters = prover.width_matters(name)
+                if width_matters:
+                    prover.check_unpadded(name)
+            prover.lazy.learn_count(name)
     one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
-    return TargetRule(name, one_width, width_matters, prover.places, residual, modes, prover.router, frozenset(prover.unused))
+    return TargetRule(
+        name,
+        one_width,
+        width_matters,
+        prover.places,
+        residual,
+        modes,
+        prover.router,
+        frozenset(prover.unused),
+        prover.lazy.head,
+        prover.lazy.full_logits,
+    )

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_ga
-from hf_ga.proof import likely_cause
+from hf_ga.probes import likely_cause
 from hf_ga.terms import RULES
 
 # -- models and samples that only these tests need --------------------------------------------------------------------------
