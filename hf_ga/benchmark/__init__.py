@@ -1,0 +1,1 @@
+"""Speed and memory against Trainer, TRL and a raw Accelerate loop: what `scripts/benchmark.py` runs."""

@@ -1,0 +1,39 @@
+"""Functions in processes of their own, so that each has a peak of memory, a thread pool and an Accelerate state of its own."""
+
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from transformers.utils import logging
+
+# Imported once by the process that all others are forked of: so they start within a second, from the same memory.
+_PRELOADED = ["hf_ga.benchmark.sections", "trl.trainer.sft_trainer"]
+
+
+class ProcessEnded(Exception):
+    """The process ended without an answer (out of memory?)."""
+
+
+def run_apart(function: Callable, *arguments: Any) -> Any:
+    """What the function returns, computed in a process of its own. Function, arguments and result must be picklable.
+
+    Raises:
+        ProcessEnded: it ended without an answer. Whatever the function raises.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool as error:
+            raise ProcessEnded(f"{function.__name__} ended without an answer: was memory short?") from error
+
+
+def _be_quiet() -> None:
+    """Figures are the only output; what others warn of (TRL of padding-free attention, for one) is told in the documentation."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")

@@ -1,0 +1,110 @@
+"""The arms that are loops: Accelerate's own documentation, and hf_ga."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import hf_ga
+from hf_ga.benchmark.lap import Lap, Refused
+from hf_ga.benchmark.meters import forwards_and_backwards
+from hf_ga.benchmark.setting import SIZES
+from hf_ga.costs import cost_model
+from hf_ga.host_memory import keep_freed_memory
+from hf_ga.known_rules import proven_rule
+
+
+def accelerate_loop(lap: Lap) -> None:
+    """`with accelerator.accumulate(model)`, the mean loss of every micro-batch, clipping where gradients are synchronised."""
+    accelerator = make_accelerator(lap)
+    model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
+
+    def epoch(samples: list[Any]) -> None:
+        loader = DataLoader(samples, batch_size=lap.setting.micro_batch_size, shuffle=True, collate_fn=lap.collate)
+        for batch in accelerator.prepare(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), lap.setting.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    epoch(lap.warmup_samples)
+    with forwards_and_backwards(lap.stopwatch, model), lap.measured():
+        epoch(lap.samples)
+
+
+def unsorted(lap: Lap) -> None:
+    """A loader that is told no lengths: micro-batches as they come."""
+    _hf_ga(lap)
+
+
+def by_length(lap: Lap) -> None:
+    """A loader that is told the lengths, and the width of the model, as `finetune` does."""
+    _hf_ga(lap, **_lengths(lap))
+
+
+def packed(lap: Lap) -> None:
+    """The same, and the model's layers compute real tokens only, in every micro-batch that has padding."""
+    _hf_ga(lap, always_packed=True, **_lengths(lap))
+
+
+def _lengths(lap: Lap) -> dict[str, Any]:
+    cost = cost_model(lap.setting.device, SIZES[lap.setting.size][1])
+    return {"lengths": [len(sample["input_ids"]) for sample in lap.samples], "cost": cost}
+
+
+def _hf_ga(lap: Lap, always_packed: bool = False, **loading: Any) -> None:
+    accelerator = make_accelerator(lap)
+    keep_freed_memory(accelerator.device)  # as `finetune` does
+    windows = hf_ga.WindowLoader(
+        lap.samples,
+        lap.collate,
+        accelerator=accelerator,
+        per_device_batch_size=lap.setting.micro_batch_size,
+        seed=lap.setting.seed,
+        **loading,
+    )
+    model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
+
+    def train(window: hf_ga.Window) -> None:
+        result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=lap.setting.max_grad_norm)
+        result.loss  # noqa: B018 - waits for the device, as `finetune` does in every step
+
+    for window in warmup_windows(windows, lap.setting.warmup_windows):
+        if always_packed:
+            _pack(proven_rule(lap.model, window, None, False))
+        train(window)
+    windows.set_epoch(0)
+    with forwards_and_backwards(lap.stopwatch, model), lap.measured():
+        for window in windows:
+            train(window)
+
+
+def _pack(rule: hf_ga.TargetRule) -> None:
+    """The loader keeps the rule, so all windows are packed.
+
+    Raises:
+        Refused: the model is not one whose layers can be packed.
+    """
+    packing = getattr(rule, "packing", None)
+    if packing is None:
+        raise Refused(getattr(rule, "not_packed", "") or "its layers are not packed")
+    packing.gain = 1.0
+
+
+def warmup_windows(windows: hf_ga.WindowLoader, count: int) -> Iterator[hf_ga.Window]:
+    """The first windows of another epoch."""
+    windows.set_epoch(1)
+    for _, window in zip(range(count), windows, strict=False):
+        yield window
+
+
+def make_accelerator(lap: Lap) -> Accelerator:
+    """As the setting wants it."""
+    return Accelerator(
+        cpu=lap.setting.device == "cpu",
+        mixed_precision=lap.setting.mixed_precision,
+        gradient_accumulation_steps=lap.setting.accumulation_steps,
+    )

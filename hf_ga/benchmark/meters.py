@@ -1,0 +1,156 @@
+"""Clocks, counters and the memory of this process."""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}  # large enough that the product is bound by arithmetic
+
+
+class CountedCollate:
+    """A collate function that counts what it hands out.
+
+    Attributes:
+        ids: of the samples, in the order in which they came. real_tokens: of the samples. padded_tokens: elements of `input_ids`.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
+        self.collate = collate
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what came so far (a warm-up, a proof)."""
+        self.ids: list[int] = []
+        self.real_tokens = self.padded_tokens = 0
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        batch = self.collate(samples)
+        self.ids += [sample["id"] for sample in samples]
+        self.real_tokens += sum(len(sample["input_ids"]) for sample in samples)
+        self.padded_tokens += batch["input_ids"].numel()
+        return batch
+
+
+class Stopwatch:
+    """Seconds of the clock from `start` to `stop`, and of these the seconds in forward and backward.
+
+    On a CUDA device both are told by events of its own clock, so that nothing is waited for in between.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.inside: list[tuple[Any, Any]] = []
+        self._depth = 0
+
+    def now(self) -> Any:
+        """A mark: seconds, or on a CUDA device an event."""
+        if self.device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Forget what was measured so far."""
+        synchronize(self.device)
+        self.inside.clear()
+        self._began = self.now()
+
+    def stop(self) -> None:
+        """The last window is done."""
+        self._ended = self.now()
+        synchronize(self.device)
+
+    @property
+    def seconds(self) -> float:
+        return _between(self._began, self._ended)
+
+    @property
+    def inside_seconds(self) -> float:
+        return sum(_between(*marks) for marks in self.inside)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What runs here is forward or backward; inside of itself it counts once."""
+        self._depth += 1
+        began = self.now()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.inside.append((began, self.now()))
+
+
+@contextmanager
+def forwards_and_backwards(stopwatch: Stopwatch, model: nn.Module) -> Iterator[None]:
+    """Count every forward of `model` as a whole, and every backward."""
+    forward, backward = model.forward, torch.autograd.backward
+
+    @wraps(forward)  # hf_ga reads its signature
+    def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        with stopwatch.counted():
+            return forward(*args, **kwargs)
+
+    def timed_backward(*args: Any, **kwargs: Any) -> None:
+        with stopwatch.counted():
+            backward(*args, **kwargs)
+
+    model.forward, torch.autograd.backward = timed_forward, timed_backward
+    try:
+        yield
+    finally:
+        model.forward, torch.autograd.backward = forward, backward
+
+
+def _between(began: Any, ended: Any) -> float:
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done all that it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory_now(device: str) -> int:
+    """Bytes that this process holds: of the device, or on a CPU of its resident set."""
+    return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+
+
+def peak_memory(device: str) -> int:
+    """Most bytes that this process ever held: allocated on the device, or on a CPU the largest resident set."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def matrix_product_rate(device: str, mixed_precision: str, size: int | None = None, repeats: int = 8) -> float:
+    """Floating-point operations a second of the device's own product of two large square matrices: the best of several."""
+    size = size or MATRIX_SIZE[device]
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = [_product_seconds(device, left, right) for _ in range(repeats)]
+    return 2 * size**3 / min(seconds[1:])
+
+
+def _product_seconds(device: str, left: Tensor, right: Tensor) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    left @ right
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Median of one over the median of the other."""
+    return statistics.median(over) / statistics.median(under)

@@ -1,0 +1,113 @@
+"""The parts of the benchmark by name: each measures and returns its sections."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hf_ga.benchmark import logits, planning, speed, speed_tables, steps
+from hf_ga.benchmark.apart import run_apart
+from hf_ga.benchmark.arms import COMPARED
+from hf_ga.benchmark.figures import Section
+from hf_ga.benchmark.samples import count_targets, ragged_samples, uniform_samples
+from hf_ga.benchmark.setting import Sample, Setting
+
+UNIFORM_LENGTH, SPLIT_LENGTH = 64, 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        settings: one for each model. num_samples: of an epoch. arms: their names. rounds: measurements of each; on real lengths
+            of those that bounds are about, and `rounds_of_others` of the others.
+        most_samples: of the largest dataset whose first window is waited for.
+    """
+
+    settings: list[Setting]
+    num_samples: int
+    arms: list[str]
+    rounds: int
+    rounds_of_others: int
+    most_samples: int
+
+    def ragged(self, setting: Setting) -> tuple[Setting, list[Sample]]:
+        """Samples of the corpus, and the setting with as many labels as they have."""
+        samples, num_labels = ragged_samples(setting, self.num_samples)
+        return replace(setting, num_labels=max(num_labels, 2)), samples
+
+    def even(self, setting: Setting, length: int, count: int) -> tuple[Setting, list[Sample]]:
+        """Samples that all have the same length."""
+        setting, samples = self.ragged(replace(setting, max_length=min(length, setting.max_length)))
+        many = (samples * -(-count // len(samples)))[:count]
+        return setting, uniform_samples(many, setting.max_length, shortest_share=1.0)
+
+
+def run_speed(plan: Plan) -> list[Section]:
+    """Real lengths."""
+    found = []
+    for setting in plan.settings:
+        setting, samples = plan.ragged(setting)
+        targets = count_targets(setting, samples)
+        rounds = {arm: plan.rounds if arm in COMPARED else plan.rounds_of_others for arm in plan.arms}
+        measured = speed.run_arms(setting, samples, targets, rounds, f"{setting.model}, ragged")
+        found.append(speed_tables.ragged_section(measured))
+    return found
+
+
+def run_uniform(plan: Plan) -> list[Section]:
+    """Lengths within 10 % of each other, half as many samples."""
+    found = []
+    for setting in plan.settings:
+        setting, samples = plan.ragged(replace(setting, max_length=min(UNIFORM_LENGTH, setting.max_length)))
+        half = max(len(samples) // 2 // setting.window_size, 1) * setting.window_size
+        samples = uniform_samples(samples[:half], setting.max_length)
+        targets, rounds = count_targets(setting, samples), dict.fromkeys(plan.arms, plan.rounds)
+        measured = speed.run_arms(setting, samples, targets, rounds, f"{setting.model}, nearly one length")
+        found.append(speed_tables.uniform_section(measured))
+    return found
+
+
+def run_splits(plan: Plan) -> list[Section]:
+    """One window in 1, 4 and 16 micro-batches."""
+    found = []
+    for setting in plan.settings:
+        setting, samples = plan.even(setting, SPLIT_LENGTH, setting.window_size)
+        found.append(steps.splits_section(setting, run_apart(steps.measure_splits, setting, samples, 2 * plan.rounds)))
+    return found
+
+
+def run_dropout(plan: Plan) -> list[Section]:
+    """Keyed against torch's own."""
+    found = []
+    for setting in plan.settings:
+        setting, samples = plan.ragged(setting)
+        found.append(steps.dropout_section(setting, run_apart(steps.measure_dropout, setting, samples, 2 * plan.rounds)))
+    return found
+
+
+def run_logits(plan: Plan) -> list[Section]:
+    """A large vocabulary, for the causal LM."""
+    count = (1 + logits.NUM_WINDOWS) * logits.MICRO_BATCH
+    causal = [setting for setting in plan.settings if setting.model == "gpt"]
+    found = []
+    for setting in causal:
+        setting, samples = plan.even(setting, setting.max_length, count)
+        found.append(logits.logits_section(logits.measure_logits(setting, samples, plan.rounds)))
+    return found
+
+
+def run_plan(plan: Plan) -> list[Section]:
+    """From a thousand samples to ten million."""
+    sizes = [10**k for k in range(3, len(str(plan.most_samples)))]
+    first = {size: [run_apart(planning.first_window, size) for _ in range(plan.rounds)] for size in sizes}
+    return [planning.planning_section(first, run_apart(planning.planned_window, 10 * plan.rounds))]
+
+
+SECTIONS: dict[str, Callable[[Plan], list[Section]]] = {
+    "speed": run_speed,
+    "uniform": run_uniform,
+    "splits": run_splits,
+    "dropout": run_dropout,
+    "logits": run_logits,
+    "plan": run_plan,
+}

@@ -1,0 +1,280 @@
+"""The benchmark measures what it says: counts against counts by hand, bounds that break, and the script from outside."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_ga.benchmark import cli, meters, planning, samples, speed_tables, steps
+from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
+from hf_ga.benchmark.figures import Bound, Section, markdown_table
+from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
+from hf_ga.benchmark.speed import Speed
+from hf_ga.order import epoch_order
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 2
+SETTING = Setting(size="tiny", vocabulary=60, window_size=16, micro_batch_size=4, max_length=32)
+
+
+def make_samples(label: bool = False) -> list[dict]:
+    rng = np.random.default_rng(0)
+    rows = [{"id": i, "input_ids": rng.integers(5, 60, length).tolist()} for i, length in enumerate(LENGTHS)]
+    return [{**row, "label": row["id"] % 2} for row in rows] if label else rows
+
+
+@pytest.mark.parametrize("arm", [TRAINER, REBALANCED, "TRL SFTTrainer, padding-free", "raw Accelerate loop", UNSORTED, BY_LENGTH])
+@pytest.mark.filterwarnings("ignore")  # TRL's, of padding-free attention
+def test_every_arm_sees_each_sample_once(arm):
+    measured = measure_arm(SETTING, arm, make_samples())
+    assert not measured.refused
+    assert measured.each_once
+    assert (measured.samples, measured.real_tokens) == (len(LENGTHS), sum(LENGTHS))
+    assert 0 < measured.inside_seconds < measured.seconds
+    if arm == UNSORTED:  # micro-batches of 4 in the order of the epoch
+        padded = np.array(LENGTHS)[epoch_order(len(LENGTHS), SETTING.seed, 0)].reshape(-1, 4).max(1).sum() * 4
+        assert measured.padded_tokens == padded > measured.real_tokens
+    if arm == BY_LENGTH:
+        assert measured.padded_tokens < 1.5 * measured.real_tokens
+    if "padding-free" in arm:
+        assert measured.padded_tokens == measured.real_tokens
+
+
+def test_a_sample_that_is_lost_or_comes_twice_is_told():
+    collate = meters.CountedCollate(samples.collate_function(SETTING))
+    rows = make_samples()[:4]
+    collate(rows)
+    assert (sorted(collate.ids), collate.real_tokens, collate.padded_tokens) == ([0, 1, 2, 3], 34, 68)
+    collate(rows[:1])
+    assert sorted(collate.ids) != [0, 1, 2, 3]
+    speed = fake_speed({BY_LENGTH: [replace(one(1.0), each_once=False)]})
+    section = speed_tables.ragged_section(speed)
+    assert any("each sample once" in note for note in section.notes)
+    assert ["saw each sample once" in bound.what for bound in section.bounds if not bound.holds] == [True]
+
+
+def test_an_arm_that_cannot_run_says_why():
+    setting = replace(SETTING, model="bert")
+    measured = measure_arm(setting, "TRL SFTTrainer", make_samples(label=True))
+    assert "causal" in measured.refused
+    section = speed_tables.ragged_section(fake_speed({BY_LENGTH: [one(1.0)], "TRL SFTTrainer": [measured]}))
+    assert "TRL SFTTrainer: not run: " in section.to_markdown()
+    assert all(bound.holds for bound in section.bounds)
+    nothing = speed_tables.ragged_section(fake_speed({BY_LENGTH: [measured]}))
+    assert not any(bound.holds for bound in nothing.bounds)  # hf_ga must run
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert", "bert-mlm"])
+def test_parameters_and_operations_are_those_of_the_products(model):
+    """Every weight of body and head is used once a token: torch's own count of the products' operations, and sizes by hand."""
+    setting = replace(SETTING, model=model, size="small", vocabulary=500, dropout=0.0)
+    layers, width, _ = SIZES["small"]
+    built = build_model(setting)
+    body, head = count_parameters(built)
+    of_layers = layers * (12 * width**2 + 13 * width)
+    assert body == of_layers + (2 * width if model == "gpt" else 0)  # the last norm
+    heads = {
+        "gpt": 500 * width,
+        "bert": width**2 + width + 2 * width + 2,
+        "bert-mlm": width**2 + width + 2 * width + 500 * width + 500,
+    }
+    assert head == heads[model]
+    ids = torch.randint(5, 500, (3, 40))
+    with FlopCounterMode(display=False) as counter:
+        labels = torch.zeros(3, dtype=torch.long) if model == "bert" else ids
+        built(input_ids=ids, labels=labels).loss.backward()
+    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
+    counted = useful_flops(body, head, 120, 3 if model == "bert" else 120)
+    assert counted == pytest.approx(products, rel=0.01)
+    assert useful_flops(body, head, 60, 60) < 0.6 * products  # not that of half the tokens
+
+
+def test_targets_are_those_of_the_labels():
+    rows = make_samples()
+    assert samples.count_targets(SETTING, rows) == sum(LENGTHS) - len(LENGTHS)
+    assert samples.count_targets(replace(SETTING, model="bert"), rows) == len(LENGTHS)
+    masked = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows]
+    assert samples.count_targets(replace(SETTING, model="bert-mlm"), masked) == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_all_arms_start_from_the_same_weights():
+    first, second = (torch.nn.utils.parameters_to_vector(build_model(SETTING).parameters()) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_nearly_one_length_is_within_ten_percent():
+    made = samples.uniform_samples(make_samples(), 20)
+    lengths = [len(sample["input_ids"]) for sample in made]
+    assert (min(lengths), max(lengths)) == (18, 20)
+    assert [sample["id"] for sample in made] == list(range(len(LENGTHS)))
+    equal = samples.uniform_samples(make_samples(), 20, shortest_share=1.0)
+    assert {len(sample["input_ids"]) for sample in equal} == {20}
+
+
+def test_what_is_nested_counts_once():
+    watch = meters.Stopwatch("cpu")
+    watch.start()
+    with watch.counted():
+        time.sleep(0.02)
+        with watch.counted():
+            time.sleep(0.02)
+    time.sleep(0.02)
+    watch.stop()
+    assert 0.04 <= watch.inside_seconds <= watch.seconds - 0.02
+
+
+def test_forwards_and_backwards_are_counted_and_nothing_stays_behind():
+    model, watch = torch.nn.Linear(4, 4), meters.Stopwatch("cpu")
+    backward = torch.autograd.backward
+    watch.start()
+    with meters.forwards_and_backwards(watch, model):
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(watch.inside) == 2
+    assert torch.autograd.backward is backward
+    assert model.weight.grad is not None
+
+
+def test_the_rate_of_products_is_the_best_of_several(monkeypatch):
+    seconds = iter([0.5, 4.0, 2.0, 3.0])
+    monkeypatch.setattr(meters, "_product_seconds", lambda *_: next(seconds))
+    assert meters.matrix_product_rate("cpu", "no", size=10, repeats=4) == 2 * 10**3 / 2.0  # the first is a warm-up
+
+
+def one(seconds: float, padded: int = 1200, peak: int = 300) -> Measurement:
+    return Measurement(
+        seconds=seconds,
+        inside_seconds=0.98 * seconds,
+        cpu_seconds=seconds,
+        samples=10,
+        each_once=True,
+        real_tokens=1000,
+        padded_tokens=padded,
+        num_body=50,
+        num_head=20,
+        peak_memory=peak * 2**20,
+        memory_before=100 * 2**20,
+    )
+
+
+def fake_speed(rounds: dict[str, list[Measurement]]) -> Speed:
+    return Speed(SETTING, 10, 990, rounds, [4e5, 5e5, 6e5])
+
+
+def test_medians_ratios_and_bounds_by_hand():
+    rounds = {
+        TRAINER: [one(4.0), one(40.0), one(3.9)],
+        GROUPED: [one(1.5), one(1.5), one(1.5)],
+        REBALANCED: [one(1.2), one(1.3), one(0.2)],
+        BY_LENGTH: [one(1.0), one(9.0), one(0.9)],
+    }
+    arms = speed_tables.summarise(fake_speed(rounds))
+    ours = arms[BY_LENGTH]
+    assert (ours["seconds"], ours["tokens_per_second"], ours["padding"]) == (1.0, 1000.0, 1.2)
+    assert (ours["times_trainer"], ours["times_best"]) == (4.0, 1.2)
+    assert ours["outside"] == pytest.approx(0.02)
+    assert ours["efficiency"] == pytest.approx((6 * 50 * 1000 + 6 * 20 * 990) / 5e5)
+    assert (ours["peak"], ours["above"]) == (300.0, 200.0)
+    assert all(bound.holds for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds)
+    assert len(speed_tables.ragged_section(fake_speed(rounds)).bounds) == 6
+
+
+@pytest.mark.parametrize(
+    ("arm", "measured", "broken"),
+    [
+        (BY_LENGTH, one(1.4), "Trainer's default"),
+        (BY_LENGTH, one(1.1), "the better Trainer"),
+        (BY_LENGTH, one(1.0, peak=301), "memory"),
+        (BY_LENGTH, replace(one(1.0), inside_seconds=0.9), "outside"),
+        (BY_LENGTH, replace(one(1.0), num_body=20), "FLOPs"),
+    ],
+)
+def test_each_bound_can_break(arm, measured, broken):
+    rounds = {TRAINER: [one(4.0)], GROUPED: [one(1.5)], REBALANCED: [one(1.2)], BY_LENGTH: [one(1.0)]} | {arm: [measured]}
+    names = [bound.what for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds if not bound.holds]
+    assert any(broken in name for name in names)
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(2.1, True), (2.3, False)])
+def test_steps_in_turn_are_compared_by_the_clock(seconds, holds):
+    times = {"1": [(2.0, 9.0), (50.0, 9.0), (1.0, 9.0)], "4": [(2.0, 1.0)], "16": [(seconds, 1.0)]}
+    (bound,) = steps.splits_section(SETTING, times).bounds
+    assert (bound.value, bound.holds) == (pytest.approx(seconds / 2), holds)
+    (bound,) = steps.dropout_section(SETTING, {steps.KEYED: [(1.0, 1.0)], steps.NATIVE: [(1.0, 1.0)]}).bounds
+    assert bound.holds
+
+
+@pytest.mark.parametrize("kind", [steps.KEYED, steps.NATIVE])
+def test_only_one_of_the_two_steps_draws_from_torchs_generator(monkeypatch, kind):
+    monkeypatch.setattr(steps, "_in_turn", lambda setting, runs, rounds: runs)
+    runs = steps.measure_dropout(SETTING, make_samples(), 1)
+    before = torch.get_rng_state()
+    assert runs[kind]() > 0
+    assert torch.equal(torch.get_rng_state(), before) == (kind == steps.KEYED)
+
+
+def test_a_window_is_split_into_1_4_and_16_micro_batches():
+    times = steps.measure_splits(SETTING, make_samples(), 2)
+    assert {name: len(measured) for name, measured in times.items()} == {"1": 2, "4": 2, "16": 2}
+
+
+def test_the_first_window_and_its_plan_are_timed():
+    seconds, cpu_seconds, added, peak = planning.first_window(1000)
+    assert seconds > 0
+    assert cpu_seconds >= 0
+    assert 0 <= added <= peak
+    assert len(planning.planned_window(2)) == 2
+    broken = planning.planning_section({1000: [(3.5, 1.0, 6 * 10**8, 9 * 10**8)]}, [60.0]).bounds
+    assert [bound.holds for bound in broken] == [False, False, False]
+
+
+def test_a_figure_that_is_no_number_keeps_no_bound():
+    assert not Bound("x", float("nan"), 1.0).holds
+    assert not Bound("x", float("nan"), 1.0, at_most=True).holds
+    assert markdown_table(["a", "b"], [["x", 12345.6]])[-1] == "| x | 12,346 |"
+
+
+@pytest.mark.parametrize(("value", "flags", "code"), [(2.0, ["--assert"], 0), (0.5, ["--assert"], 1), (0.5, [], 0)])
+def test_assert_names_the_bound_that_is_broken(tmp_path, monkeypatch, capsys, value, flags, code):
+    section = Section("t", ("arm", "s"), [["x", 1.0]], [Bound("the speed of x", value, 1.0)])
+    monkeypatch.setitem(cli.SECTIONS, "plan", lambda plan: [section])
+    output = tmp_path / "out"
+    assert cli.main(["--quick", "--sections", "plan", "--output_dir", str(output), *flags]) == code
+    assert ("the speed of x" in capsys.readouterr().err) == (code == 1)
+    figures = json.loads((output / "benchmark.json").read_text())
+    assert figures["sections"][0]["bounds"][0]["holds"] == (value >= 1)
+    assert "| x | 1 |" in (output / "benchmark.md").read_text()
+
+
+@pytest.mark.parametrize("flags", [["--sections", "speeds"], ["--num_samples", "100"], ["--model", "t5"], ["--rounds", "0"]])
+def test_wrong_flags_are_refused_in_a_line(capsys, flags):
+    assert cli.main(["--quick", *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.launch
+def test_the_script_measures_in_processes_of_their_own(tmp_path):
+    flags = ["--quick", "--sections", "speed", "--model", "gpt", "--num_threads", "1", "--assert", "--output", "figures.json"]
+    arms = [TRAINER, BY_LENGTH]
+    command = [sys.executable, str(SCRIPT), *flags, "--arms", ";".join(arms)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr  # no tiny model uses a matrix unit well
+    assert "BROKEN: gpt, hf_ga, by length: useful FLOPs" in done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())["sections"][0]["figures"]
+    assert list(figures["arms"]) == arms
+    assert set(arms) < set(ARMS)
+    for name in arms:
+        row, (measured,) = figures["arms"][name], figures["rounds"][name]
+        assert row["each_once"]
+        assert measured["memory_before"] < measured["warmup_peak"] <= measured["peak_memory"]  # a process of its own
+        assert row["tokens_per_second"] == pytest.approx(measured["real_tokens"] / measured["seconds"])
+        flops = 6 * (measured["num_body"] * measured["real_tokens"] + measured["num_head"] * figures["targets"])
+        assert row["efficiency"] == pytest.approx(flops / measured["seconds"] / figures["product_rates"][0])
+    assert figures["targets"] == measured["real_tokens"] - figures["num_samples"]
