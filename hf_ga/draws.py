@@ -104,4 +104,4 @@ def _dropped(places: "KeyedPlaces", x: Tensor, p: float, inplace: bool, mask_sha
     kept = places.mask(mask_shape, p)
     if kept is None:  # a probing forward, which drops nothing
         return x
-    return x.mul_(kept).mul_(1 / (1 - p)) if inplace else keyed_dropout(x, p, kept)
+    return x.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p)) if inplace else keyed_dropout(x, p, kept)

@@ -18,9 +18,11 @@ from hf_ga.adapters import check_peft
 from hf_ga.agreement import agreed
 from hf_ga.building import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.checkpoint import state_sha256
+from hf_ga.compiling import compile_layers
 from hf_ga.config import FinetuneConfig
 from hf_ga.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
+from hf_ga.host_memory import keep_freed_memory
 from hf_ga.latest import find_checkpoint
 from hf_ga.lock import only_run_in
 from hf_ga.loop import fit, stopped_early
@@ -56,6 +58,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         config.check()
         check_peft(config)
         accelerator = _accelerator(config)
+        keep_freed_memory(accelerator.device)
         if config.eval_only:  # only adds files of its own
             return _finetune(config, accelerator)
         with only_run_in(Path(config.output_dir), accelerator):
@@ -84,6 +87,8 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
+    if config.torch_compile:
+        say(accelerator, f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
     check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
     say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
     if data.unigram_entropy is not None:
@@ -129,6 +134,8 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
         return
     if config.optim in ("adafactor", "adagrad"):
         raise ConfigError(f"optim {config.optim} cannot train FSDP's shards, as its state is of whole weights: use adamw, or DDP.")
+    if config.torch_compile:
+        raise ConfigError("torch_compile compiles layers, which FSDP cuts into shards; both together were never tried: use DDP.")
     if config.lora_r is not None:
         raise ConfigError("LoRA trains so few weights that sharding them gains nothing, and is not supported under FSDP: use DDP.")
     if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and config.model_name_or_path is not None:

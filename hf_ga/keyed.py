@@ -5,17 +5,20 @@ or on what ran before. Each axis is hashed by itself (not the flat index), so pa
 Only integer arithmetic modulo 2**32 and 2**64 is used, so that a GPU draws the bits of a CPU.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from hf_ga.hashing import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Stream, extend_key, make_key
 
 # Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
 MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
+CACHED_ELEMENTS = 1 << 19  # of the 10 passes over a mask; measured: 2**17 and 2**22 are slower
 
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
@@ -42,24 +45,54 @@ def keep_mask(keys: Tensor, place: int, shape: Sequence[int], axis: int | None, 
     Returns:
         bool tensor of `shape` on the device of `keys`; an element is True with probability 1 - p.
     """
-    rows = _mix(keys ^ _signed(place))
+    seeds = keys ^ _signed(place)
     inner = [1, *shape] if axis is None else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
-    # Axes of size 1 are hashed too: a micro-batch padded to width 1 and one padded to width 2 must agree on column 0.
-    for size in inner[:-1]:
-        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
-    kept = _uniform_int32(rows, inner[-1]) >= _threshold(drop_probability)
+    if keys.device.type == "cuda" and has_triton():
+        kept = _fused_mask()(seeds, inner, _threshold(drop_probability))
+    else:
+        kept = kept_columns(_row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
     if axis is None:
         return kept.view(shape)
     return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
 
 
+def whole_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
+    """The mask of `keep_mask` as one expression: what is compiled for a GPU. `seeds` int64 (n,); returns bool (n, *sizes)."""
+    return _uniform_int32(_row_keys(seeds, sizes[:-1]), sizes[-1]) >= threshold
+
+
+@functools.cache
+def _fused_mask() -> Callable[[Tensor, Sequence[int], int], Tensor]:
+    """One kernel for all sizes instead of some 40, each of which would read and write the whole mask."""
+    return torch.compile(whole_mask, dynamic=True)
+
+
+def kept_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
+    """Which elements of each row dropout keeps.
+
+    Args:
+        rows: int64, any shape: the hash of all coordinates but the last. size: of the last axis.
+
+    Returns:
+        bool tensor of shape (*rows.shape, size).
+    """
+    flat, threshold = rows.reshape(-1), _threshold(drop_probability)
+    # Parts that stay in a processor's cache; a GPU takes all at once.
+    part = max(1, CACHED_ELEMENTS // max(1, size)) if rows.device.type == "cpu" else max(1, len(flat))
+    kept = torch.empty((len(flat), size), dtype=torch.uint8, device=rows.device)
+    for start in range(0, len(flat), part):
+        # The comparison in place, on int32: torch has no vector code for one that returns bool on a CPU (an eighth of its speed).
+        kept[start : start + part] = _uniform_int32(flat[start : start + part], size).ge_(threshold)
+    return kept.view(torch.bool).view(*rows.shape, size)
+
+
 def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
     """x / (1 - p) where `kept` (bool, broadcastable to x), 0 elsewhere. Only the mask, a byte an element, is saved for backward."""
     scale = 1.0 / (1.0 - drop_probability)
-    if kept.shape != x.shape:
-        kept = kept.expand_as(x)
+    if x.device.type == "cpu":  # the same products, in a quarter of the time: a CPU has no vector code for bool times float
+        return (x * kept.view(torch.uint8)).mul_(scale)
     # The fused x * mask * scale of torch's own dropout; it is differentiable in x.
-    return torch.ops.aten.native_dropout_backward(x, kept, scale)
+    return torch.ops.aten.native_dropout_backward(x, kept.expand_as(x), scale)
 
 
 def attention_weights(
@@ -74,13 +107,33 @@ def attention_weights(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        bias = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+        return scores.add_(bias).softmax(-1)
     if attn_mask is None:
         return scores.softmax(-1)
+    # All that needs a look at every element is done on the mask, which has no axis of heads as a rule. A row without any key is
+    # given all of them, so that its softmax is no NaN, and weighs nothing.
     if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
-    all_masked = (attn_mask == -torch.inf).all(-1, keepdim=True)
-    return (scores + attn_mask).masked_fill(all_masked, 0.0).softmax(-1).masked_fill(all_masked, 0.0)
+        has_keys = attn_mask.any(-1, keepdim=True)
+        bias = 1 - (attn_mask | ~has_keys).to(scores.dtype).reciprocal_()  # 1 - 1/1 is 0, 1 - 1/0 is -inf: quicker than to fill
+    else:
+        has_keys = (attn_mask != -torch.inf).any(-1, keepdim=True)
+        bias = attn_mask.masked_fill(~has_keys, 0.0)
+    weights = (scores + bias).softmax(-1)
+    if weights.device.type == "cpu" and has_keys.all():  # as a rule; a GPU would have to be waited for to know it
+        return weights
+    return weights * has_keys.to(weights.dtype)
+
+
+def _row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The hash of all coordinates but the last: int64, shape (*seeds.shape, *sizes).
+
+    Axes of size 1 are hashed too: a micro-batch padded to width 1 and one padded to width 2 must agree on column 0.
+    """
+    rows = _mix(seeds)
+    for size in sizes:
+        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=seeds.device))
+    return rows
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
@@ -101,9 +154,9 @@ def _threshold(drop_probability: float) -> int:
 def _mix(values: Tensor) -> Tensor:
     """`hashing.mix(value + GOLDEN)` for int64 tensors."""
     values = values + _signed(GOLDEN)
-    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(MULTIPLIER_1)
-    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(MULTIPLIER_2)
-    return values ^ ((values >> 31) & ((1 << 33) - 1))
+    for bits, multiplier in ((30, MULTIPLIER_1), (27, MULTIPLIER_2)):
+        values.bitwise_xor_(values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)).mul_(_signed(multiplier))
+    return values.bitwise_xor_(values.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
 
 
 def _signed(value: int) -> int:

@@ -13,6 +13,9 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
+# Those with one kernel for all parameters on a CPU as on a GPU, which works on FSDP2's shards too (SGD's does not).
+FUSED = ("adamw", "adam")
+FUSED_DEVICES = ("cpu", "cuda")
 # Those of `transformers.get_scheduler` that need nothing beyond the numbers of steps.
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
@@ -33,4 +36,5 @@ def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_de
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate)
+    fused = name in FUSED and all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable)
+    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate, **{"fused": True} if fused else {})

@@ -21,6 +21,7 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.hashing import make_key, name_key
 from hf_ga.keyed import keep_mask
+from hf_ga.packed_tokens import PackedTokens, packed_keep_mask
 
 SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
 
@@ -60,6 +61,8 @@ class KeyedPlaces:
         self.model = model
         self.places: dict[int, Place] = {}
         self.unkeyed: list[nn.Module] = []  # modules that draw in another way, where that was allowed
+        self.packed: PackedTokens | None = None  # the tokens that `_packed_modules` see in place of padded samples (`packing.py`)
+        self._packed_modules: frozenset[nn.Module] = frozenset()
         self._names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self._names.items()}
         self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
@@ -120,6 +123,19 @@ class KeyedPlaces:
     def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
         """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
         self._sample_keys, self._window_key = sample_keys, window_key
+
+    def set_packed(self, tokens: PackedTokens | None, modules: frozenset[nn.Module]) -> None:
+        """In the next forward `modules` see these tokens as (1, T, ...); None: padded samples."""
+        self.packed, self._packed_modules = tokens, modules
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Inside packed modules: what is drawn now is drawn for padded samples."""
+        tokens, self.packed = self.packed, None
+        try:
+            yield
+        finally:
+            self.packed = tokens
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -212,6 +228,8 @@ class KeyedPlaces:
                 f"{name} draws dropout at a place that the probing forward did not reach: the model's path depends on its data "
                 "or changed since. Prove the model again, or set this dropout to 0."
             )
+        if self.packed is not None and frame.module in self._packed_modules:
+            return self._packed_mask(place, key, shape, drop_probability)
         keys = self._window_key if place.axis is None else self._sample_keys
         if place.axis is not None and shape[place.axis] % len(keys):
             raise UnkeyedRandomness(
@@ -219,6 +237,14 @@ class KeyedPlaces:
                 "samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
         return keep_mask(keys, key, shape, place.axis, drop_probability)
+
+    def _packed_mask(self, place: Place, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+        if place.axis != 0 or len(shape) < 3 or shape[:2] != self.packed.packed_shape or len(shape) != len(place.shapes[0]):
+            raise UnkeyedRandomness(
+                f"{place.name} draws a mask of shape {list(shape)} for packed tokens, of shape {list(place.shapes[0])} for padded "
+                "samples: its draws cannot be tied to tokens. Compute this model padded, or set this dropout to 0."
+            )
+        return packed_keep_mask(self._sample_keys, key, self.packed, shape, drop_probability)
 
 
 class _Recorder:

@@ -40,6 +40,7 @@ OTHER = {
     "per_device_train_batch_size": ("3", 3),
     "gradient_accumulation_steps": ("5", 5),
     "global_batch_size": ("15", 15),
+    "max_tokens_per_micro_batch": ("4096", 4096),
     "streaming": ("true", True),
     "shuffle_buffer_size": ("64", 64),
     "drop_last_window": ("1", True),

@@ -5,6 +5,7 @@ chance. Tests whose checker could pass on anything are shown to fail on a naive 
 """
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from hf_ga.hashing import name_key
-from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout, sample_keys, window_key
+from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout, sample_keys, whole_mask, window_key
 
 SIGMAS = 4.0
 PLACE = name_key("encoder.layer.0.dropout")
@@ -114,6 +116,34 @@ def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape)
     key = oracle_key(5, seed, epoch, index)
     for coordinates in np.ndindex(*shape):
         assert kept[coordinates].item() == oracle_element(key, PLACE, [0, *coordinates], 0.5)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_the_compiled_mask_is_the_same_bit_for_bit(compiler):
+    """What a GPU compiles, compiled here: once for each number of axes, not for each size or place."""
+    if compiler == "inductor" and shutil.which("g++") is None:
+        pytest.skip("torch's own compiler for CPUs needs g++, which is not here")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(whole_mask, dynamic=True, backend=compiler)
+    keys = keys_of(6)
+    for place, sizes in [(PLACE, (1, 7, 9)), (PLACE + 1, (1, 5, 12)), (3, (2, 6, 33)), (PLACE, (2, 4, 5, 8)), (5, (3, 4, 6, 7))]:
+        for p in PROBABILITIES:
+            shape = (6 * sizes[0], *sizes[1:])
+            threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
+            drawn = compiled(keys ^ (place - (place >> 63 << 64)), list(sizes), threshold).view(shape)
+            assert torch.equal(drawn, keep_mask(keys, place, shape, 0, p))
+            assert not torch.equal(drawn, keep_mask(keys, place + 7, shape, 0, p)), "control"
+    assert counters["stats"]["unique_graphs"] <= 6
+    torch._dynamo.reset()
+
+
+def test_parts_do_not_change_a_mask(monkeypatch):
+    """On a CPU a large mask is made in parts."""
+    whole = mask((6, 5, 40))
+    monkeypatch.setattr("hf_ga.keyed.CACHED_ELEMENTS", 130)
+    assert torch.equal(mask((6, 5, 40)), whole)
+    assert mask((3, 0, 4)).shape == (3, 0, 4) and mask((3, 4, 0)).shape == (3, 4, 0)
 
 
 def test_known_masks():

@@ -1,0 +1,96 @@
+"""The real tokens of a padded micro-batch, one after the other, and their dropout masks."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hf_ga.keyed import _mix, _signed, kept_columns
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Where the T real tokens of n samples lie in a batch of shape (n, S), and how to go there and back.
+
+    Attributes:
+        num_samples: n. width: S. longest: most real tokens of one sample.
+        index: int64, shape (T,): the token's place in the batch read row by row.
+        boundaries: int32, shape (n + 1,): where each sample begins among the packed tokens, and T.
+    """
+
+    num_samples: int
+    width: int
+    longest: int
+    index: Tensor
+    boundaries: Tensor
+
+    @staticmethod
+    def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
+        """From a mask of shape (n, S) on the host, so that no device is asked. None where packing is not possible: a mask of other
+        values than 0 and 1, or a sample without tokens.
+        """
+        real = attention_mask != 0
+        lengths = real.sum(1)
+        if not bool(((attention_mask == 1) == real).all()) or not int(lengths.min()):
+            return None
+        index = real.flatten().nonzero().flatten()
+        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return PackedTokens(
+            *attention_mask.shape,
+            int(lengths.max()),
+            index.to(device, non_blocking=True),
+            boundaries.to(device, non_blocking=True),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.index)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """(n, S)."""
+        return self.num_samples, self.width
+
+    @property
+    def packed_shape(self) -> tuple[int, int]:
+        """(1, T)."""
+        return 1, self.num_tokens
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """Of each token, which sample it belongs to: int64, shape (T,)."""
+        return self.index // self.width
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Of each token, its column in the padded batch: int64, shape (T,)."""
+        return self.index % self.width
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(n, S, ...), or (1, S, ...) for what all samples share -> (1, T, ...)."""
+        shared = len(padded) == 1 and self.num_samples > 1
+        rows = padded[0].index_select(0, self.columns) if shared else padded.flatten(0, 1).index_select(0, self.index)
+        return rows.unsqueeze(0)
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """(1, T, ...) -> (n, S, ...), zeros at the padding."""
+        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:]).index_copy(0, self.index, packed[0])
+        return rows.unflatten(0, self.padded_shape)
+
+
+def packed_keep_mask(keys: Tensor, place: int, tokens: PackedTokens, shape: torch.Size, drop_probability: float) -> Tensor:
+    """The rows of `keyed.keep_mask(keys, place, (n, S, ...), 0, drop_probability)` that belong to real tokens, bit for bit.
+
+    Args:
+        keys: int64, shape (n,). shape: of the packed mask, (1, T, ...) with at least 3 axes.
+
+    Returns:
+        bool tensor of `shape`.
+    """
+    rows = _mix(_mix(keys ^ _signed(place)))  # as there: the sample, then its single row
+    rows = _mix(rows.index_select(0, tokens.samples) ^ tokens.columns)
+    for size in shape[2:-1]:
+        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
+    return kept_columns(rows, shape[-1], drop_probability).view(shape)
