@@ -55,6 +55,7 @@ FREE_TO_CHANGE = {
     "deterministic",
     "gradient_checkpointing",
     "torch_compile",
+    "padding_free",
     "sync_each_micro_batch",
     "allow_changes",
     "on_nonfinite",
@@ -131,10 +132,11 @@ def _proven(
 ) -> tuple[TargetRule, TargetRule]:
     """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
     samples, unkeyed = proof_samples(data, "train"), config.allow_unkeyed
-    head_rule = prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed)
+    head_rule = prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed, padding_free=config.padding_free)
     if loss_fn is None:
         return head_rule, head_rule
-    return head_rule, prove_targets(model, samples, data.collate, loss_fn=loss_fn, allow_unkeyed=unkeyed)
+    more = {"loss_fn": loss_fn, "padding_free": config.padding_free}
+    return head_rule, prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed, **more)
 
 
 def _size(model: nn.Module) -> str:

@@ -34,6 +34,9 @@ class FinetuneConfig:
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
     torch_compile: bool = option(False, "Compile the model's layers, once for all lengths. The model must not draw dropout.")
+    padding_free: bool = option(
+        False, "Compute no padding between the model's layers, where the proof finds that the same (not yet tried on a GPU)."
+    )
     freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
     lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
     lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")

@@ -68,6 +68,9 @@ def check_config(config: "FinetuneConfig") -> None:
     for name in ("label_smoothing", "lora_dropout", "mlm_probability"):
         if getattr(config, name) >= 1:
             raise ConfigError(f"{name} must be below 1, got {getattr(config, name)}.")
+    for name in ("gradient_checkpointing", "padding_free"):
+        if config.torch_compile and getattr(config, name):
+            raise ConfigError(f"torch_compile and {name} were never tried together: leave one of them out.")
     _check_of_task(config)
     _check_streaming(config)
 

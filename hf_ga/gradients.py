@@ -121,7 +121,9 @@ def choices_of_experts(
 
 
 def set_keys(rule: TargetRule, window: Window, micro_batch: MicroBatch, device: torch.device) -> None:
-    """The next forward on `device` draws the dropout of these samples."""
+    """The next forward on `device` computes these samples: their tokens, packed where that gains, and their dropout."""
+    if rule.packing is not None:
+        rule.packing.set_batch(micro_batch.batch, device)
     keys, for_window = (
         sample_keys(window.seed, window.epoch, micro_batch.positions),
         window_key(window.seed, window.epoch, window.index),

@@ -15,7 +15,9 @@ from hf_ga.windows import Window
 NUM_PROOF_SAMPLES = 64  # from all over the dataset
 
 
-def proven_rule(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool) -> TargetRule:
+def proven_rule(
+    model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_unkeyed: bool, *, padding_free: bool = False
+) -> TargetRule:
     """The rule kept on the window's loader; proven now if the model, its modes or the loss are new to it.
 
     Raises:
@@ -31,7 +33,8 @@ def proven_rule(model: nn.Module, window: Window, loss_fn: LossFunction | None, 
             " prepare, then targets=rule."
         )
     samples = window.probe_samples(NUM_PROOF_SAMPLES)
-    rule = prove_targets(model, samples, window.fetcher.collate_fn, loss_fn=loss_fn, allow_unkeyed=allow_unkeyed)
+    asked = {"loss_fn": loss_fn, "allow_unkeyed": allow_unkeyed, "padding_free": padding_free}
+    rule = prove_targets(model, samples, window.fetcher.collate_fn, **asked)
     window.proofs[:] = [proof for proof in window.proofs if proof[0] is not base] + [(base, identity, rule)]
     return rule
 

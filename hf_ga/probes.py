@@ -14,6 +14,7 @@ Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), t
 # What is taken for rounding. A parameter whose gradient is small is judged against FLOOR of the norm over all parameters.
 TOLERANCE, FLOOR = 2e-5, 1e-2
 NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2, not 1, for which BatchNorm has no statistics
+MANY_TARGETS = 4  # of them, three are kept in B
 POSITIONS = ("start_positions", "end_positions")
 SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
 
@@ -65,6 +66,13 @@ def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
         return np.ones(num_samples, np.int64)
     counting = (labels != IGNORED_LABEL).flatten(1) if labels.dim() > 1 else (labels != IGNORED_LABEL).unsqueeze(1)
     return (counting[:, 1:] if counting.shape[1] > 1 else counting).sum(1).numpy()
+
+
+def has_enough_targets(batch: Batch, num_samples: int) -> bool:
+    """Whether there are enough samples to choose from, of which a quarter have so many targets that rules can be told apart."""
+    counts = np.sort(targets_per_row(batch, num_samples))
+    one_a_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
+    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_a_sample else MANY_TARGETS)
 
 
 def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:

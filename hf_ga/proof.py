@@ -27,6 +27,7 @@ from hf_ga.probes import (
     TOLERANCE,
     Probe,
     applicable_rules,
+    has_enough_targets,
     no_single_rule,
     off,
     residual_of,
@@ -42,8 +43,7 @@ from hf_ga.router import BalanceCall, RouterLoss, add_calls
 from hf_ga.terms import Counts, add_counts, count_targets, window_term
 
 # Right rules leave rounding: at most TOLERANCE, or 20 times what the same samples in another order differ by.
-TIMES_ROUNDING = 20.0
-MOST_ROUNDING = 5e-4  # above it, right and wrong rules could not be told apart
+TIMES_ROUNDING, MOST_ROUNDING = 20.0, 5e-4  # above the second, right and wrong rules could not be told apart
 NUM_CANDIDATES, NUM_WIDTHS = 64, 8
 Batches, Rows = dict[str, Batch], dict[str, np.ndarray]  # of A, B and A+B
 
@@ -264,9 +264,13 @@ class Prover:
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
     def _rows_with_targets(self) -> dict[str, Any]:
-        """The probe samples: of the candidates, collated once, some that have targets, as different as can be. Few are repeated."""
-        batch = self.collate(self.candidates)
-        picked = rows_with_targets(batch, len(self.candidates), NUM_PROBE_SAMPLES)
+        """The probe samples: of the candidates some that have targets, as different as can be. Few are repeated. They are of the
+        shorter half if that has enough targets: a proof should not need more memory than the training.
+        """
+        count = len(self.candidates) // 2
+        if not (count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)):
+            batch, count = self.collate(self.candidates), len(self.candidates)
+        picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 
     def _forward(self, batch: Batch, rows: np.ndarray) -> Any:

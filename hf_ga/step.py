@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from hf_ga.compiling import drawing
+from hf_ga.compiling import drawing, is_compiled
 from hf_ga.errors import ConfigError, NonFinite, ProcessFailed, UnkeyedRandomness
 from hf_ga.forward import LossFunction, gradients_apart, module_modes
 from hf_ga.generators import moved_generators, random_states
@@ -17,6 +17,7 @@ from hf_ga.known_rules import proven_rule
 from hf_ga.lean_forward import lean_forwards
 from hf_ga.memory import TooLarge, is_out_of_memory, size_of, too_large_for
 from hf_ga.nonfinite import ON_NONFINITE, find_cause
+from hf_ga.packing import packed_layers
 from hf_ga.parts import PARTS
 from hf_ga.precision import check_optimizer, check_precision
 from hf_ga.reduce import Share, check_supported, is_sharded, meet, sum_gradients
@@ -121,7 +122,13 @@ def _add_gradients(
     """Forwards and backwards, the meeting, the sum over processes."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = random_states()
-    with _undivided(accelerator), drawing(model, rule), lean_forwards(model), gradients_apart(parameters):
+    with (
+        _undivided(accelerator),
+        drawing(model, rule),
+        packed_layers(None if is_compiled(model) else rule.packing),
+        lean_forwards(model),
+        gradients_apart(parameters),
+    ):
         share = _own_share(accelerator, model, window, rule, loss_fn, parameters, sync_each)
         if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None and share.too_large is None:
             share.failure = UnkeyedRandomness(

@@ -19,6 +19,8 @@ from torch import nn
 from hf_ga.batches import Batch
 from hf_ga.forward import LossFunction, module_modes
 from hf_ga.lazy_logits import LazyHead
+from hf_ga.packing import Packing
+from hf_ga.packing_proof import prove_packing
 from hf_ga.parts import PARTS
 from hf_ga.places import KeyedPlaces
 from hf_ga.proof import Prover
@@ -40,6 +42,7 @@ class TargetRule:
         modes: of every module, whether it was in training mode.
         router: the model's balancing loss, where the head adds one.
         unused: names of trainable parameters that got no gradient in the proof.
+        packing: how the layers compute real tokens only, where that is proven. not_packed: why it is not.
         lazy_head: the output layer, where loss and gradient were the same without its logits. full_logits: why they were not.
     """
 
@@ -53,6 +56,8 @@ class TargetRule:
     unused: frozenset[str] = frozenset()
     lazy_head: LazyHead | None = None
     full_logits: str = ""
+    packing: Packing | None = None
+    not_packed: str = ""
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
@@ -80,7 +85,8 @@ class TargetRule:
         }[self.width_matters]
         router = "" if self.router is None else ", the router's balancing loss taken over the whole window"
         logits = ", no full logits" if self.lazy_head is not None else self.full_logits and f", full logits ({self.full_logits})"
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}"
+        packed = ", no padding between layers" if self.packing is not None else self.not_packed and f", padded ({self.not_packed})"
+        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}"
 
 
 def prove_targets(
@@ -90,6 +96,7 @@ def prove_targets(
     *,
     loss_fn: LossFunction | None = None,
     allow_unkeyed: bool = False,
+    padding_free: bool = False,
 ) -> TargetRule:
     """Find the counting rule of a model's loss and prove it on a few samples. Weights, gradients, buffers, random states stay.
 
@@ -99,6 +106,7 @@ def prove_targets(
         collate_fn: list of samples -> arguments of the model.
         loss_fn: own loss; then its own count is checked.
         allow_unkeyed: accept draws that cannot be keyed; in the proof the modules that draw them are in evaluation mode.
+        padding_free: prove also that layers may compute real tokens only; where they may not, `not_packed` says why.
 
     Raises:
         LossNotAdditive: no rule fits, or several that differ, or no sample has a target. ConfigError: nothing is
@@ -124,7 +132,8 @@ def prove_targets(
                 if width_matters:
                     prover.check_unpadded(name)
             prover.lazy.learn_count(name)
-    one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
+            one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
+            packing, not_packed = prove_packing(prover, one_width) if padding_free else (None, "")
     return TargetRule(
         name,
         one_width,
@@ -136,4 +145,6 @@ def prove_targets(
         frozenset(prover.unused),
         prover.lazy.head,
         prover.lazy.full_logits,
+        packing,
+        not_packed,
     )

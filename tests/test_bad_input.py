@@ -103,6 +103,12 @@ CASES = {
     "negative batch size": ("--per_device_train_batch_size=-4", ["per_device_train_batch_size must be at least 1", "got -4"]),
     "evaluation batch size 0": ("--per_device_eval_batch_size 0", ["per_device_eval_batch_size must be at least 1", "got 0"]),
     "accumulation 0": ("--gradient_accumulation_steps 0", ["gradient_accumulation_steps must be at least 1", "got 0"]),
+    "no tokens": ("--max_tokens_per_micro_batch 0", ["max_tokens_per_micro_batch must be at least 1", "got 0"]),
+    "compiled and checkpointed": (
+        "--torch_compile --gradient_checkpointing",
+        ["torch_compile and gradient_checkpointing were never tried together"],
+    ),
+    "compiled and packed": ("--torch_compile --padding_free", ["torch_compile and padding_free were never tried together"]),
     "negative global batch": ("--global_batch_size -64", ["global_batch_size must be at least 1", "got -64"]),
     "unreachable global batch": (
         "--global_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",

@@ -16,6 +16,8 @@ OTHER = {
     "model_name_or_path": ("gpt2", "gpt2"),
     "trust_remote_code": ("true", True),
     "gradient_checkpointing": ("yes", True),
+    "torch_compile": ("true", True),
+    "padding_free": ("true", True),
     "freeze": ("bert.embeddings.*", ["bert.embeddings.*"]),
     "lora_r": ("8", 8),
     "lora_alpha": ("12", 12.0),

@@ -5,6 +5,7 @@ float64. Negative controls: attention that does not keep samples apart, masks of
 """
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import helpers
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from helpers import IGNORED, VOCABULARY, WIDTH, num_targets, pad_right, relative_error, seeded, token_samples
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+import hf_ga
 import hf_ga.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.keyed import keep_mask, sample_keys, window_key
@@ -481,3 +484,40 @@ def test_a_path_that_depends_on_the_data_is_an_error():
     with packing.places.active(), packing.active(), pytest.raises(ConfigError, match="packed layers got hidden states of shape"):
         packing.set_batch(pad_right(samples), CPU)
         model.layers[0](torch.zeros(2, 3, WIDTH))
+
+
+# ---------------------------------------------------------------------------------------------------------- whole windows
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "masked lm", "classes"])
+def test_a_window_is_the_same_packed_and_padded(name, own_loss, monkeypatch):
+    build, kind = MODELS[name]
+    samples, packed_shapes = samples_of(kind, 12), []
+    spread = PackedTokens.spread
+    monkeypatch.setattr(PackedTokens, "spread", lambda self, x: (packed_shapes.append(x.shape[:2]), spread(self, x))[1])
+
+    def gradient(packed, size):
+        nonlocal model
+        model, accelerator = build(0.1), Accelerator(cpu=True)
+        rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss if own_loss else None, padding_free=True)
+        assert rule.packing is not None and "no padding between layers" in str(rule)
+        rule.packing.gain = 1.0
+        rule = rule if packed else replace(rule, packing=None)
+        packed_shapes.clear()
+        windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
+        result = hf_ga.backward_window(
+            accelerator, model, next(iter(windows)), targets=rule, loss_fn=sum_loss if own_loss else None
+        )
+        assert bool(packed_shapes) == packed
+        return helpers.gradients(model), float(result.loss)
+
+    def sum_loss(outputs, batch):
+        count = num_targets(model, batch)
+        return outputs.loss * count, count
+
+    model = None
+    truth, value = gradient(False, 12)
+    for size in (4, 6):
+        gradients, loss = gradient(True, size)
+        assert relative_error(gradients, truth) < 1e-6 and loss == pytest.approx(value, rel=1e-6)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
@@ -74,7 +75,7 @@ def _hf_ga(lap: Lap, always_packed: bool = False, **loading: Any) -> None:
 
     for window in warmup_windows(windows, lap.setting.warmup_windows):
         if always_packed:
-            _pack(proven_rule(lap.model, window, None, False))
+            _pack(lap.model, window)
         train(window)
     windows.set_epoch(0)
     with forwards_and_backwards(lap.stopwatch, model), lap.measured():
@@ -82,16 +83,16 @@ def _hf_ga(lap: Lap, always_packed: bool = False, **loading: Any) -> None:
             train(window)
 
 
-def _pack(rule: hf_ga.TargetRule) -> None:
+def _pack(model: nn.Module, window: hf_ga.Window) -> None:
     """The loader keeps the rule, so all windows are packed.
 
     Raises:
         Refused: the model is not one whose layers can be packed.
     """
-    packing = getattr(rule, "packing", None)
-    if packing is None:
-        raise Refused(getattr(rule, "not_packed", "") or "its layers are not packed")
-    packing.gain = 1.0
+    rule = proven_rule(model, window, None, False, padding_free=True)
+    if rule.packing is None:
+        raise Refused(rule.not_packed)
+    rule.packing.gain = 1.0
 
 
 def warmup_windows(windows: hf_ga.WindowLoader, count: int) -> Iterator[hf_ga.Window]:
