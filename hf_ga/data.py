@@ -239,8 +239,8 @@ def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: Prep
         new_fingerprint=Hasher.hash(key),
         desc=f"tokenising {split}",
     )
-    lengths = np.asarray(dataset["length"])
-    targets, cut = np.asarray(dataset["num_targets"]), np.asarray(dataset["was_cut"])
+    lengths = np.asarray(dataset["length"][:])  # at once: numpy would ask a column row by row
+    targets, cut = np.asarray(dataset["num_targets"][:]), np.asarray(dataset["was_cut"][:])
     origin, kept, empty = prepared.origins.get(split, Origin(split)), np.flatnonzero(lengths), np.flatnonzero(lengths == 0)
     numbers = origin.numbers if origin.numbers is not None else np.arange(len(lengths))
     if len(empty):

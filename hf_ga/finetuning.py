@@ -153,7 +153,7 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
 
 def _hash_of(data: PreparedData) -> str:
     """Of the training samples, the labels, and the lengths in all splits: what the split of the work follows from."""
-    lengths = [np.asarray(dataset["length"]).tobytes() for dataset in data.splits.values()]
+    lengths = [np.asarray(dataset["length"][:]).tobytes() for dataset in data.splits.values()]
     return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
 
 

@@ -84,7 +84,12 @@ class TargetRule:
             None: "micro-batches padded alike, as it cannot be told whether that matters",
         }[self.width_matters]
         router = "" if self.router is None else ", the router's balancing loss taken over the whole window"
-        logits = ", no full logits" if self.lazy_head is not None else self.full_logits and f", full logits ({self.full_logits})"
+        full_logits = self.full_logits
+        if self.lazy_head is not None and self.lazy_head.layer is None:
+            full_logits = "its output layer is wrapped or watched"
+        logits = full_logits and f", full logits ({full_logits})"
+        if self.lazy_head is not None and not full_logits:
+            logits = ", no full logits"
         packed = ", no padding between layers" if self.packing is not None else self.not_packed and f", padded ({self.not_packed})"
         return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}"
 

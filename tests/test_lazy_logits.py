@@ -402,6 +402,8 @@ def test_a_proven_head_trains_without_logits(build, no_values):
     rule = proven(build(0.1))
     assert rule.lazy_head is not None and rule.lazy_head.counted and rule.lazy_head.piece_rows is None
     assert str(rule).endswith(", no full logits")
+    rule.lazy_head.layer.register_forward_hook(lambda *args: None)  # from now on somebody watches it
+    assert str(rule).endswith(", full logits (its output layer is wrapped or watched)")
 
 
 def test_the_proof_itself_runs_in_pieces(monkeypatch):
