@@ -6,6 +6,7 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
     os.environ[name] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: threads of several would wait for each other
 
 import pytest
 import torch
@@ -20,13 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that start processes come first, so that no long one is left for a single process at the end."""
+    """Files that start processes are spread evenly over the others, so that two of them seldom run beside each other."""
     if not config.getoption("--full"):
         longer = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=longer)
         items[:] = [item for item in items if item not in longer]
     launching = {item.path for item in items if item.get_closest_marker("launch")}
-    items.sort(key=lambda item: item.path not in launching)  # stable
+    place = {}
+    for files in (sorted(launching), sorted({item.path for item in items} - launching)):
+        place |= {path: i / len(files) for i, path in enumerate(files)}
+    items.sort(key=lambda item: (place[item.path], item.path))  # stable within a file
 
 
 @pytest.fixture(autouse=True)

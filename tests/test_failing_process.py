@@ -68,7 +68,7 @@ def test_an_error_that_nobody_catches_ends_all_within_a_minute_ddp(ddp):
     assert "Fails: row 7 cannot be decoded" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
 def test_an_error_that_nobody_catches_ends_all_within_a_minute_fsdp(tmp_path, kind):
     """In a forward, in which the other processes wait for the shards of the failing one."""
     began = time.monotonic()

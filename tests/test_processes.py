@@ -34,6 +34,9 @@ SCENARIOS = {
     4: ["gradients", "steps", "counted", "few_samples"],
 }
 LAUNCHES = [(kind, n) for n in SCENARIOS for kind in (KINDS if n > 1 else KINDS[:1])]  # one process shards nothing
+# Three processes add little to two and four.
+LAYOUTS = [pytest.param(kind, n, marks=[pytest.mark.full] * (n == 3)) for kind, n in LAUNCHES]
+TWO_AND_THREE = [2, pytest.param(3, marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def references():
 
 @pytest.mark.parametrize("window", [0, 1], ids=["64 samples", "13 samples"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("kind", "num_processes"), LAUNCHES)
+@pytest.mark.parametrize(("kind", "num_processes"), LAYOUTS)
 def test_gradient_is_the_full_batch_s(found, references, kind, num_processes, case, window):
     grads32, grads64, loss = references[case, window]
     for each in ["once"] if kind == "ddp" else ["once", "each"]:
@@ -150,7 +153,7 @@ def test_small_buckets_of_two_types(found):
     assert facts(found(2), "buckets") == [expected, expected]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 @pytest.mark.parametrize(("head", "kind"), [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]])
 def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
     """Two divisors, a balancing loss over the window, an own loss, heads that only some samples use, a loss that sees padding: 18
@@ -235,7 +238,7 @@ def thirty_steps():
     return losses, norms, copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), LAUNCHES)
+@pytest.mark.parametrize(("kind", "num_processes"), LAYOUTS)
 def test_thirty_steps_of_adamw(found, thirty_steps, kind, num_processes):
     losses, norms, weights = thirty_steps
     everybody = facts(found(num_processes), f"steps {kind}")
