@@ -14,6 +14,10 @@ MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
+GOLDEN_64 = np.uint64(GOLDEN)
+# The steps of `mix`: shift, multiplier.
+_STEPS_64 = ((np.uint64(30), np.uint64(MULTIPLIER_1)), (np.uint64(27), np.uint64(MULTIPLIER_2)))
+_LAST_SHIFT_64 = np.uint64(31)
 
 
 class Stream(enum.IntEnum):
@@ -35,14 +39,12 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def mix_array(values: np.ndarray) -> np.ndarray:
-    """`mix` for every element of a uint64 array, in place on a copy. Shape and dtype stay."""
-    values = values.copy()
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(MULTIPLIER_1)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(MULTIPLIER_2)
-    values ^= values >> np.uint64(31)
+def mix_in_place(values: np.ndarray) -> np.ndarray:
+    """`mix` for every element of a uint64 array, which is changed and returned."""
+    for shift, multiplier in _STEPS_64:
+        values ^= values >> shift
+        values *= multiplier
+    values ^= values >> _LAST_SHIFT_64
     return values
 
 
@@ -60,7 +62,7 @@ def make_key(*parts: int) -> int:
 
 def extend_key(key: int, values: np.ndarray) -> np.ndarray:
     """`make_key(*parts, v)` for every v of an integer array, given `key = make_key(*parts)`. Returns uint64, same shape."""
-    return mix_array((np.asarray(values).astype(np.uint64) ^ np.uint64(key)) + np.uint64(GOLDEN))
+    return mix_in_place((np.asarray(values).astype(np.uint64) ^ np.uint64(key)) + GOLDEN_64)
 
 
 def name_key(name: str) -> int:

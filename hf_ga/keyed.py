@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from hf_ga.hashing import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Stream, extend_key, make_key
+from hf_ga.hashing import GOLDEN, GOLDEN_64, MULTIPLIER_1, MULTIPLIER_2, Stream, extend_key, make_key, mix_in_place
 
 # Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
 MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
 CACHED_ELEMENTS = 1 << 19  # of the 10 passes over a mask; measured: 2**17 and 2**22 are slower
+# Masks that torch would draw on one thread: the calls of numpy cost a quarter as much, and 30,000 elements take half the time.
+SMALL_ELEMENTS = 1 << 15
 
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
@@ -50,7 +52,8 @@ def keep_mask(keys: Tensor, place: int, shape: Sequence[int], axis: int | None, 
     if keys.device.type == "cuda" and has_triton():
         kept = _fused_mask()(seeds, inner, _threshold(drop_probability))
     else:
-        kept = kept_columns(_row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
+        row_keys = _row_keys_on_cpu if keys.device.type == "cpu" else _row_keys
+        kept = kept_columns(row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
     if axis is None:
         return kept.view(shape)
     return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
@@ -77,6 +80,9 @@ def kept_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
         bool tensor of shape (*rows.shape, size).
     """
     flat, threshold = rows.reshape(-1), _threshold(drop_probability)
+    if rows.device.type == "cpu" and len(flat) * size <= SMALL_ELEMENTS:
+        bits = _uniform_uint32(flat.numpy().view(np.uint64), size)
+        return torch.from_numpy(bits.view(np.int32) >= threshold).view(*rows.shape, size)
     # Parts that stay in a processor's cache; a GPU takes all at once.
     part = max(1, CACHED_ELEMENTS // max(1, size)) if rows.device.type == "cpu" else max(1, len(flat))
     kept = torch.empty((len(flat), size), dtype=torch.uint8, device=rows.device)
@@ -136,6 +142,16 @@ def _row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
     return rows
 
 
+def _row_keys_on_cpu(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`_row_keys` by numpy: they are few, and each call of torch costs more than their numbers."""
+    rows = mix_in_place(seeds.numpy().view(np.uint64) + GOLDEN_64)
+    for size in sizes:
+        rows = rows[..., None] ^ np.arange(size, dtype=np.uint64)
+        rows += GOLDEN_64
+        mix_in_place(rows)
+    return torch.from_numpy(rows.view(np.int64))
+
+
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
     """Uniform int32 of shape (*rows.shape, size) from 64-bit row keys: both halves of the row key enter the hash."""
     columns = torch.arange(1, size + 1, dtype=torch.int32, device=rows.device) * MULTIPLIER_32_2
@@ -145,6 +161,17 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
     bits.add_((rows >> 32).to(torch.int32).unsqueeze(-1))
     # The comparison with the threshold reads the upper bits, into which the last product carries the lower ones.
     return bits.mul_(MULTIPLIER_32_2)
+
+
+def _uniform_uint32(rows: np.ndarray, size: int) -> np.ndarray:
+    """The bits of `_uniform_int32` from row keys as uint64 (rows,). Returns uint32 (rows, size)."""
+    columns = np.arange(1, size + 1, dtype=np.uint32) * np.uint32(MULTIPLIER_32_2 & 0xFFFFFFFF)
+    bits = rows.astype(np.uint32)[:, None] ^ columns
+    bits *= np.uint32(MULTIPLIER_32_1)
+    bits ^= bits >> np.uint32(15)
+    bits += (rows >> np.uint64(32)).astype(np.uint32)[:, None]
+    bits *= np.uint32(MULTIPLIER_32_2 & 0xFFFFFFFF)
+    return bits
 
 
 def _threshold(drop_probability: float) -> int:

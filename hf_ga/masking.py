@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_ga.hashing import GOLDEN, mix_array
+from hf_ga.hashing import GOLDEN_64, mix_in_place
 
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1
 
@@ -68,9 +68,9 @@ def mask_tokens(
 
 def _draws(keys: np.ndarray, width: int, lane: int) -> np.ndarray:
     """64 random bits for each (sample, column); columns and lanes are hashed, so the width does not matter."""
-    rows = mix_array(np.asarray(keys).astype(np.uint64) + np.uint64(GOLDEN))
-    columns = mix_array(np.arange(width, dtype=np.uint64) * np.uint64(4) + np.uint64(lane))
-    return mix_array(rows[:, None] + columns)
+    rows = mix_in_place(np.asarray(keys).astype(np.uint64) + GOLDEN_64)
+    columns = mix_in_place(np.arange(width, dtype=np.uint64) * np.uint64(4) + np.uint64(lane))
+    return mix_in_place(rows[:, None] + columns)
 
 
 def _unit(bits: np.ndarray) -> np.ndarray:

@@ -10,15 +10,16 @@ from hf_ga import host_memory
 
 # The module is run as a file: the package would import much more.
 FAULTS = """
-import resource, runpy, sys, torch
+import resource, runpy, statistics, sys, torch
 keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]
 
 def faults():
-    for i in range(8):
-        if i == 3:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    counted = []
+    for _ in range(14):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.zeros(12 * 2**20).add_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        counted.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return int(statistics.median(counted[3:]))
 
 left_alone = faults()
 print(keep_freed_memory(torch.device("cpu")), left_alone, faults())
@@ -27,14 +28,17 @@ print(keep_freed_memory(torch.device("cpu")), left_alone, faults())
 
 @pytest.mark.launch
 def test_freed_tensors_leave_their_memory_to_the_next_ones():
-    """5 tensors of 48 MB, one after the other: up to 12,288 pages each if the system has to give them again."""
+    """Of tensors of 48 MB, one after the other, the median: up to 12,288 pages if the system has to give them again.
+
+    The median, as a small block may come to lie behind a tensor, so that the next one does not fit into its place.
+    """
     command = [sys.executable, "-c", FAULTS, host_memory.__file__]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     done, left_alone, kept = run.stdout.split()
     if done != "True":
         pytest.skip("the C library is not glibc: nothing is done here")
-    assert int(kept) < 200
-    assert int(left_alone) > 2_000, "control: by itself glibc gives blocks of this size back"
+    assert int(kept) < 40
+    assert int(left_alone) > 400, "control: by itself glibc gives blocks of this size back"
 
 
 def test_nothing_is_done_on_other_devices():

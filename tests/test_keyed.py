@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from hf_ga.hashing import name_key
-from hf_ga.keyed import attention_weights, keep_mask, keyed_dropout, sample_keys, whole_mask, window_key
+from hf_ga.keyed import (
+    CACHED_ELEMENTS,
+    SMALL_ELEMENTS,
+    attention_weights,
+    keep_mask,
+    keyed_dropout,
+    sample_keys,
+    whole_mask,
+    window_key,
+)
 
 SIGMAS = 4.0
 PLACE = name_key("encoder.layer.0.dropout")
@@ -107,6 +116,16 @@ def test_every_element_is_that_of_the_documented_hash(seed, epoch, position, pla
         index = (*coordinates[:axis], sample * rows_per_sample + row, *coordinates[axis:])
         key = oracle_key(4, seed, epoch, position + 5 * sample)
         assert kept[index].item() == oracle_element(key, place, [row, *coordinates], p)
+
+
+@pytest.mark.parametrize("inner", [(40, 256), (3, 50, 70)], ids=str)
+def test_a_mask_is_the_same_in_a_large_batch(inner):
+    """Small masks are drawn by numpy, large ones by torch, larger ones in parts. Control: another sample's mask differs."""
+    whole = keep_mask(keys_of(64), PLACE, (64, *inner), 0, 0.3)
+    assert len(whole[0].flatten()) <= SMALL_ELEMENTS < CACHED_ELEMENTS < whole.numel()
+    for row in (0, 1, 63):
+        alone = keep_mask(keys_of(64)[row : row + 1], PLACE, (1, *inner), 0, 0.3)[0]
+        assert torch.equal(alone, whole[row]) and not torch.equal(alone, whole[row - 1])
 
 
 @given(seed=st.integers(), epoch=st.integers(0, 99), index=st.integers(0, 2**62), shape=st.lists(st.integers(1, 5), max_size=3))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.hashing import Stream, extend_key, make_key, mix, mix_array, name_key
+from hf_ga.hashing import GOLDEN, Stream, extend_key, make_key, mix, mix_in_place, name_key
 from hf_ga.order import epoch_order
 
 SIGMAS = 4.0
@@ -62,8 +62,11 @@ def test_hash_of_arrays_equals_hash_of_integers(parts, values):
     assert extend_key(key, np.array(values)).tolist() == [splitmix64(key ^ value) for value in values]
     assert extend_key(key, np.array(values)).tolist() == [make_key(*parts, value) for value in values]
     unsigned = np.array(values, dtype=np.uint64)
-    assert mix_array(unsigned).tolist() == [mix(value) for value in values]
-    assert unsigned.tolist() == values, "mix_array must not change its argument"
+    assert mix_in_place(unsigned).tolist() == [mix(value) for value in values]
+    assert unsigned.tolist() == [mix(value) for value in values], "it is its argument that changes"
+    again = np.array([1, 2], np.uint64)
+    assert extend_key(7, again).tolist() == [mix((value ^ 7) + GOLDEN) for value in (1, 2)]
+    assert again.tolist() == [1, 2], "extend_key must not change its argument"
 
 
 def test_keys_tell_the_order_and_number_of_parts():

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_ga
+from hf_ga.places import LARGE
 from hf_ga.probes import likely_cause
 from hf_ga.terms import RULES
 
@@ -416,3 +417,16 @@ def test_proof_does_not_depend_on_the_random_state():
     for seed in range(20):
         torch.manual_seed(seed)
         assert hf_ga.prove_targets(h.bert_masked_lm(), h.token_samples(32), mask_few).name == "labels"
+
+
+@pytest.mark.parametrize("short_have_targets", [True, False])
+def test_a_proof_probes_short_samples_if_they_have_targets(short_have_targets):
+    """Its memory is below the training's then. Control: if only long samples have targets, it takes those, and still proves."""
+    short = h.token_samples(32)
+    long = [{name: (values * 8)[:30] for name, values in sample.items()} for sample in h.token_samples(32)]
+    samples = (short if short_have_targets else [h.without_targets(sample) for sample in short]) + long
+    model, sizes = h.gpt2(), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    assert hf_ga.prove_targets(model, samples, h.pad_right).name == "shifted labels"
+    widths = [width for rows, width in sizes if rows > LARGE]  # so many of the longest are run to find the places of dropout
+    assert (max(widths) <= 12) == short_have_targets

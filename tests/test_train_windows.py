@@ -53,7 +53,8 @@ def test_windows_are_planned_by_their_lengths():
     tokens = tokens_of(windows)
     assert max(map(max, tokens)) <= 4 * max(LENGTHS)
     assert sorted(i for w in windows for m in w.micro_batches for i in m.sample_ids) == list(range(100))
-    assert sum(map(sum, tokens)) < 1.25 * LENGTHS.sum()
+    fine = tokens_of(loader(LENGTHS, cost=CostModel(overhead=32)))  # with the device's cost there are fewer micro-batches
+    assert sum(map(sum, fine)) < 1.15 * LENGTHS.sum() and sum(map(sum, fine)) <= sum(map(sum, tokens))
     assert sum(map(sum, tokens_of(loader(LENGTHS, lengths=None)))) > 2 * LENGTHS.sum()
     assert max(map(max, tokens_of(loader(LENGTHS, max_tokens_per_micro_batch=150)))) <= 150
 
