@@ -34,7 +34,12 @@ def callable_module(model: nn.Module) -> nn.Module:
 
 
 def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The entries of `batch` that the model's forward takes: those it names, or all where it takes `**kwargs`.
+    """The entries of `batch` that the model's forward takes: see `argument_filter`."""
+    return argument_filter(model)(batch)
+
+
+def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
+    """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
 
     A transformers model names all its inputs; its `**kwargs` are for settings, so other columns stay out of them.
     """
@@ -45,9 +50,9 @@ def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     else:
         parameters = inspect.signature(forward).parameters.values()
         if any(p.kind == p.VAR_KEYWORD for p in parameters):
-            return dict(batch)
+            return dict
         named = _names(parameters)
-    return {name: value for name, value in batch.items() if name in named}
+    return lambda batch: {name: value for name, value in batch.items() if name in named}
 
 
 def _named_arguments(forward: Callable, model_class: type) -> set[str]:

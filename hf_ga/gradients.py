@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, LossNotAdditive
-from hf_ga.forward import LossFunction, accepted_arguments, callable_module, run_forward
+from hf_ga.forward import LossFunction, argument_filter, callable_module, loss_of
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
@@ -46,7 +46,7 @@ def head_gradients(
     # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out, unless its tokens were routed.
     forwards = [Forward(m, n) for m, n in zip(window.micro_batches, counts, strict=True) if any(n) or rule.router]
     forwards = as_many_as_others(accelerator, window, forwards, rule)
-    module = callable_module(model)
+    module, accepted = callable_module(model), argument_filter(model)
     with rule.active():
         balance = _balance(accelerator, model, window, rule, forwards, share)
         batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
@@ -54,7 +54,7 @@ def head_gradients(
             with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
                 rule.expect(forward.counts)
                 with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                    term = window_term(rule.name, module(**accepted_arguments(model, batch)), batch, forward.counts, totals)
+                    term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
                     if rule.router is not None:
                         term = term + rule.router.term(rule.router.take(), balance)
                 _backward(accelerator, term, forward.weight)
@@ -81,12 +81,12 @@ def summed_gradients(
         share: gets the loss, summed over the targets, and their number.
     """
     forwards = as_many_as_others(accelerator, window, [Forward(m, ()) for m in window.micro_batches])
-    module, total = callable_module(model), 0.0
+    module, accepted, total = callable_module(model), argument_filter(model), 0.0
     batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
     for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
         with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
             with accelerator.autocast():
-                loss, number = run_forward(module, batch, loss_fn)
+                loss, number = loss_of(module(**accepted(batch)), batch, loss_fn)
             weight = forward.weight if (count := float(number)) else 0
             if not weight and not is_sharded(accelerator):
                 continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
@@ -112,10 +112,10 @@ def choices_of_experts(
     share: Share | None = None,
 ) -> list[list[BalanceCall]]:
     """What experts the tokens of each micro-batch choose, by forwards that are done again with gradients: the same dropout."""
-    module, calls = callable_module(model), []
+    module, accepted, calls = callable_module(model), argument_filter(model), []
     for batch in keyed_batches(accelerator, window, rule, micro_batches, share):
         with accelerator.autocast():
-            module(**accepted_arguments(model, batch))
+            module(**accepted(batch))
         calls.append(rule.router.take() if rule.router is not None else [])
     return calls
 
