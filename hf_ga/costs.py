@@ -1,6 +1,6 @@
 """What a micro-batch costs: a model of its time, from the number of its samples and their padded width alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,44 +18,56 @@ HIDDEN_SIZE = 768  # where nobody says: that of BERT-base and GPT-2-small
 class CostModel:
     """Time of a micro-batch, measured in tokens: overhead + samples x width x (1 + width / attention_width).
 
+    Where layers compute no padding (`packed`), only attention depends on the width: overhead + real tokens + samples x width^2 /
+    attention_width.
+
     All costs are whole numbers of 1 / attention_width tokens, so that every process finds the same plan on any machine.
 
     Attributes:
         overhead: what a micro-batch costs however small it is, in tokens.
         multiple: padded widths are rounded up to one.
         attention_width: the width at which attention costs as much as all the rest.
+        packed: layers compute real tokens only (`--padding_free`).
 
     >>> cost = CostModel(overhead=10, multiple=8, attention_width=16)
     >>> cost.widths(np.array([0, 3, 8, 9]))
     array([ 8,  8,  8, 16])
-    >>> int(cost.of(2, 8)) / 16  # 10 + 2 x 8 x 1.5
+    >>> cost.of(np.array([8, 5])) / 16  # 10 + 2 x 8 x 1.5
     34.0
+    >>> replace(cost, packed=True).of(np.array([8, 5])) / 16  # 10 + 13 + 2 x 8 x 0.5
+    31.0
     """
 
     overhead: int
     multiple: int = 1
     attention_width: int = WIDTHS_PER_HIDDEN * HIDDEN_SIZE
+    packed: bool = False
 
     def widths(self, lengths: np.ndarray) -> np.ndarray:
         """Padded widths (int64) of samples; one without tokens is as wide as one token."""
         return -(-np.maximum(np.asarray(lengths, np.int64), 1) // self.multiple) * self.multiple
 
     def prices(self, widths: np.ndarray) -> np.ndarray:
-        """Cost of one more sample in a micro-batch of that width."""
-        return widths * (self.attention_width + widths)
+        """Cost of one more sample in a micro-batch of that width, beside its own."""
+        return widths * widths if self.packed else widths * (self.attention_width + widths)
+
+    def own(self, lengths: np.ndarray) -> np.ndarray:
+        """What a sample costs in any micro-batch."""
+        return np.asarray(lengths, np.int64) * (self.attention_width if self.packed else 0)
 
     @property
     def fixed(self) -> int:
         """Cost of a micro-batch without samples."""
         return self.overhead * self.attention_width
 
-    def of(self, sizes: np.ndarray | int, widths: np.ndarray | int) -> np.ndarray:
-        """Costs of micro-batches."""
-        return self.fixed + sizes * self.prices(np.asarray(widths))
+    def of(self, lengths: np.ndarray) -> int:
+        """Cost of a micro-batch of samples of these lengths."""
+        width = self.widths(lengths).max(initial=1)
+        return self.fixed + len(lengths) * int(self.prices(width)) + int(self.own(lengths).sum())
 
     def of_processes(self, plan: "Plan", lengths: np.ndarray) -> np.ndarray:
         """Cost of each process's share of a window, int64 of shape (processes,)."""
-        return np.array([sum(int(self.of(len(m), self.widths(lengths[m].max()))) for m in share) for share in plan], np.int64)
+        return np.array([sum(self.of(lengths[m]) for m in share) for share in plan], np.int64)
 
     def padded_tokens(self, plan: "Plan", lengths: np.ndarray) -> int:
         """Samples x padded width, summed over all micro-batches of a window."""
@@ -71,7 +83,10 @@ CPU = CostModel(overhead=64)
 CUDA = CostModel(overhead=1024, multiple=8)
 
 
-def cost_model(device_type: str, hidden_size: int | None = None) -> CostModel:
-    """The model for a device (`cpu`, `cuda`, ...), with the attention of a model of that hidden size."""
+def cost_model(device_type: str, hidden_size: int | None = None, *, packed: bool = False) -> CostModel:
+    """The model for a device (`cpu`, `cuda`, ...), with the attention of a model of that hidden size.
+
+    packed: the layers compute no padding, as after `prove_targets(..., padding_free=True)` where that is proven.
+    """
     model = CPU if device_type == "cpu" else CUDA
-    return CostModel(model.overhead, model.multiple, WIDTHS_PER_HIDDEN * (hidden_size or HIDDEN_SIZE))
+    return replace(model, attention_width=WIDTHS_PER_HIDDEN * (hidden_size or HIDDEN_SIZE), packed=packed)

@@ -15,10 +15,9 @@ from hf_ga.costs import CPU, CostModel
 from hf_ga.plan import Plan
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/24 more time (by the cost model; of the
-# embedded corpora it takes 1/56 more, and the memory of training falls by a sixth). On one process only, as several share out the
-# work in small micro-batches anyway.
-LITTLE_TIME, HALVINGS = 24, 2
+# Smaller limits, which need less memory, are tried as long as the window takes at most 1/24 more time by the cost model (measured:
+# a sixth less memory on two corpora). On one process only, as several share out the work in small micro-batches anyway.
+LITTLE_TIME, SMALLER_LIMITS = 24, (12, 10, 8, 6, 5, 4)  # the second in sixteenths of the limit
 # How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
 SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
 
@@ -44,8 +43,8 @@ class ByLength:
         if num_processes > 1 or not len(lengths):
             return plan
         most = self._time(plan, lengths) * (LITTLE_TIME + 1)
-        for halving in range(1, HALVINGS + 1):
-            smaller = plan_by_length(lengths, num_processes, limit >> halving or 1, cost=self.cost, in_step=self.in_step)
+        for sixteenths in SMALLER_LIMITS:
+            smaller = plan_by_length(lengths, num_processes, max(1, limit * sixteenths // 16), cost=self.cost, in_step=self.in_step)
             if self._time(smaller, lengths) * LITTLE_TIME > most:
                 break
             plan = smaller
@@ -60,17 +59,19 @@ class _Sorted:
     """A window, shortest sample first. A list of cuts, 0 ... n, means the micro-batches between them.
 
     Attributes:
-        widths, prices: of each sample: its padded width, and what one sample of that width costs.
+        widths, prices, own: of each sample: its padded width, what one sample in a micro-batch of that width costs, and what it
+            costs in any micro-batch.
         most: samples that a micro-batch of that width may have. fixed: cost of a micro-batch beside its samples'.
     """
 
     widths: np.ndarray
     prices: np.ndarray
+    own: np.ndarray
     most: np.ndarray
     fixed: int
 
     def costs(self, cuts: np.ndarray) -> np.ndarray:
-        return np.diff(cuts) * self.prices[cuts[1:] - 1] + self.fixed
+        return np.diff(cuts) * self.prices[cuts[1:] - 1] + np.add.reduceat(self.own, cuts[:-1]) + self.fixed
 
 
 def plan_by_length(
@@ -104,7 +105,7 @@ def plan_by_length(
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
     widths = cost.widths(lengths[order])
-    window = _Sorted(widths, cost.prices(widths), np.maximum(1, max_tokens // widths), cost.fixed)
+    window = _Sorted(widths, cost.prices(widths), cost.own(lengths[order]), np.maximum(1, max_tokens // widths), cost.fixed)
     deal = _in_turns if in_step else _longest_first
     best: tuple[int, np.ndarray, list[list[int]]] | None = None
     for cuts in _ways_to_cut(window, num_processes):
@@ -179,8 +180,9 @@ def _of_equal_sizes(window: _Sorted, number: int) -> np.ndarray | None:
 
 def _of_equal_cost(window: _Sorted, number: int) -> np.ndarray | None:
     """At most `number` micro-batches of about the same cost, from the longest sample; None where the limit does not allow that."""
-    before = np.append(0, np.cumsum(window.prices)).tolist()  # cost of all shorter samples
-    prices, most = window.prices.tolist(), window.most.tolist()
+    whole = window.prices + window.own
+    before = np.append(0, np.cumsum(whole)).tolist()  # cost of all shorter samples
+    prices, most = whole.tolist(), window.most.tolist()
     for slack in SLACK:
         cuts = [len(prices)]
         for left in range(number, 0, -1):

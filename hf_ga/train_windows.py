@@ -67,7 +67,8 @@ def _loader(
 ) -> WindowLoader | StreamLoader:
     """Micro-batches of similar lengths, as wide as the device likes."""
     layout, collate = config.layout(accelerator.num_processes), data.collate
-    cost = cost_model(accelerator.device.type, getattr(model_config.get_text_config(), "hidden_size", None))
+    hidden_size = getattr(model_config.get_text_config(), "hidden_size", None)
+    cost = cost_model(accelerator.device.type, hidden_size, packed=rule.packing is not None)
     if cost.multiple > 1 and not rule.pad_to_window:  # where the width counts, it is that of the samples
         multiple = {"multiple": cost.multiple, "most": config.sequence_length}
         collate = partial(collate_to_multiple, collate=collate, pad_token_id=data.tokenizer.pad_token_id, **multiple)

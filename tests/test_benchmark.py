@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_ga.benchmark import cli, meters, planning, samples, speed_tables, steps
-from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
+from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
 from hf_ga.benchmark.figures import Bound, Section, markdown_table
 from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
 from hf_ga.benchmark.speed import Speed
@@ -30,7 +30,9 @@ def make_samples(label: bool = False) -> list[dict]:
     return [{**row, "label": row["id"] % 2} for row in rows] if label else rows
 
 
-@pytest.mark.parametrize("arm", [TRAINER, REBALANCED, "TRL SFTTrainer, padding-free", "raw Accelerate loop", UNSORTED, BY_LENGTH])
+@pytest.mark.parametrize(
+    "arm", [TRAINER, REBALANCED, "TRL SFTTrainer, padding-free", "raw Accelerate loop", UNSORTED, BY_LENGTH, PACKED]
+)
 @pytest.mark.filterwarnings("ignore")  # TRL's, of padding-free attention
 def test_every_arm_sees_each_sample_once(arm):
     measured = measure_arm(SETTING, arm, make_samples())
@@ -41,7 +43,7 @@ def test_every_arm_sees_each_sample_once(arm):
     if arm == UNSORTED:  # micro-batches of 4 in the order of the epoch
         padded = np.array(LENGTHS)[epoch_order(len(LENGTHS), SETTING.seed, 0)].reshape(-1, 4).max(1).sum() * 4
         assert measured.padded_tokens == padded > measured.real_tokens
-    if arm == BY_LENGTH:
+    if arm in (BY_LENGTH, PACKED):
         assert measured.padded_tokens < 1.5 * measured.real_tokens
     if "padding-free" in arm:
         assert measured.padded_tokens == measured.real_tokens

@@ -174,7 +174,7 @@ def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monke
         widths.update(tensor.shape[1] for tensor in batch.values())
         return batch
 
-    monkeypatch.setattr(train_windows, "cost_model", lambda device_type, hidden: cost_model("cuda", hidden))
+    monkeypatch.setattr(train_windows, "cost_model", lambda device_type, hidden, packed: cost_model("cuda", hidden, packed=packed))
     monkeypatch.setattr(train_windows, "collate_to_multiple", seen)
     train(place, tmp_path / "multiples", **few)
     assert widths and widths <= {8, 16, 23}

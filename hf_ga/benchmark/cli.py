@@ -148,7 +148,8 @@ def _checker_section(checker: Path | None, rounds: int) -> Section:
     if checker is None:
         raise ConfigError("the section checker needs scripts/benchmark_checker.py: run scripts/benchmark.py.")
     done = subprocess.run([sys.executable, checker, "--repeats", str(rounds)], capture_output=True, text=True)
-    return Section.quoted("Cost of check_equivalence, in full-batch steps", done.stdout + done.stderr[-2000:], done.returncode)
+    printed = done.stdout + (done.stderr[-2000:] if done.returncode else "")  # else there are only progress bars
+    return Section.quoted("Cost of check_equivalence, in full-batch steps", printed, done.returncode)
 
 
 def _machine(plan: Plan) -> str:

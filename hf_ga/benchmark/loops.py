@@ -47,16 +47,16 @@ def by_length(lap: Lap) -> None:
 
 
 def packed(lap: Lap) -> None:
-    """The same, and the model's layers compute real tokens only, in every micro-batch that has padding."""
-    _hf_ga(lap, always_packed=True, **_lengths(lap))
+    """The model's layers compute real tokens only (`--padding_free`), and the plan knows."""
+    _hf_ga(lap, padding_free=True, **_lengths(lap, packed=True))
 
 
-def _lengths(lap: Lap) -> dict[str, Any]:
-    cost = cost_model(lap.setting.device, SIZES[lap.setting.size][1])
+def _lengths(lap: Lap, packed: bool = False) -> dict[str, Any]:
+    cost = cost_model(lap.setting.device, SIZES[lap.setting.size][1], packed=packed)
     return {"lengths": [len(sample["input_ids"]) for sample in lap.samples], "cost": cost}
 
 
-def _hf_ga(lap: Lap, always_packed: bool = False, **loading: Any) -> None:
+def _hf_ga(lap: Lap, padding_free: bool = False, **loading: Any) -> None:
     accelerator = make_accelerator(lap)
     keep_freed_memory(accelerator.device)  # as `finetune` does
     windows = hf_ga.WindowLoader(
@@ -74,7 +74,7 @@ def _hf_ga(lap: Lap, always_packed: bool = False, **loading: Any) -> None:
         result.loss  # noqa: B018 - waits for the device, as `finetune` does in every step
 
     for window in warmup_windows(windows, lap.setting.warmup_windows):
-        if always_packed:
+        if padding_free:
             _pack(lap.model, window)
         train(window)
     windows.set_epoch(0)
@@ -92,7 +92,6 @@ def _pack(model: nn.Module, window: hf_ga.Window) -> None:
     rule = proven_rule(model, window, None, False, padding_free=True)
     if rule.packing is None:
         raise Refused(rule.not_packed)
-    rule.packing.gain = 1.0
 
 
 def warmup_windows(windows: hf_ga.WindowLoader, count: int) -> Iterator[hf_ga.Window]:
