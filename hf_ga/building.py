@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def build_run(
     check_tokens(config, data)
     model = build_model(config, accelerator, data, model_config, dtype)
     size = _size(model)  # before it is cut into shards
-    head_rule, rule = _proven(config, model, data, loss_fn)
+    head_rule, rule = _proven(config, accelerator, model, data, loss_fn)
     windows = train_windows(config, accelerator, data, model_config, rule)
     optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
@@ -128,15 +129,18 @@ def build_run(
 
 
 def _proven(
-    config: FinetuneConfig, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
 ) -> tuple[TargetRule, TargetRule]:
     """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
-    samples, unkeyed = proof_samples(data, "train"), config.allow_unkeyed
-    head_rule = prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed, padding_free=config.padding_free)
-    if loss_fn is None:
-        return head_rule, head_rule
-    more = {"loss_fn": loss_fn, "padding_free": config.padding_free}
-    return head_rule, prove_targets(model, samples, data.collate, allow_unkeyed=unkeyed, **more)
+    more = {"allow_unkeyed": config.allow_unkeyed, "padding_free": config.padding_free}
+    if config.padding_free is None:  # where it was measured
+        more["padding_free"] = accelerator.device.type == "cpu" and not is_sharded(accelerator) and not config.torch_compile
+    samples = proof_samples(data, "train")
+    head_rule = prove_targets(model, samples, data.collate, **more)
+    rule = head_rule if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
+    if config.padding_free is None:  # nobody asked, so nobody is told why not
+        head_rule, rule = replace(head_rule, not_packed=""), replace(rule, not_packed="")
+    return head_rule, rule
 
 
 def _size(model: nn.Module) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from accelerate.utils import get_int_from_env
@@ -50,6 +50,9 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     epilog = EXIT_CODES if kind is FinetuneConfig else None
     parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
     parser.allow_abbrev = False
+    for action in parser._actions:  # a flag of three states may stand alone as well
+        if get_type_hints(kind).get(action.dest) == bool | None:
+            action.nargs, action.const = "?", True
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments = [*_flags_of_file(Path(arguments[0]), kind), *arguments[1:]]

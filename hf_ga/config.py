@@ -34,8 +34,10 @@ class FinetuneConfig:
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
     torch_compile: bool = option(False, "Compile the model's layers, once for all lengths. The model must not draw dropout.")
-    padding_free: bool = option(
-        False, "Compute no padding between the model's layers, where the proof finds that the same (not yet tried on a GPU)."
+    padding_free: bool | None = option(
+        None,
+        "Compute no padding between the model's layers, where the proof finds that the same. Default: on a CPU, without FSDP and "
+        "torch_compile (not tried on a GPU yet).",
     )
     freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
     lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")

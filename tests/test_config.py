@@ -17,7 +17,7 @@ OTHER = {
     "trust_remote_code": ("true", True),
     "gradient_checkpointing": ("yes", True),
     "torch_compile": ("true", True),
-    "padding_free": ("true", True),
+    "padding_free": ("false", False),
     "freeze": ("bert.embeddings.*", ["bert.embeddings.*"]),
     "lora_r": ("8", 8),
     "lora_alpha": ("12", 12.0),
@@ -283,3 +283,8 @@ def test_the_name_of_a_metric_may_be_that_of_the_log():
         assert FinetuneConfig(task=task, metric_for_best_model=name).lower_is_better
     for name, task in {"pearson": "regression", "accuracy": "token-classification", "exact_match": "multi-label"}.items():
         assert not FinetuneConfig(task=task, metric_for_best_model=name).lower_is_better
+
+
+def test_a_flag_of_three_states_may_stand_alone():
+    commands = "", "--padding_free", "--padding-free no", "--padding_free --seed 1"
+    assert [parse_config(flags.split()).padding_free for flags in commands] == [None, True, False, True]

@@ -151,12 +151,14 @@ def test_what_a_run_says_of_balance():
 
 
 def test_the_same_update_whatever_the_limit(place, tmp_path, capsys):
-    """Of tokens in a micro-batch, also as wide as multiples of 8. Control: another window is another run."""
-    few = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}
-    result = train(place, tmp_path / "own", **few)
-    assert "micro-batches by length, at most 192 tokens: 1." in capsys.readouterr().out
-    for name, more in {"small": {"max_tokens_per_micro_batch": 30}, "large": {"max_tokens_per_micro_batch": 10_000}}.items():
+    """Of tokens in a micro-batch, and whether layers compute padding or not. Control: another window is another run."""
+    few, packed = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}, "no padding between layers"
+    result, said = train(place, tmp_path / "own", **few), capsys.readouterr().out
+    assert "micro-batches by length, at most 192 tokens: 1." in said and packed in said, "by itself, on a CPU"
+    limits = {"small": {"max_tokens_per_micro_batch": 30}, "large": {"max_tokens_per_micro_batch": 10_000}}
+    for name, more in {**limits, "padded": {"padding_free": False}}.items():
         found = train(place, tmp_path / name, **more, **few)
+        assert (packed in capsys.readouterr().out) == (name != "padded")
         assert found["train_loss"] == pytest.approx(result["train_loss"], rel=1e-5)
         assert relative_distance(tmp_path / name, tmp_path / "own") < 1e-5
     train(place, tmp_path / "other", global_batch_size=15, **few)
