@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers as tf
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from forked import together
 from torch import nn
 
@@ -98,3 +98,4 @@ if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text())
     results = [result_of(Path(job["folder"]), *case) for case in job["cases"]]
     Path(job["folder"], "results.json").write_text(json.dumps(results))
+    PartialState().destroy_process_group()  # else gloo's threads may abort a process that ends

@@ -204,6 +204,17 @@ def test_each_bound_can_break(arm, measured, broken):
     assert any(broken in name for name in names)
 
 
+@pytest.mark.parametrize(("device", "bounded"), [("cpu", PACKED), ("cuda", BY_LENGTH)])
+def test_bounds_are_about_what_finetune_does_by_itself(device, bounded):
+    """Not about whichever arm came out fastest."""
+    other = {PACKED: BY_LENGTH, BY_LENGTH: PACKED}[bounded]
+    speed = fake_speed({TRAINER: [one(4.0)], other: [one(1.0)], bounded: [one(3.0)]})
+    section = speed_tables.ragged_section(replace(speed, setting=replace(SETTING, device=device)))
+    assert all(f", {bounded}: " in bound.what for bound in section.bounds)
+    (ratio,) = (bound for bound in section.bounds if "Trainer's default" in bound.what)
+    assert ratio.value == pytest.approx(4 / 3) and not ratio.holds
+
+
 @pytest.mark.parametrize(("seconds", "holds"), [(2.1, True), (2.3, False)])
 def test_steps_in_turn_are_compared_by_the_clock(seconds, holds):
     times = {"1": [(2.0, 9.0), (50.0, 9.0), (1.0, 9.0)], "4": [(2.0, 1.0)], "16": [(seconds, 1.0)]}

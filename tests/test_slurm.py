@@ -55,6 +55,7 @@ if accelerator.is_main_process:
         launcher.parent().send_signal(12)
 if "--preempt" in sys.argv and first:
     time.sleep(100)
+accelerator.end_training()  # else gloo's threads may abort a process that ends
 """
 
 

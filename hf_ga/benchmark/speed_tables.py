@@ -10,6 +10,7 @@ from hf_ga.benchmark.setting import useful_flops
 from hf_ga.benchmark.speed import Speed
 
 OURS, THEIRS = (BY_LENGTH, PACKED), (TRAINER, GROUPED, REBALANCED)
+DEFAULT = {"cpu": PACKED, "cuda": BY_LENGTH}  # what `finetune` does by itself: the bounds are about it
 # At least so many times Trainer's default, by device; and the better of its two strategies by length.
 TIMES_TRAINER, TIMES_BEST = {"cpu": 3.0, "cuda": 2.0}, 1.15
 UNIFORM_SHARE, MOST_OUTSIDE, EFFICIENCY = 0.98, 0.05, 0.58
@@ -31,7 +32,7 @@ HEADER = (
 def ragged_section(speed: Speed) -> Section:
     """On real lengths: all bounds."""
     arms = summarise(speed)
-    ours = _fastest(arms, OURS)
+    ours = _default(arms, speed.setting.device)
     setting, rate = speed.setting, statistics.median(speed.product_rates)
     section = _section(f"{setting.model}: {speed.num_samples} ragged samples", speed, arms)
     if ours is None:
@@ -56,7 +57,7 @@ def uniform_section(speed: Speed) -> Section:
     """On lengths within 10 % of each other there is little to gain, and nothing may be lost."""
     arms = summarise(speed)
     section = _section(f"{speed.setting.model}: {speed.num_samples} samples of nearly one length", speed, arms)
-    ours = _fastest(arms, OURS)
+    ours = _default(arms, speed.setting.device)
     if ours and (others := [row["tokens_per_second"] for arm, row in arms.items() if arm not in OURS and "seconds" in row]):
         what = f"{speed.setting.model}, {ours}: tokens/s on lengths within 10 %, over the fastest other arm"
         section.bounds.append(Bound(what, arms[ours]["tokens_per_second"] / max(others), UNIFORM_SHARE))
@@ -115,6 +116,6 @@ def _row(arm: str, row: dict[str, Any]) -> list[Any]:
     return [arm, len(row["all_seconds"]), *(row[name] for name in names), f"{100 * row['outside']:.1f}", row["efficiency"]]
 
 
-def _fastest(arms: dict[str, dict[str, Any]], names: Sequence[str]) -> str | None:
-    ran = [name for name in names if "seconds" in arms.get(name, {})]
-    return min(ran, key=lambda name: arms[name]["seconds"], default=None)
+def _default(arms: dict[str, dict[str, Any]], device: str) -> str | None:
+    """The default arm, or another of hf_ga's where that did not run."""
+    return next((name for name in (DEFAULT[device], *OURS) if "seconds" in arms.get(name, {})), None)

@@ -335,6 +335,7 @@ def main() -> None:
     for name in names:
         for kind in kinds:
             SCENARIOS[name](folder, kind)
+    PartialState().destroy_process_group()  # else gloo's threads may abort a process that ends
 
 
 if __name__ == "__main__":
