@@ -205,14 +205,14 @@ def test_is_quick(in_step):
 
 
 def test_a_smaller_limit_is_taken_where_it_costs_next_to_nothing():
-    """On one process: less memory for at most 1/20 more time. Control: the limit that was given alone takes more memory."""
+    """On one process: less memory for at most 1/24 more time. Control: the limit that was given alone takes more memory."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
     planner = ByLength(8, 8 * 256, CostModel(overhead=32), in_step=False)
     largest, times = [], []
     for plan in (planner(lengths, 1), plan_by_length(lengths, 1, 8 * 256, cost=planner.cost)):
         largest.append(max(len(m) * int(lengths[m].max()) for m in plan[0]))
         times.append(priced(plan[0], lengths, planner.cost))
-    assert largest[0] < largest[1] and times[1] <= times[0] <= times[1] * (1 + 1 / 20)
+    assert largest[0] < largest[1] and times[1] <= times[0] <= times[1] * (1 + 1 / 24)
 
 
 def test_where_layers_compute_no_padding_micro_batches_are_larger():
