@@ -50,8 +50,9 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     epilog = EXIT_CODES if kind is FinetuneConfig else None
     parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
     parser.allow_abbrev = False
+    hints = get_type_hints(kind)
     for action in parser._actions:  # a flag of three states may stand alone as well
-        if get_type_hints(kind).get(action.dest) == bool | None:
+        if hints.get(action.dest) == bool | None:
             action.nargs, action.const = "?", True
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
