@@ -1,5 +1,6 @@
 """From prepared data to planned windows: limits of tokens, what is said of the plans, runs that are the same whatever the limit."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from runs import relative_distance, train
 
 import hf_ga
-from hf_ga import train_windows
+from hf_ga import building, train_windows
 from hf_ga.cli import parse_config
 from hf_ga.collation import collate_causal, collate_masked, collate_targets, collate_to_multiple
 from hf_ga.costs import CostModel, cost_model
@@ -246,3 +247,19 @@ def test_plan_window_pads_more():
     """The control of all the above: the plan by number on these lengths."""
     padded = sum(len(m) * LENGTHS[m].max() for share in plan_window(100, 1, 4) for m in share)
     assert padded > 2 * LENGTHS.sum()
+
+
+@pytest.mark.parametrize(
+    ("asked", "sharded", "compiled", "packed"),
+    [(None, False, False, True), (None, True, False, False), (None, False, True, False), (True, True, False, True), (False,) * 4],
+)
+def test_where_layers_compute_no_padding_by_themselves(asked, sharded, compiled, packed, monkeypatch):
+    """On a CPU, without FSDP and compiler; what is asked for counts."""
+    seen = []
+    rule = replace(hf_ga.prove_targets(h.gpt2(), h.token_samples(8), h.pad_right), not_packed="a reason")
+    monkeypatch.setattr(building, "prove_targets", lambda *_, **options: seen.append(options["padding_free"]) or rule)
+    monkeypatch.setattr(building, "proof_samples", lambda *_: [])
+    monkeypatch.setattr(building, "is_sharded", lambda _: sharded)
+    config = hf_ga.FinetuneConfig(padding_free=asked, torch_compile=compiled)
+    found, _ = building._proven(config, Accelerator(cpu=True), None, SimpleNamespace(collate=None), None)
+    assert seen == [packed] and found.not_packed == ("" if asked is None else "a reason")
