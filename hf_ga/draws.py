@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_ga.keyed import attention_weights, keyed_dropout
+from hf_ga.keyed import DroppedProduct, attention_weights, keyed_dropout
 
 if TYPE_CHECKING:
     from hf_ga.places import KeyedPlaces
@@ -71,6 +71,9 @@ def attention(
     weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
     if enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+    plain = weights.dtype == value.dtype and weights.shape[:-2] == value.shape[:-2] and not torch.is_autocast_enabled("cpu")
+    if plain and weights.device.type == "cpu":
+        return DroppedProduct.apply(weights, kept, value, dropout_p)
     return keyed_dropout(weights, dropout_p, kept) @ value
 
 

@@ -7,6 +7,7 @@ Only integer arithmetic modulo 2**32 and 2**64 is used, so that a GPU draws the 
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,6 +100,28 @@ def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
         return (x * kept.view(torch.uint8)).mul_(scale)
     # The fused x * mask * scale of torch's own dropout; it is differentiable in x.
     return torch.ops.aten.native_dropout_backward(x, kept.expand_as(x), scale)
+
+
+class DroppedProduct(torch.autograd.Function):
+    """`keyed_dropout(weights, drop_probability, kept) @ value` that keeps no dropped weights for the backward: it makes them again.
+
+    Of a micro-batch on a CPU, where attention weights are kept at all, they take as much as the weights themselves. The factor
+    1 / (1 - p) is applied to the product, which is smaller. Tensors of one type, and of equal shapes but for the last two axes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, kept: Tensor, value: Tensor, drop_probability: float) -> Tensor:
+        ctx.save_for_backward(weights, kept, value)
+        ctx.scale = 1.0 / (1.0 - drop_probability)
+        return (weights * kept.view(torch.uint8) @ value).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weights, kept, value = ctx.saved_tensors
+        kept, gradient = kept.view(torch.uint8), gradient * ctx.scale
+        of_weights = (gradient @ value.transpose(-2, -1)).mul_(kept) if ctx.needs_input_grad[0] else None
+        of_value = (weights * kept).transpose(-2, -1) @ gradient if ctx.needs_input_grad[2] else None
+        return of_weights, None, of_value, None
 
 
 def attention_weights(

@@ -13,6 +13,8 @@ from hf_ga.precision import at_least_float32
 # What the logits of one piece may take, or more where the hidden states of all rows take more (then a piece takes as much as they):
 # smaller pieces would spend their time on adding up gradients of the layer's weight.
 PIECE_BYTES = 32 << 20
+# On a CPU the logits of so many rows stay in its cache, more or less (measured: 64 and 128 are slower, 512 is no faster).
+ROWS_IN_CACHE, IN_CACHE_ON = 256, ("cpu",)
 HAS_CHUNKED_LOSS = hasattr(F, "linear_cross_entropy")  # torch >= 2.13
 
 
@@ -59,9 +61,14 @@ def mean_or_sum(head: TypedHead, hidden: Tensor, target: Tensor, rows: int, *, m
         hidden: shape (targets, width). target: int64, shape (targets,), all of them classes. rows: of one piece.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        if len(hidden) <= rows:
+        inputs = hidden, head.weight, head.bias
+        wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+        plain = _is_plain(head, hidden)
+        if plain and head.class_weights is None and hidden.device.type in IN_CACHE_ON:
+            total = _InCache.apply(*inputs, target, min(rows, ROWS_IN_CACHE), wanted)
+        elif len(hidden) <= rows:
             total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
-        elif HAS_CHUNKED_LOSS and _suits_torch(head, hidden):
+        elif HAS_CHUNKED_LOSS and plain:
             total = F.linear_cross_entropy(
                 hidden,
                 head.weight,
@@ -72,18 +79,56 @@ def mean_or_sum(head: TypedHead, hidden: Tensor, target: Tensor, rows: int, *, m
                 options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
             )
         else:
-            inputs = hidden, head.weight, head.bias
-            wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
             total = _InPieces.apply(*inputs, target, head, rows, wanted)
     if not mean:
         return total
     return total / (len(target) if head.class_weights is None else head.class_weights[target].sum())
 
 
-def _suits_torch(head: TypedHead, hidden: Tensor) -> bool:
-    """torch's own returns a loss in the type of its input, which is rough in half precision, and knows no steps."""
+def _is_plain(head: TypedHead, hidden: Tensor) -> bool:
+    """What torch's own chunked loss does well: it knows no steps, and returns the type of its input, rough in half precision."""
     same = hidden.dtype == head.weight.dtype == head.dtype and head.dtype in (torch.float32, torch.float64)
     return same and not head.steps and not head.label_smoothing
+
+
+class _InCache(torch.autograd.Function):
+    """Sum of the losses of a plain layer, with its gradients, which the backward scales: beside a piece's logits there is only one
+    tensor as large as they, which becomes their gradient. One backward only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: int, wanted: Sequence[bool]
+    ) -> Tensor:
+        ctx.gradients = [torch.zeros_like(x) if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)]
+        of_hidden, of_weight, of_bias = ctx.gradients
+        parts, losses, begin = max(1, -(-len(hidden) // rows)), [], 0
+        for piece, labels in zip(hidden.tensor_split(parts), target.tensor_split(parts), strict=True):
+            loss, of_logits = _cross_entropy(F.linear(piece, weight, bias), labels)
+            losses.append(loss)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[begin : begin + len(piece)])
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), piece)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            begin += len(piece)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = [g if g is None else g.mul_(gradient) for g in ctx.gradients], None
+        return *gradients, None, None, None
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over the rows of log(sum(exp(logits))) - logits[target], and its gradient, softmax(logits) less 1 at the target."""
+    largest, of_target = logits.amax(1), logits.gather(1, target.unsqueeze(1)).squeeze(1)
+    shares = logits.softmax(1)
+    # The largest share is exp(largest - log(sum(exp(logits)))), at least 1 / classes: no underflow, and no second sum.
+    loss = (largest - shares.amax(1).log_() - of_target).sum()
+    shares.scatter_add_(1, target.unsqueeze(1), shares.new_full((len(target), 1), -1.0))
+    return loss, shares
 
 
 class _InPieces(torch.autograd.Function):

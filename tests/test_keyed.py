@@ -19,6 +19,7 @@ from hf_ga.hashing import name_key
 from hf_ga.keyed import (
     CACHED_ELEMENTS,
     SMALL_ELEMENTS,
+    DroppedProduct,
     attention_weights,
     keep_mask,
     keyed_dropout,
@@ -456,3 +457,47 @@ def test_attention_with_dropout_is_that_of_the_definition():
     scores = torch.einsum("bhle,bhse->bhls", query, key) / math.sqrt(8)
     by_hand = scores.exp() / scores.exp().sum(-1, keepdim=True) * mask((3, 2, 4, 6)) * 2
     torch.testing.assert_close(dropped, by_hand, rtol=1e-12, atol=0)
+
+
+def weights_and_value(dtype=torch.float64):
+    weights = torch.randn(3, 2, 4, 6, dtype=dtype).softmax(-1)
+    return weights.requires_grad_(), torch.randn(3, 2, 6, 5, dtype=dtype, requires_grad=True)
+
+
+def test_dropped_product_is_dropout_and_a_product():
+    weights, value = weights_and_value()
+    kept = mask((3, 2, 4, 6), 0.3)
+    got = DroppedProduct.apply(weights, kept, value, 0.3)
+    by_hand = torch.einsum("bhls,bhse->bhle", weights * kept / 0.7, value)
+    torch.testing.assert_close(got, by_hand, rtol=1e-12, atol=1e-14)
+    naive = weights * kept @ value
+    assert (naive - by_hand).norm() > 0.1 * by_hand.norm(), "control: without its factor"
+
+
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_gradients_of_dropped_product(trained):
+    """First and second ones, by finite differences."""
+    inputs = [x.detach().requires_grad_(is_trained) for x, is_trained in zip(weights_and_value(), trained, strict=True)]
+    kept = mask((3, 2, 4, 6), 0.3)
+
+    def product(weights, value):
+        return DroppedProduct.apply(weights, kept, value, 0.3)
+
+    assert torch.autograd.gradcheck(product, inputs)
+    assert torch.autograd.gradgradcheck(product, inputs)
+
+
+def test_dropped_product_keeps_no_dropped_weights():
+    """Of what is saved for the backward, the bytes beside the given tensors."""
+    weights, value = weights_and_value(torch.float32)
+    kept = mask((3, 2, 4, 6), 0.3)
+    given = {x.data_ptr() for x in (weights, value, kept)}
+
+    def own_bytes(function):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            function()
+        return sum(x.nbytes for x in saved if x.data_ptr() not in given)
+
+    assert own_bytes(lambda: DroppedProduct.apply(weights, kept, value, 0.3)) == 0
+    assert own_bytes(lambda: keyed_dropout(weights, 0.3, kept) @ value) == weights.nbytes, "control"

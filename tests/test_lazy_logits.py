@@ -42,6 +42,15 @@ HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and ou
 SAMPLES = h.token_samples(12)
 
 
+@pytest.fixture(params=["in cache", "by torch", "in pieces"])
+def way(request, monkeypatch):
+    """How a plain head is computed: what a CPU does, what a GPU does with torch 2.13, and what is right for every head."""
+    if request.param != "in cache":
+        monkeypatch.setattr(pieces, "IN_CACHE_ON", ())
+        monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", request.param == "by torch" and pieces.HAS_CHUNKED_LOSS)
+    return request.param
+
+
 @pytest.fixture
 def no_values(monkeypatch):
     """Logits may not be made."""
@@ -69,26 +78,22 @@ def loss_and_gradient(model, batch):
 
 
 @pytest.mark.parametrize(("model_type", "name", "kind"), HEADS, ids=[name for _, name, _ in HEADS])
-def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, monkeypatch, no_values):
-    """Against the plain forward; by torch's pieces and by ours."""
+def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, way, no_values):
+    """Against the plain forward."""
     model, samples, collate = build_head(Head(model_type, name, kind.split(" with")[0]), 0.0)
     batch = {k: v for k, v in collate(samples).items() if isinstance(v, torch.Tensor)}
     labels = batch["labels"][:, 1:] if kind == "causal LM" else batch["labels"]
     loss, plain = loss_and_gradient(model, batch)
-    for chunked in (True, False):
-        monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", chunked and pieces.HAS_CHUNKED_LOSS)
-        head = in_pieces(model)
-        with head.active():
-            lazy_loss, lazy = loss_and_gradient(model, batch)
-            assert head.rows == [int((labels != h.IGNORED).sum())]
-        assert lazy_loss == pytest.approx(loss, rel=1e-6)
-        assert h.relative_error(lazy, plain) <= 2e-6
-        assert "forward" not in vars(head.layer), "something was left behind"
+    head = in_pieces(model)
+    with head.active():
+        lazy_loss, lazy = loss_and_gradient(model, batch)
+        assert head.rows == [int((labels != h.IGNORED).sum())]
+    assert lazy_loss == pytest.approx(loss, rel=1e-6)
+    assert h.relative_error(lazy, plain) <= 2e-6
+    assert "forward" not in vars(head.layer), "something was left behind"
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_in_float64_it_is_the_head_to_rounding(chunked, monkeypatch, no_values):
-    monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", chunked and pieces.HAS_CHUNKED_LOSS)
+def test_in_float64_it_is_the_head_to_rounding(way, no_values):
     model, batch = h.bert_masked_lm().double(), h.pad_right(SAMPLES)
     loss, plain = loss_and_gradient(model, batch)
     with in_pieces(model).active():
@@ -105,11 +110,9 @@ def test_in_float64_it_is_the_head_to_rounding(chunked, monkeypatch, no_values):
     assert difference.abs().max() < 1e-15
 
 
-@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias"), ()], ids=str)
-def test_what_needs_no_gradient_gets_none(trained, chunked, monkeypatch):
+def test_what_needs_no_gradient_gets_none(trained, way):
     """Frozen heads, frozen bodies, evaluation."""
-    monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", chunked and pieces.HAS_CHUNKED_LOSS)
     shapes = {"hidden": (7, 8), "weight": (20, 8), "bias": (20,)}
     tensors = {name: torch.randn(shape).requires_grad_(name in trained) for name, shape in shapes.items()}
     target, total = torch.arange(7), []
@@ -126,7 +129,7 @@ def test_what_needs_no_gradient_gets_none(trained, chunked, monkeypatch):
         with torch.no_grad():
             assert mean_or_sum(head, tensors["hidden"], target, rows, mean=True) == loss
     for one, several in zip(*total, strict=True):
-        torch.testing.assert_close(one, several, rtol=1e-5, atol=1e-7)
+        assert (one - several).norm() <= 1e-6 * several.norm(), "element by element rounding alone may be more: sums cancel"
 
 
 # -- what cross entropy is asked ------------------------------------------------------------------------------------------------
@@ -322,9 +325,7 @@ def peak_bytes(function) -> int:
     return top
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_memory_is_that_of_a_piece(chunked, monkeypatch):
-    monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", chunked and pieces.HAS_CHUNKED_LOSS)
+def test_memory_is_that_of_a_piece(way, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 18)
     hidden, weight = torch.randn(600, 16, requires_grad=True), torch.randn(5000, 16, requires_grad=True)
     target, logits = torch.randint(0, 5000, (600,)), 600 * 5000 * 4
