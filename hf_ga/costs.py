@@ -75,9 +75,9 @@ class CostModel:
 
 
 # Measured on a GPT and a BERT of 4 layers x 256: before its first token a micro-batch costs as much as 30 to 70 tokens on one core,
-# and on two, which compute tokens faster but not what comes with each micro-batch, as 60 to 80 (16 to 20 ms). Widths in multiples
-# of 8 gain 0 to 3 % there, and cost more tokens.
-CPU = CostModel(overhead=64)
+# and on two, which compute tokens faster but not what comes with each (every weight is read, every gradient added to), as much as
+# 60 to 80 on one machine and 100 on another (16 to 30 ms). Widths in multiples of 8 gain 0 to 3 % there, and cost more tokens.
+CPU = CostModel(overhead=96)
 # Estimated, not measured: some 1,000 kernel launches a forward and backward take about 10 ms, in which a GPU computes 6,000 tokens
 # of a model of 100 million parameters, or 300 of one of 7 billion. Tensor cores want rows of 16 bytes: 8 numbers of 2 bytes.
 CUDA = CostModel(overhead=1024, multiple=8)

@@ -15,9 +15,9 @@ from hf_ga.costs import CPU, CostModel
 from hf_ga.plan import Plan
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/24 more time by the cost model (measured:
-# a sixth less memory on two corpora). On one process only, as several share out the work in small micro-batches anyway.
-LITTLE_TIME, SMALLER_LIMITS = 24, (12, 10, 8, 6, 5, 4)  # the second in sixteenths of the limit
+# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model. On one
+# process only, as several share out the work in small micro-batches anyway.
+LITTLE_TIME, SMALLER_LIMITS = 32, (12, 10, 8, 6, 5, 4)  # the second in sixteenths of the limit
 # How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
 SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
 

@@ -1,11 +1,14 @@
 """Functions in processes of their own, so that each has a peak of memory, a thread pool and an Accelerate state of its own."""
 
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 from transformers.utils import logging
 
@@ -17,15 +20,19 @@ class ProcessEnded(Exception):
     """The process ended without an answer (out of memory?)."""
 
 
-def run_apart(function: Callable, *arguments: Any) -> Any:
+def run_apart(function: Callable, *arguments: Any, environment: dict[str, str] | None = None) -> Any:
     """What the function returns, computed in a process of its own. Function, arguments and result must be picklable.
+
+    Args:
+        environment: what must be set before the process starts; then it is not forked, but imports everything anew.
 
     Raises:
         ProcessEnded: it ended without an answer. Whatever the function raises.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
+    context = multiprocessing.get_context("spawn" if environment else "forkserver")
+    if not environment:
+        context.set_forkserver_preload(_PRELOADED)
+    with patch.dict(os.environ, environment or {}), ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
@@ -34,6 +41,8 @@ def run_apart(function: Callable, *arguments: Any) -> Any:
 
 def _be_quiet() -> None:
     """Figures are the only output; what others warn of (TRL of padding-free attention, for one) is told in the documentation."""
+    for module in _PRELOADED:  # where it is not forked
+        import_module(module)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")

@@ -7,9 +7,10 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_ga.benchmark.apart import ProcessEnded, run_apart
-from hf_ga.benchmark.arms import Measurement, measure_arm
+from hf_ga.benchmark.arms import OURS, Measurement, measure_arm
 from hf_ga.benchmark.meters import matrix_product_rate
 from hf_ga.benchmark.setting import Sample, Setting
+from hf_ga.start import environment
 
 
 @dataclass
@@ -54,7 +55,8 @@ def product_rate(setting: Setting) -> float:
 
 
 def _measured(setting: Setting, arm: str, samples: Sequence[Sample]) -> Measurement:
+    as_finetune = environment() if arm in OURS and setting.device == "cpu" else None
     try:
-        return run_apart(measure_arm, setting, arm, samples)
+        return run_apart(measure_arm, setting, arm, samples, environment=as_finetune)
     except ProcessEnded as error:
         return Measurement(refused=str(error))
