@@ -76,7 +76,7 @@ class PackedTokens:
 
     def spread(self, packed: Tensor) -> Tensor:
         """(1, T, ...) -> (n, S, ...), zeros at the padding."""
-        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:]).index_copy(0, self.index, packed[0])
+        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:]).index_copy_(0, self.index, packed[0])
         return rows.unflatten(0, self.padded_shape)
 
 

@@ -1,4 +1,4 @@
-"""The way in from a shell: what is imported when, and a process that starts itself again without glibc's cache of a thread."""
+"""The way in from a shell: what is imported when, and a process that starts itself again with settings of glibc."""
 
 import json
 import os
@@ -14,12 +14,13 @@ import hf_ga
 from hf_ga import host_memory, start
 
 IS_GLIBC = platform.libc_ver()[0] == "glibc"
+BOTH = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
 STARTED = """
 import json, os, sys
 from hf_ga import start
 start.DRIVERS = ()
 print("once", file=sys.stderr)
-start.without_thread_cache()
+start.start_again()
 names = {"torch", "transformers"} & set(sys.modules)
 print(json.dumps([os.getpid(), os.environ[start.TUNABLES], sys.argv[1:], sys.flags.dont_write_bytecode, sorted(names)]))
 """
@@ -57,14 +58,15 @@ def test_public_names_are_where_the_package_says():
 @pytest.mark.parametrize(
     ("libc", "there", "tunables", "added"),
     [
-        ("glibc", [], None, "glibc.malloc.tcache_count=0"),
-        ("glibc", [], "glibc.malloc.hugetlb=1", "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0"),
-        ("glibc", [], "glibc.malloc.tcache_count=7", None),
+        ("glibc", [], None, BOTH),
+        ("glibc", [], "glibc.malloc.check=3", f"glibc.malloc.check=3:{BOTH}"),
+        ("glibc", [], "glibc.malloc.hugetlb=2", "glibc.malloc.hugetlb=2:glibc.malloc.tcache_count=0"),
+        ("glibc", [], "glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=0", None),
         ("glibc", ["/dev/nvidiactl"], None, None),
         ("glibc", ["/dev/kfd"], None, None),
         ("", [], None, None),
     ],
-    ids=["glibc", "more tunables", "somebody's own", "CUDA", "ROCm", "another library"],
+    ids=["glibc", "more tunables", "one set", "both set", "CUDA", "ROCm", "another library"],
 )
 def test_what_is_added_to_the_environment(libc, there, tunables, added, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))
@@ -85,7 +87,7 @@ def test_a_process_starts_itself_again_once(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=plain_environment())
     out, errors = process.communicate(timeout=120)
     assert errors.split() == ["once", "once"]
-    assert json.loads(out) == [process.pid, "glibc.malloc.tcache_count=0", ["--flag", "a b"], 1, []]
+    assert json.loads(out) == [process.pid, BOTH, ["--flag", "a b"], 1, []]
 
 
 @pytest.mark.parametrize("entry", ["script", "hf-ga"])

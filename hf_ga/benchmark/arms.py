@@ -26,7 +26,7 @@ ARMS: dict[str, Callable[[Lap], None]] = {
     BY_LENGTH: loops.by_length,
     PACKED: loops.packed,
 }
-OURS = (UNSORTED, BY_LENGTH, PACKED)
+HF_GA = (UNSORTED, BY_LENGTH, PACKED)
 # Those that the bounds on real lengths are about; the others are there to be seen.
 COMPARED = (TRAINER, GROUPED, REBALANCED, BY_LENGTH, PACKED)
 

@@ -26,14 +26,15 @@ for data to the end of the last step, so start-up is not in it. All arms have th
 window, micro-batch, precision, AdamW without decay in its fused form, constant learning rate and clipping to 1.0;
 each has its own order of samples and its own dropout masks. Trainer accumulates 8 micro-batches of 8; that its update
 is then another one (see the README) does not matter here. GPT-2 is a causal LM; `bert` tells which package a text
-comes from, `bert-mlm` is a masked LM whose masks were drawn beforehand. "Of it training" is the peak of the process
+comes from, `bert-mlm` is a masked LM whose masks were drawn beforehand. What training adds is the peak of the process
 (its resident set; on a GPU what is allocated) above what it held when imports, samples and model were there. Inside
 forward and backward: Trainer's `training_step`; elsewhere the model's forward and every backward. Useful FLOPs: 6 x
 body parameters x real tokens + 6 x head parameters x targets (embeddings, and attention's products of tokens with
 tokens, count as nothing), over the rate of one large square matrix product in the same rounds and with the same
-threads. CPU seconds are of all threads, waiting ones included. hf_ga's arms do what `finetune` does: plan by cost,
-keep freed memory. "hf_ga, packed" is what it does by itself on a CPU, and bounds are about that: layers compute real
-tokens, so the plan pads more for fewer micro-batches; "padded / real" is that of the batches as collated."""
+threads. CPU seconds are of all threads, waiting ones included. hf_ga's arms do what `scripts/finetune.py` does on a
+CPU: plan by cost, keep freed memory, and start with its settings of glibc (`start.py`), so they are not forked.
+"hf_ga, packed" is what it does by itself on a CPU, and bounds are about that: layers compute real tokens, so the plan
+pads more for fewer micro-batches; "padded / real" is that of the batches as collated."""
 QUICK = {"size": "tiny", "num_samples": 48, "max_length": 32, "rounds": 1, "window": 16, "micro_batch": 4, "most_samples": 10_000}
 
 

@@ -7,7 +7,7 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_ga.benchmark.apart import ProcessEnded, run_apart
-from hf_ga.benchmark.arms import OURS, Measurement, measure_arm
+from hf_ga.benchmark.arms import HF_GA, Measurement, measure_arm
 from hf_ga.benchmark.meters import matrix_product_rate
 from hf_ga.benchmark.setting import Sample, Setting
 from hf_ga.start import environment
@@ -55,7 +55,7 @@ def product_rate(setting: Setting) -> float:
 
 
 def _measured(setting: Setting, arm: str, samples: Sequence[Sample]) -> Measurement:
-    as_finetune = environment() if arm in OURS and setting.device == "cpu" else None
+    as_finetune = environment() if arm in HF_GA and setting.device == "cpu" else None
     try:
         return run_apart(measure_arm, setting, arm, samples, environment=as_finetune)
     except ProcessEnded as error:

@@ -22,8 +22,7 @@ HEADER = (
     "x better of the two by length",
     "CPU s",
     "padded / real",
-    "peak MiB",
-    "of it training",
+    "MiB that training adds",
     "outside fwd + bwd %",
     "useful FLOPs / matrix product",
 )
@@ -112,7 +111,7 @@ def _section(title: str, speed: Speed, arms: dict[str, dict[str, Any]]) -> Secti
 
 
 def _row(arm: str, row: dict[str, Any]) -> list[Any]:
-    names = ("tokens_per_second", "times_trainer", "times_best", "cpu_seconds", "padding", "peak", "above")
+    names = ("tokens_per_second", "times_trainer", "times_best", "cpu_seconds", "padding", "above")
     return [arm, len(row["all_seconds"]), *(row[name] for name in names), f"{100 * row['outside']:.1f}", row["efficiency"]]
 
 
