@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 from transformers.utils import logging
 
+from hf_ga.start import environment
+
 # Imported once by the process that all others are forked of: so they start within a second, from the same memory.
 _PRELOADED = ["hf_ga.benchmark.sections", "trl.trainer.sft_trainer"]
 
@@ -20,19 +22,20 @@ class ProcessEnded(Exception):
     """The process ended without an answer (out of memory?)."""
 
 
-def run_apart(function: Callable, *arguments: Any, environment: dict[str, str] | None = None) -> Any:
+def run_apart(function: Callable, *arguments: Any, as_finetune: bool = False) -> Any:
     """What the function returns, computed in a process of its own. Function, arguments and result must be picklable.
 
     Args:
-        environment: what must be set before the process starts; then it is not forked, but imports everything anew.
+        as_finetune: with the settings with which `finetune.py` starts itself again; then it is not forked, but imports all anew.
 
     Raises:
         ProcessEnded: it ended without an answer. Whatever the function raises.
     """
-    context = multiprocessing.get_context("spawn" if environment else "forkserver")
-    if not environment:
+    added = environment() if as_finetune else {}
+    context = multiprocessing.get_context("spawn" if added else "forkserver")
+    if not added:
         context.set_forkserver_preload(_PRELOADED)
-    with patch.dict(os.environ, environment or {}), ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
+    with patch.dict(os.environ, added), ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:

@@ -72,7 +72,8 @@ def run_splits(plan: Plan) -> list[Section]:
     found = []
     for setting in plan.settings:
         setting, samples = plan.even(setting, SPLIT_LENGTH, setting.window_size)
-        found.append(steps.splits_section(setting, run_apart(steps.measure_splits, setting, samples, 2 * plan.rounds)))
+        times = run_apart(steps.measure_splits, setting, samples, 2 * plan.rounds, as_finetune=True)
+        found.append(steps.splits_section(setting, times))
     return found
 
 
@@ -81,7 +82,8 @@ def run_dropout(plan: Plan) -> list[Section]:
     found = []
     for setting in plan.settings:
         setting, samples = plan.ragged(setting)
-        found.append(steps.dropout_section(setting, run_apart(steps.measure_dropout, setting, samples, 2 * plan.rounds)))
+        times = run_apart(steps.measure_dropout, setting, samples, 2 * plan.rounds, as_finetune=True)
+        found.append(steps.dropout_section(setting, times))
     return found
 
 

@@ -10,7 +10,6 @@ from hf_ga.benchmark.apart import ProcessEnded, run_apart
 from hf_ga.benchmark.arms import HF_GA, Measurement, measure_arm
 from hf_ga.benchmark.meters import matrix_product_rate
 from hf_ga.benchmark.setting import Sample, Setting
-from hf_ga.start import environment
 
 
 @dataclass
@@ -55,8 +54,7 @@ def product_rate(setting: Setting) -> float:
 
 
 def _measured(setting: Setting, arm: str, samples: Sequence[Sample]) -> Measurement:
-    as_finetune = environment() if arm in HF_GA and setting.device == "cpu" else None
     try:
-        return run_apart(measure_arm, setting, arm, samples, environment=as_finetune)
+        return run_apart(measure_arm, setting, arm, samples, as_finetune=arm in HF_GA)
     except ProcessEnded as error:
         return Measurement(refused=str(error))

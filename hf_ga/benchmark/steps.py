@@ -17,6 +17,7 @@ from hf_ga.benchmark.figures import Bound, Section
 from hf_ga.benchmark.meters import synchronize
 from hf_ga.benchmark.samples import collate_function
 from hf_ga.benchmark.setting import Sample, Setting, build_model
+from hf_ga.host_memory import keep_freed_memory
 from hf_ga.places import KeyedPlaces
 
 SPLITS = (1, 4, 16)  # micro-batches of a window
@@ -83,6 +84,7 @@ def dropout_section(setting: Setting, times: Times) -> Section:
 def _prepared(setting: Setting, samples: Sequence[Sample]) -> tuple[Accelerator, Any, Any, hf_ga.WindowLoader]:
     torch.set_num_threads(setting.num_threads)
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    keep_freed_memory(accelerator.device)  # as `finetune` does
     windows = hf_ga.WindowLoader(
         samples,
         collate_function(setting),
