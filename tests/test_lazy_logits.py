@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from contextlib import contextmanager
 
 import helpers as h
 import pytest
@@ -42,13 +43,23 @@ HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and ou
 SAMPLES = h.token_samples(12)
 
 
-@pytest.fixture(params=["in cache", "by torch", "in pieces"])
-def way(request, monkeypatch):
-    """How a plain head is computed: what a CPU does, what a GPU does with torch 2.13, and what is right for every head."""
-    if request.param != "in cache":
-        monkeypatch.setattr(pieces, "IN_CACHE_ON", ())
-        monkeypatch.setattr(pieces, "HAS_CHUNKED_LOSS", request.param == "by torch" and pieces.HAS_CHUNKED_LOSS)
-    return request.param
+# How a plain head is computed: what a CPU does, what a GPU does with torch 2.13, and what is right for every head.
+WAYS = ["in cache", "by torch", "in pieces"]
+
+
+@contextmanager
+def computed(way):
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "in cache":
+            patch.setattr(pieces, "IN_CACHE_ON", ())
+            patch.setattr(pieces, "HAS_CHUNKED_LOSS", way == "by torch" and pieces.HAS_CHUNKED_LOSS)
+        yield
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    with computed(request.param):
+        yield request.param
 
 
 @pytest.fixture
@@ -78,19 +89,20 @@ def loss_and_gradient(model, batch):
 
 
 @pytest.mark.parametrize(("model_type", "name", "kind"), HEADS, ids=[name for _, name, _ in HEADS])
-def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, way, no_values):
-    """Against the plain forward."""
+def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
+    """Against the plain forward, in each way."""
     model, samples, collate = build_head(Head(model_type, name, kind.split(" with")[0]), 0.0)
     batch = {k: v for k, v in collate(samples).items() if isinstance(v, torch.Tensor)}
     labels = batch["labels"][:, 1:] if kind == "causal LM" else batch["labels"]
     loss, plain = loss_and_gradient(model, batch)
-    head = in_pieces(model)
-    with head.active():
-        lazy_loss, lazy = loss_and_gradient(model, batch)
-        assert head.rows == [int((labels != h.IGNORED).sum())]
-    assert lazy_loss == pytest.approx(loss, rel=1e-6)
-    assert h.relative_error(lazy, plain) <= 2e-6
-    assert "forward" not in vars(head.layer), "something was left behind"
+    for way in WAYS:
+        head = in_pieces(model)
+        with computed(way), head.active():
+            lazy_loss, lazy = loss_and_gradient(model, batch)
+            assert head.rows == [int((labels != h.IGNORED).sum())]
+        assert lazy_loss == pytest.approx(loss, rel=1e-6), way
+        assert h.relative_error(lazy, plain) <= 2e-6, way
+        assert "forward" not in vars(head.layer), "something was left behind"
 
 
 def test_in_float64_it_is_the_head_to_rounding(way, no_values):
@@ -336,7 +348,8 @@ def test_memory_is_that_of_a_piece(way, monkeypatch):
     plain = peak_bytes(lambda: F.cross_entropy(F.linear(hidden, weight), target).backward())
     gradients = (hidden.numel() + weight.numel()) * 4
     assert plain > 2 * logits
-    assert lazy < 4 * (1 << 18) + 4 * gradients < logits / 4
+    alive = 2.5 if way == "in cache" else 4  # tensors of the size of a piece
+    assert lazy < alive * (1 << 18) + 4 * gradients < logits / 4
 
 
 def test_a_piece_is_not_smaller_than_the_hidden_states():

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -44,8 +43,6 @@ def run_apart(function: Callable, *arguments: Any, as_finetune: bool = False) ->
 
 def _be_quiet() -> None:
     """Figures are the only output; what others warn of (TRL of padding-free attention, for one) is told in the documentation."""
-    for module in _PRELOADED:  # where it is not forked
-        import_module(module)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
