@@ -352,6 +352,17 @@ def test_memory_is_that_of_a_piece(way, monkeypatch):
     assert lazy < alive * (1 << 18) + 4 * gradients < logits / 4
 
 
+def test_a_plain_head_on_a_cpu_is_computed_in_even_pieces_that_fit_its_cache(monkeypatch):
+    rows, cross_entropy = [], pieces._cross_entropy
+    monkeypatch.setattr(pieces, "_cross_entropy", lambda logits, target: rows.append(len(logits)) or cross_entropy(logits, target))
+    hidden, weight, target = torch.randn(600, 4), torch.randn(7, 4), torch.randint(0, 7, (600,))
+    mean_or_sum(TypedHead(weight, None, torch.float32), hidden, target, 10_000, mean=True)
+    assert rows == [200, 200, 200]
+    mean_or_sum(TypedHead(weight, None, torch.float32, class_weights=torch.ones(7)), hidden, target, 10_000, mean=True)
+    mean_or_sum(TypedHead(weight, None, torch.float32, label_smoothing=0.1), hidden, target, 10_000, mean=True)
+    assert len(rows) == 3, "others are computed by the head's own operations"
+
+
 def test_a_piece_is_not_smaller_than_the_hidden_states():
     assert rows_of_piece(torch.empty(4096, 256), 50_000) == (32 << 20) // 200_000
     assert rows_of_piece(torch.empty(16384, 4096), 128_000) == 16384 * 4096 // 128_000
