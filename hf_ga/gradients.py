@@ -1,7 +1,9 @@
 """The forwards and backwards of one window on this process: what its share adds to the gradient of the window's mean loss."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.forward import LossFunction, argument_filter, callable_module, loss_of
 from hf_ga.keyed import sample_keys, window_key
+from hf_ga.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
 from hf_ga.sharding import gradient_sync
@@ -29,15 +32,15 @@ class Forward:
     weight: int = 1
 
 
-def head_gradients(
-    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, share: Share, *, sync_each: bool
-) -> None:
+def head_gradients(accelerator: Accelerator, lanes: Sequence[Lane], window: Window, share: Share, *, sync_each: bool) -> None:
     """Of the head's own mean loss: targets are counted first, on the host, so the divisor is known before any forward.
 
     Args:
+        lanes: the model, and copies that compute micro-batches beside it; all gradients end in the model's `.grad`.
         share: gets counts and loss; the loss is divided by the targets of the window already.
         sync_each: under FSDP, reduce the gradients after every micro-batch.
     """
+    model, rule = lanes[0].model, lanes[0].rule
     counts = [count_targets(rule.name, m.batch, len(m)) for m in window.micro_batches]
     share.counts = add_counts(rule.name, counts)
     totals = _totals(accelerator, window, share)
@@ -46,20 +49,59 @@ def head_gradients(
     # A micro-batch without targets has no mean (0 / 0): it contributes nothing and is left out, unless its tokens were routed.
     forwards = [Forward(m, n) for m, n in zip(window.micro_batches, counts, strict=True) if any(n) or rule.router]
     forwards = as_many_as_others(accelerator, window, forwards, rule)
-    module, accepted = callable_module(model), argument_filter(model)
     with rule.active():
         balance = _balance(accelerator, model, window, rule, forwards, share)
-        batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
-        for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
-            with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
-                rule.expect(forward.counts)
-                with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                    term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
-                    if rule.router is not None:
-                        term = term + rule.router.term(rule.router.take(), balance)
-                _backward(accelerator, term, forward.weight)
-            if forward.weight:
-                share.loss += term.detach()
+        add = partial(_add_terms, accelerator, window=window, totals=totals, balance=balance, sync_each=sync_each)
+        if len(lanes) == 1:
+            add(lanes[0], forwards, share)
+        else:
+            _add_in_lanes(lanes, forwards, share, add)
+
+
+def _add_terms(
+    accelerator: Accelerator,
+    lane: Lane,
+    forwards: Sequence[Forward],
+    share: Share,
+    is_over: Callable[[], bool] = lambda: False,
+    *,
+    window: Window,
+    totals: Counts,
+    balance: list[BalanceCall],
+    sync_each: bool,
+) -> None:
+    """Forward and backward of these micro-batches, one after the other. `is_over` tells that the result will not be used."""
+    rule, module, accepted = lane.rule, callable_module(lane.model), argument_filter(lane.model)
+    batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
+    for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
+        if is_over():
+            return
+        with gradient_sync(accelerator, lane.model, sync_each or i == len(forwards) - 1):
+            rule.expect(forward.counts)
+            with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+                term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
+                if rule.router is not None:
+                    term = term + rule.router.term(rule.router.take(), balance)
+            _backward(accelerator, term, forward.weight)
+        if forward.weight:
+            share.loss += term.detach()
+
+
+def _add_in_lanes(lanes: Sequence[Lane], forwards: Sequence[Forward], share: Share, add: Callable[..., None]) -> None:
+    """The micro-batches dealt out to lanes, and what they found added up in the lanes' order."""
+    dealt = deal([f.micro_batch for f in forwards], lanes[0].rule.packing is not None, len(lanes))
+    shares = [replace(share, loss=torch.zeros_like(share.loss)) for _ in lanes]
+    with ExitStack() as stack:
+        for lane in lanes[1:]:
+            stack.enter_context(lane.rule.active())
+        try:
+            side_by_side(lanes, lambda i, is_over: add(lanes[i], [forwards[k] for k in dealt[i]], shares[i], is_over))
+        except LaneFailed as failed:
+            share.in_hand = shares[failed.index].in_hand
+            raise failed.error from None
+    add_gradients(lanes)
+    for own in shares:
+        share.loss += own.loss
 
 
 def summed_gradients(

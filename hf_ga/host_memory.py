@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_MAX = 1, -1, -4  # of glibc's malloc.h
+M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = 1, -1, -4, -8  # of glibc's malloc.h
 
 
 def keep_freed_memory(device: torch.device) -> bool:
@@ -20,5 +20,6 @@ def keep_freed_memory(device: torch.device) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if device.type != "cpu" or mallopt is None:
         return False
-    # No block is mapped by itself, so all of them come from the heap, whose top is not given back.
-    return all(mallopt(*setting) for setting in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0)))
+    # No block is mapped by itself, so all of them come from the heap, one for all threads, whose top is not given back.
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0), (M_ARENA_MAX, 1))
+    return all(mallopt(*setting) for setting in settings)

@@ -6,13 +6,13 @@ with as many samples in each and no greater width in any.
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from hf_ga.costs import CPU, CostModel
-from hf_ga.plan import Plan
+from hf_ga.plan import Plan, of_lanes
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
 # Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model. On one
@@ -30,28 +30,38 @@ class ByLength:
         micro_batch_size: samples that fit into one micro-batch however long they are.
         max_tokens: most padded tokens in one; None: as many as so many of the window's longest samples have.
         cost, in_step: see `plan_by_length`.
+        lanes: micro-batches that a process computes at once, which share the limit.
     """
 
     micro_batch_size: int
     max_tokens: int | None
     cost: CostModel
     in_step: bool
+    lanes: int = 1
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
         limit = self.max_tokens or self.micro_batch_size * int(self.cost.widths(lengths).max(initial=1))
-        plan = plan_by_length(lengths, num_processes, limit, cost=self.cost, in_step=self.in_step)
-        if num_processes > 1 or not len(lengths):
-            return plan
-        most = self._time(plan, lengths) * (LITTLE_TIME + 1)
-        for sixteenths in SMALLER_LIMITS:
-            smaller = plan_by_length(lengths, num_processes, max(1, limit * sixteenths // 16), cost=self.cost, in_step=self.in_step)
-            if self._time(smaller, lengths) * LITTLE_TIME > most:
-                break
-            plan = smaller
-        return plan
+        plan = self._plan(lengths, num_processes, limit)
+        if num_processes == 1 and len(lengths):
+            most = self._time(plan, lengths) * (LITTLE_TIME + 1)
+            for sixteenths in SMALLER_LIMITS:
+                smaller = self._plan(lengths, num_processes, max(1, limit * sixteenths // 16))
+                if self._time(smaller, lengths) * LITTLE_TIME > most:
+                    break
+                plan = smaller
+        return of_lanes(plan, self.lanes)
+
+    @property
+    def _cost_in_lane(self) -> CostModel:
+        """A lane computes tokens as much slower as there are lanes, but not what comes with a micro-batch."""
+        return replace(self.cost, overhead=self.cost.overhead // self.lanes)
+
+    def _plan(self, lengths: np.ndarray, num_processes: int, limit: int) -> Plan:
+        limit = max(1, limit // self.lanes)
+        return plan_by_length(lengths, num_processes * self.lanes, limit, cost=self._cost_in_lane, in_step=self.in_step)
 
     def _time(self, plan: Plan, lengths: np.ndarray) -> int:
-        return int(self.cost.of_processes(plan, lengths)[0])
+        return int(self._cost_in_lane.of_processes(plan, lengths).max())
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ def plan_by_length(
     order = np.argsort(lengths, kind="stable")
     widths = cost.widths(lengths[order])
     window = _Sorted(widths, cost.prices(widths), cost.own(lengths[order]), np.maximum(1, max_tokens // widths), cost.fixed)
-    deal = _in_turns if in_step else _longest_first
+    deal = _in_turns if in_step else longest_first
     best: tuple[int, np.ndarray, list[list[int]]] | None = None
     for cuts in _ways_to_cut(window, num_processes):
         time, dealt = deal(window.costs(cuts), num_processes)
@@ -115,6 +125,19 @@ def plan_by_length(
     assert best is not None
     _, cuts, dealt = best
     return [[order[cuts[i] : cuts[i + 1]] for i in share] for share in dealt]
+
+
+def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+    """Time of the busiest process, and the micro-batches of each, each dealt to the process that has least so far.
+
+    At most 4/3 of the best deal (Graham 1969, Bounds on multiprocessing timing anomalies).
+    """
+    busy, dealt = [(0, process) for process in range(num_processes)], [[] for _ in range(num_processes)]
+    for i in np.argsort(costs, kind="stable")[::-1].tolist():
+        time, process = busy[0]
+        dealt[process].append(i)
+        heapq.heapreplace(busy, (time + int(costs[i]), process))
+    return max(busy)[0], [share[::-1] for share in dealt]
 
 
 def _ways_to_cut(window: _Sorted, num_processes: int) -> Iterator[np.ndarray]:
@@ -198,19 +221,6 @@ def _even_cuts(size: int, parts: int) -> np.ndarray:
     """0 ... size: parts that differ by at most one, larger ones first."""
     small, larger = divmod(int(size), int(parts))
     return np.append(0, np.cumsum(np.repeat([small + 1, small], [larger, parts - larger])))
-
-
-def _longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Time of the busiest process, and the micro-batches of each, each dealt to the process that has least so far.
-
-    At most 4/3 of the best deal (Graham 1969, Bounds on multiprocessing timing anomalies).
-    """
-    busy, dealt = [(0, process) for process in range(num_processes)], [[] for _ in range(num_processes)]
-    for i in np.argsort(costs, kind="stable")[::-1].tolist():
-        time, process = busy[0]
-        dealt[process].append(i)
-        heapq.heapreplace(busy, (time + int(costs[i]), process))
-    return max(busy)[0], [share[::-1] for share in dealt]
 
 
 def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:

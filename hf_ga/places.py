@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class KeyedPlaces:
         self.unkeyed: list[nn.Module] = []  # modules that draw in another way, where that was allowed
         self.packed: PackedTokens | None = None  # the tokens that `_packed_modules` see in place of padded samples (`packing.py`)
         self._packed_modules: frozenset[nn.Module] = frozenset()
+        self.thread: Thread | None = None  # that runs the model; None: any
         self._names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self._names.items()}
         self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
@@ -118,7 +120,11 @@ class KeyedPlaces:
     @property
     def running(self) -> nn.Module | None:
         """The module whose forward is running, the innermost one; None outside of the model."""
-        return self._stack[-1].module if self._stack else None
+        return self._stack[-1].module if self._stack and self._is_of_this_thread else None
+
+    @property
+    def _is_of_this_thread(self) -> bool:
+        return self.thread is None or self.thread is current_thread()
 
     def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
         """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
@@ -197,7 +203,7 @@ class KeyedPlaces:
         Raises:
             UnkeyedRandomness: checkpointing runs a function again that draws outside of any module's forward.
         """
-        if not training or drop_probability in (0, 1):
+        if not training or drop_probability in (0, 1) or not self._is_of_this_thread:
             return False
         if not self._stack:
             if torch._C._current_graph_task_id() != -1:

@@ -1,7 +1,7 @@
 """One optimizer step on one window: the terms of its micro-batches (`terms.py` owns the divisor), then clip and update once."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +14,7 @@ from hf_ga.forward import LossFunction, gradients_apart, module_modes
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.gradients import head_gradients, summed_gradients
 from hf_ga.known_rules import proven_rule
+from hf_ga.lanes import Lane, lanes_of
 from hf_ga.lean_forward import lean_forwards
 from hf_ga.memory import TooLarge, is_out_of_memory, size_of, too_large_for
 from hf_ga.nonfinite import ON_NONFINITE, find_cause
@@ -121,15 +122,13 @@ def _add_gradients(
 ) -> StepResult:
     """Forwards and backwards, the meeting, the sum over processes."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    lanes = lanes_of(model, rule, min(window.lanes, len(window.batches)) if loss_fn is None else 1)
     before = random_states()
-    with (
-        _undivided(accelerator),
-        drawing(model, rule),
-        packed_layers(None if is_compiled(model) else rule.packing),
-        lean_forwards(model),
-        gradients_apart(parameters),
-    ):
-        share = _own_share(accelerator, model, window, rule, loss_fn, parameters, sync_each)
+    with ExitStack() as stack, _undivided(accelerator), lean_forwards(model), gradients_apart(parameters):
+        for lane in lanes:
+            stack.enter_context(drawing(lane.model, lane.rule))
+            stack.enter_context(packed_layers(None if is_compiled(model) else lane.rule.packing))
+        share = _own_share(accelerator, lanes, window, loss_fn, parameters, sync_each)
         if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None and share.too_large is None:
             share.failure = UnkeyedRandomness(
                 f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
@@ -148,9 +147,8 @@ def _add_gradients(
 
 def _own_share(
     accelerator: Accelerator,
-    model: nn.Module,
+    lanes: Sequence[Lane],
     window: Window,
-    rule: TargetRule,
     loss_fn: LossFunction | None,
     parameters: Sequence[nn.Parameter],
     sync_each: bool,
@@ -159,6 +157,7 @@ def _own_share(
     process that is gone, and running out of memory is no failure yet; under FSDP they meet in every forward, so a failing process
     just ends.
     """
+    model, rule = lanes[0].model, lanes[0].rule
     loss = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
     share = Share(loss, (0,) if loss_fn else add_counts(rule.name, []), (False,) * len(parameters))
     try:
@@ -168,7 +167,7 @@ def _own_share(
             planned, window = window, window.memory.fitting(window)
             share.was_cut = window is not planned
         if loss_fn is None:
-            head_gradients(accelerator, model, window, rule, share, sync_each=sync_each)
+            head_gradients(accelerator, lanes, window, share, sync_each=sync_each)
         else:
             summed_gradients(accelerator, model, window, rule, loss_fn, share, sync_each=sync_each)
     except (ProcessFailed, TooLarge):

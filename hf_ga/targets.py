@@ -11,13 +11,14 @@ experts is taken over the whole window (`router.py`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from hf_ga.batches import Batch
 from hf_ga.forward import LossFunction, module_modes
+from hf_ga.lanes_proof import prove_copies
 from hf_ga.lazy_logits import LazyHead
 from hf_ga.packing import Packing
 from hf_ga.packing_proof import prove_packing
@@ -43,6 +44,7 @@ class TargetRule:
         router: the model's balancing loss, where the head adds one.
         unused: names of trainable parameters that got no gradient in the proof.
         packing: how the layers compute real tokens only, where that is proven. not_packed: why it is not.
+        copies: whether copies of its modules may compute beside it (`lanes.py`). not_copied: why not, where that was asked.
         lazy_head: the output layer, where loss and gradient were the same without its logits. full_logits: why they were not.
     """
 
@@ -58,6 +60,8 @@ class TargetRule:
     full_logits: str = ""
     packing: Packing | None = None
     not_packed: str = ""
+    copies: bool = False
+    not_copied: str = ""
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
@@ -91,7 +95,8 @@ class TargetRule:
         if self.lazy_head is not None and not full_logits:
             logits = ", no full logits"
         packed = ", no padding between layers" if self.packing is not None else self.not_packed and f", padded ({self.not_packed})"
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}"
+        copies = self.not_copied and f", one micro-batch at a time ({self.not_copied})"
+        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}{copies}"
 
 
 def prove_targets(
@@ -139,17 +144,19 @@ def prove_targets(
             prover.lazy.learn_count(name)
             one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
             packing, not_packed = prove_packing(prover, one_width) if padding_free else (None, "")
-    return TargetRule(
-        name,
-        one_width,
-        width_matters,
-        prover.places,
-        residual,
-        modes,
-        prover.router,
-        frozenset(prover.unused),
-        prover.lazy.head,
-        prover.lazy.full_logits,
-        packing,
-        not_packed,
-    )
+        rule = TargetRule(
+            name,
+            one_width,
+            width_matters,
+            prover.places,
+            residual,
+            modes,
+            prover.router,
+            frozenset(prover.unused),
+            prover.lazy.head,
+            prover.lazy.full_logits,
+            packing,
+            not_packed,
+        )
+        copies, not_copied = prove_copies(prover, rule)
+    return replace(rule, copies=copies, not_copied=not_copied)

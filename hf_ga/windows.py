@@ -53,7 +53,7 @@ class Window:
         num_samples: samples in the window over all processes.
         expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
         proofs: target rules found so far, kept for all windows of one loader. memory: so is the limit of a micro-batch.
-        splitter: plans the window again where it must be padded to one width.
+        splitter: plans the window again where it must be padded to one width. lanes: micro-batches to compute at once (`lanes.py`).
     """
 
     request: WindowRequest
@@ -63,6 +63,7 @@ class Window:
     proofs: list["Proof"] = field(default_factory=list)
     memory: MemoryLimit = field(default_factory=MemoryLimit)
     splitter: Splitter | None = None
+    lanes: int = 1
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -222,7 +223,7 @@ class WindowLoader(BaseLoader):
                 self.num_consumed += 1
                 request = in_flight.pop(0)
                 targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter)
+                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter, self.lanes)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:

@@ -14,7 +14,7 @@ import hf_ga
 from hf_ga import host_memory, start
 
 IS_GLIBC = platform.libc_ver()[0] == "glibc"
-BOTH = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
+ALL = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
 STARTED = """
 import json, os, sys
 from hf_ga import start
@@ -58,15 +58,15 @@ def test_public_names_are_where_the_package_says():
 @pytest.mark.parametrize(
     ("libc", "there", "tunables", "added"),
     [
-        ("glibc", [], None, BOTH),
-        ("glibc", [], "glibc.malloc.check=3", f"glibc.malloc.check=3:{BOTH}"),
-        ("glibc", [], "glibc.malloc.hugetlb=2", "glibc.malloc.hugetlb=2:glibc.malloc.tcache_count=0"),
-        ("glibc", [], "glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=0", None),
+        ("glibc", [], None, ALL),
+        ("glibc", [], "glibc.malloc.check=3", f"glibc.malloc.check=3:{ALL}"),
+        ("glibc", [], "glibc.malloc.hugetlb=2", "glibc.malloc.hugetlb=2:glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"),
+        ("glibc", [], "glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=0:glibc.malloc.arena_max=2", None),
         ("glibc", ["/dev/nvidiactl"], None, None),
         ("glibc", ["/dev/kfd"], None, None),
         ("", [], None, None),
     ],
-    ids=["glibc", "more tunables", "one set", "both set", "CUDA", "ROCm", "another library"],
+    ids=["glibc", "more tunables", "one set", "all set", "CUDA", "ROCm", "another library"],
 )
 def test_what_is_added_to_the_environment(libc, there, tunables, added, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))
@@ -87,7 +87,7 @@ def test_a_process_starts_itself_again_once(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=plain_environment())
     out, errors = process.communicate(timeout=120)
     assert errors.split() == ["once", "once"]
-    assert json.loads(out) == [process.pid, BOTH, ["--flag", "a b"], 1, []]
+    assert json.loads(out) == [process.pid, ALL, ["--flag", "a b"], 1, []]
 
 
 @pytest.mark.parametrize("entry", ["script", "hf-ga"])

@@ -4,9 +4,11 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import psutil
@@ -41,7 +43,7 @@ class CountedCollate:
 
 
 class Stopwatch:
-    """Seconds of the clock from `start` to `stop`, and of these the seconds in forward and backward.
+    """Seconds of the clock from `start` to `stop`, and of these the seconds in forward and backward, of whichever thread.
 
     On a CUDA device both are told by events of its own clock, so that nothing is waited for in between.
     """
@@ -49,7 +51,7 @@ class Stopwatch:
     def __init__(self, device: str) -> None:
         self.device = device
         self.inside: list[tuple[Any, Any]] = []
-        self._depth = 0
+        self._depths: Counter[int] = Counter()  # of each thread
 
     def now(self) -> Any:
         """A mark: seconds, or on a CUDA device an event."""
@@ -76,25 +78,34 @@ class Stopwatch:
 
     @property
     def inside_seconds(self) -> float:
-        return sum(_between(*marks) for marks in self.inside)
+        """Those in which two threads are inside count once."""
+        spans = sorted((_between(self._began, begin), _between(self._began, end)) for begin, end in self.inside)
+        total = covered = 0.0
+        for begin, end in spans:
+            total += max(0.0, end - max(begin, covered))
+            covered = max(covered, end)
+        return total
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """What runs here is forward or backward; inside of itself it counts once."""
-        self._depth += 1
-        began = self.now()
+        thread, began = get_ident(), self.now()
+        self._depths[thread] += 1
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
+            self._depths[thread] -= 1
+            if not self._depths[thread]:
                 self.inside.append((began, self.now()))
 
 
 @contextmanager
 def forwards_and_backwards(stopwatch: Stopwatch, model: nn.Module) -> Iterator[None]:
-    """Count every forward of `model` as a whole, and every backward."""
+    """Count every forward of `model`, of copies too, as a whole, and every backward."""
     forward, backward = model.forward, torch.autograd.backward
+    owner = model if "forward" in vars(model) else type(model)  # mixed precision puts one into the model itself
+    if owner is not model:
+        forward = owner.forward
 
     @wraps(forward)  # hf_ga reads its signature
     def timed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,11 +116,11 @@ def forwards_and_backwards(stopwatch: Stopwatch, model: nn.Module) -> Iterator[N
         with stopwatch.counted():
             backward(*args, **kwargs)
 
-    model.forward, torch.autograd.backward = timed_forward, timed_backward
+    owner.forward, torch.autograd.backward = timed_forward, timed_backward
     try:
         yield
     finally:
-        model.forward, torch.autograd.backward = forward, backward
+        owner.forward, torch.autograd.backward = forward, backward
 
 
 def _between(began: Any, ended: Any) -> float:

@@ -26,6 +26,7 @@ class _Launched:
     num_processes: int
     process_index: int = 0
     gradient_accumulation_steps: int = 8
+    mixed_precision: str = "no"
     distributed_type: DistributedType = DistributedType.MULTI_GPU
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
