@@ -15,9 +15,10 @@ from hf_ga.costs import CPU, CostModel
 from hf_ga.plan import Plan, of_lanes
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model. On one
-# process only, as several share out the work in small micro-batches anyway.
-LITTLE_TIME, SMALLER_LIMITS = 32, (12, 10, 8, 6, 5, 4)  # the second in sixteenths of the limit
+# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model, or 1/8
+# where two micro-batches lie in memory at once (1/32 took 373 MiB there, for a GPT and a BERT of 4 layers x 256, 1/8 276 and 256).
+# On one process only, as several share out the work in small micro-batches anyway.
+LITTLE_TIME, LITTLE_TIME_IN_LANES, SMALLER_LIMITS = 32, 8, (12, 10, 8, 6, 5, 4)  # the last in sixteenths of the limit
 # How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
 SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
 
@@ -43,10 +44,11 @@ class ByLength:
         limit = self.max_tokens or self.micro_batch_size * int(self.cost.widths(lengths).max(initial=1))
         plan = self._plan(lengths, num_processes, limit)
         if num_processes == 1 and len(lengths):
-            most = self._time(plan, lengths) * (LITTLE_TIME + 1)
+            little = LITTLE_TIME if self.lanes == 1 else LITTLE_TIME_IN_LANES
+            most = self._time(plan, lengths) * (little + 1)
             for sixteenths in SMALLER_LIMITS:
                 smaller = self._plan(lengths, num_processes, max(1, limit * sixteenths // 16))
-                if self._time(smaller, lengths) * LITTLE_TIME > most:
+                if self._time(smaller, lengths) * little > most:
                     break
                 plan = smaller
         return of_lanes(plan, self.lanes)

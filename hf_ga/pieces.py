@@ -100,7 +100,7 @@ class _InCache(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: int, wanted: Sequence[bool]
     ) -> Tensor:
-        ctx.gradients = [torch.zeros_like(x) if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)]
+        ctx.gradients = [torch.empty_like(x) if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)]
         of_hidden, of_weight, of_bias = ctx.gradients
         parts, losses, begin = max(1, -(-len(hidden) // rows)), [], 0
         for piece, labels in zip(hidden.tensor_split(parts), target.tensor_split(parts), strict=True):
@@ -109,9 +109,9 @@ class _InCache(torch.autograd.Function):
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[begin : begin + len(piece)])
             if of_weight is not None:
-                of_weight.addmm_(of_logits.t(), piece)
+                torch.addmm(of_weight, of_logits.t(), piece, beta=int(begin > 0), out=of_weight)  # 0: what is there is not read
             if of_bias is not None:
-                of_bias += of_logits.sum(0)
+                of_bias.copy_(of_logits.sum(0) if not begin else of_bias + of_logits.sum(0))
             begin += len(piece)
         return torch.stack(losses).sum()
 

@@ -1,5 +1,6 @@
 """The README is true: its Python blocks run, its commands run (shortened), and continuous integration runs its test command."""
 
+import json
 import re
 import runpy
 import shlex
@@ -56,20 +57,29 @@ def test_all_python_blocks_are_tried():
     assert len(SWEEPS) == 1
 
 
+SHORTER = ["--max_steps", "2", "--max_length", "16", "--per_device_eval_batch_size", "256"]
+PLAIN = ["accelerate launch scripts/finetune.py", "hf-ga finetune"]  # nothing between the launcher and the script
+
+
 @pytest.mark.launch
 def test_the_commands_run(tmp_path):
-    """In one folder and in this order, since the last one resumes; shortened to a few steps and few tokens."""
-    scripts = Path(sys.executable).parent
-    for number, command in enumerate(RUNS):
-        words = command.split()
-        if number and words[:3] == ["accelerate", "launch", "scripts/finetune.py"]:
-            words[:2] = ["python"]  # what the launcher does without flags; it has been seen to work
-        words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in words]
-        words[0] = str(scripts / words[0])
-        shortened = [*words, "--max_steps", "2", "--max_length", "16", "--per_device_eval_batch_size", "256"]
-        result = subprocess.run(shortened, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    """In one folder and in this order, as some resume; shortened to a few steps and few tokens. First those that tell the launcher
+    something, and one of each other kind, by themselves, then the others without importing everything for each.
+    """
+    kinds = [next((kind for kind in PLAIN if command.startswith(kind)), "") for command in RUNS]
+    themselves = [n for n, kind in enumerate(kinds) if not kind or kinds.index(kind) == n]
+    assert len(themselves) == 5 and {kinds[n] for n in themselves} == {"", *PLAIN}
+    for command in (RUNS[n] for n in themselves):
+        words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in command.split()]
+        words[0] = str(Path(sys.executable).parent / words[0])
+        result = subprocess.run([*words, *SHORTER], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
-    assert (tmp_path / "outputs/finetune/summary.json").exists()
+    others = [[*c.removeprefix(kinds[n]).split(), *SHORTER] for n, c in enumerate(RUNS) if n not in themselves]
+    (tmp_path / "job.json").write_text(json.dumps(others))
+    words = [sys.executable, str(ROOT / "tests" / "command_lines.py"), "job.json"]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=480)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "outputs/finetune/summary.json").exists() and (tmp_path / "outputs/safe/summary.json").exists()
 
 
 def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
