@@ -78,7 +78,7 @@ class FinetuneConfig:
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Most tokens in one micro-batch, padding included (samples x longest of them); the shorter the samples, the more fit. "
-        "Default: per_device_train_batch_size x the longest sample.",
+        "Two that a CPU computes at once share it. Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
         None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."

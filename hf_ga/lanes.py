@@ -102,13 +102,15 @@ def side_by_side(lanes: Sequence[Lane], work: Callable[[int, Callable[[], bool]]
     others = [threading.Thread(target=copy_context().run, args=(run, i), daemon=True) for i in range(1, len(lanes))]
     for lane, thread in zip(lanes, [threading.current_thread(), *others], strict=True):
         lane.rule.places.thread = thread
-    for thread in others:
-        thread.start()
-    run(0)
-    for thread in others:
-        thread.join()
-    torch.set_num_threads(threads)
-    lanes[0].rule.places.thread = None
+    try:
+        for thread in others:
+            thread.start()
+        run(0)
+        for thread in others:
+            thread.join()
+    finally:
+        torch.set_num_threads(threads)
+        lanes[0].rule.places.thread = None
     if errors:
         raise LaneFailed(min(errors), errors[min(errors)])
 

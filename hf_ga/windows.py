@@ -139,7 +139,8 @@ class WindowLoader(BaseLoader):
             out, windows are split evenly by number.
         target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
         max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
-            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
+            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches. Both are shared by
+            the micro-batches that a CPU with two threads or more computes at once (`lanes`).
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`.
         cost: what a micro-batch costs, for the plan by lengths; left out, it is that of the device.
         pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.

@@ -32,7 +32,8 @@ forward and backward: Trainer's `training_step`; elsewhere the model's forward a
 body parameters x real tokens + 6 x head parameters x targets (embeddings, and attention's products of tokens with
 tokens, count as nothing), over the rate of one large square matrix product in the same rounds and with the same
 threads. CPU seconds are of all threads, waiting ones included. hf_ga's arms do what `scripts/finetune.py` does on a
-CPU: plan by cost, keep freed memory, and start with its settings of glibc (`start.py`), so they are not forked.
+CPU: plan by cost, compute two micro-batches at once (`lanes.py`), keep freed memory, and start with its settings of glibc
+(`start.py`), so they are not forked.
 "hf_ga, packed" is what it does by itself on a CPU, and bounds are about that: layers compute real tokens, so the plan
 pads more for fewer micro-batches; "padded / real" is that of the batches as collated."""
 QUICK = {"size": "tiny", "num_samples": 48, "max_length": 32, "rounds": 1, "window": 16, "micro_batch": 4, "most_samples": 10_000}
