@@ -215,7 +215,7 @@ def classes(place):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.full), 2])  # FSDP1 is one of test_resume_layouts.py's nine
 def test_fsdp_is_the_same_run(version, classes, place):
     """Shards on both processes; a validation row for one of them; the model that is saved is whole."""
     reference, more = classes

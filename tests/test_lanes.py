@@ -23,6 +23,7 @@ from hf_ga.costs import CostModel
 from hf_ga.places import KeyedPlaces
 from hf_ga.plan import plan_by_sizes
 
+SOME = [pytest.param(name, marks=[pytest.mark.full] * (name in ("llama", "masked lm"))) for name in MODELS]
 PLANS = {
     "by number": {"lengths": False},
     "by length": {"cost": CostModel(overhead=4)},
@@ -78,7 +79,7 @@ def without(rule, settings):
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME)
 def test_the_full_batch(name, used):
     """Promise 1 for every plan and with every other speed-up. Control: without the copy's share it is another gradient."""
     build, make_samples, allowed = MODELS[name]
@@ -96,7 +97,7 @@ def test_the_full_batch(name, used):
         assert h.relative_error(gradient(model, rule, samples)[0], truth) > 0.1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME)
 def test_the_same_dropout(name, used):
     """As in one lane. Control: where places do not tell threads apart, a lane draws what another one should."""
     build, make_samples, allowed = MODELS[name]

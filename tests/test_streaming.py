@@ -84,7 +84,11 @@ def stack_with_noise(samples):
 def process(index, num_processes):
     """What a loader asks of an accelerator; it can communicate with nobody."""
     return SimpleNamespace(
-        num_processes=num_processes, process_index=index, device=torch.device("cpu"), gradient_accumulation_steps=1
+        mixed_precision="no",
+        num_processes=num_processes,
+        process_index=index,
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
     )
 
 
