@@ -39,9 +39,10 @@ def prove_copies(prover: Prover, rule: "TargetRule") -> tuple[bool, str]:
             others = _gradients(copied(original), batch)
         except Exception as error:  # whatever modules raise that cannot be copied
             return False, f"its modules cannot be copied ({type(error).__name__}: {error})"
-        leaked = any(p.grad is not None for p in prover.parameters)
-        for parameter in prover.parameters:
-            parameter.grad = None
+        finally:
+            leaked = any(p.grad is not None for p in prover.parameters)
+            for parameter in prover.parameters:
+                parameter.grad = None
     if leaked:
         return False, "a copy of its modules computes with modules of the model itself"
     distance = off(others, own)

@@ -141,7 +141,8 @@ class WindowLoader(BaseLoader):
         max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
             `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches. Both are shared by
             the micro-batches that a CPU with two threads or more computes at once (`lanes`).
-        planner: another way to split a window; `(lengths of the window, processes) -> Plan`.
+        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are, so
+            where two are computed at once they need the memory of two.
         cost: what a micro-batch costs, for the plan by lengths; left out, it is that of the device.
         pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.

@@ -102,10 +102,8 @@ class Stopwatch:
 @contextmanager
 def forwards_and_backwards(stopwatch: Stopwatch, model: nn.Module) -> Iterator[None]:
     """Count every forward of `model`, of copies too, as a whole, and every backward."""
-    forward, backward = model.forward, torch.autograd.backward
-    owner = model if "forward" in vars(model) else type(model)  # mixed precision puts one into the model itself
-    if owner is not model:
-        forward = owner.forward
+    owner: Any = model if "forward" in vars(model) else type(model)  # mixed precision puts one into the model itself
+    forward, backward = owner.forward, torch.autograd.backward
 
     @wraps(forward)  # hf_ga reads its signature
     def timed_forward(*args: Any, **kwargs: Any) -> Any:
