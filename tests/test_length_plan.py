@@ -227,7 +227,7 @@ def test_where_layers_compute_no_padding_micro_batches_are_larger():
 def test_two_lanes_share_the_limit_for_at_most_an_eighth_more_time():
     """Control: what two processes with half of the limit each would do takes more memory."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
-    planner, cost = ByLength(8, 8 * 256, CostModel(overhead=64), in_step=False, lanes=2), CostModel(overhead=32)
+    planner, cost = ByLength(8, 8 * 256, CostModel(overhead=200), in_step=False, lanes=2), CostModel(overhead=100)
     (own,), whole = planner(lengths, 1), plan_by_length(lengths, 2, 4 * 256, cost=cost)
     assert sorted(np.concatenate(own)) == list(range(64))
     largest = [max(len(m) * int(lengths[m].max()) for m in share) for share in (own, whole[0] + whole[1])]
