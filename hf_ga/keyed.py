@@ -48,21 +48,30 @@ def keep_mask(keys: Tensor, place: int, shape: Sequence[int], axis: int | None, 
     Returns:
         bool tensor of `shape` on the device of `keys`; an element is True with probability 1 - p.
     """
-    seeds = keys ^ _signed(place)
+    return keep_masks(keys, [place], shape, axis, drop_probability)[0]
+
+
+def keep_masks(keys: Tensor, places: Sequence[int], shape: Sequence[int], axis: int | None, drop_probability: float) -> Tensor:
+    """The masks of `keep_mask` for several places, drawn at once: bool, shape (places, *shape)."""
+    seeds = seeds_of(keys, places).flatten()
     inner = [1, *shape] if axis is None else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
     if keys.device.type == "cuda" and has_triton():
         kept = _fused_mask()(seeds, inner, _threshold(drop_probability))
     else:
-        row_keys = _row_keys_on_cpu if keys.device.type == "cpu" else _row_keys
-        kept = kept_columns(row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
+        kept = kept_columns(_row_keys(seeds, inner[:-1], mixed), inner[-1], drop_probability)
     if axis is None:
-        return kept.view(shape)
-    return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
+        return kept.view(len(places), *shape)
+    return kept.view(len(places), shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(1, axis + 1)
+
+
+def seeds_of(keys: Tensor, places: Sequence[int]) -> Tensor:
+    """int64, shape (places, keys): where the bits of a key and a place begin."""
+    return torch.stack([keys ^ _signed(place) for place in places])
 
 
 def whole_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
     """The mask of `keep_mask` as one expression: what is compiled for a GPU. `seeds` int64 (n,); returns bool (n, *sizes)."""
-    return _uniform_int32(_row_keys(seeds, sizes[:-1]), sizes[-1]) >= threshold
+    return _uniform_int32(_row_keys(seeds, sizes[:-1], _mix), sizes[-1]) >= threshold
 
 
 @functools.cache
@@ -154,25 +163,22 @@ def attention_weights(
     return weights * has_keys.to(weights.dtype)
 
 
-def _row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
+def _row_keys(seeds: Tensor, sizes: Sequence[int], mix: Callable[[Tensor], Tensor]) -> Tensor:
     """The hash of all coordinates but the last: int64, shape (*seeds.shape, *sizes).
 
     Axes of size 1 are hashed too: a micro-batch padded to width 1 and one padded to width 2 must agree on column 0.
     """
-    rows = _mix(seeds)
+    rows = mix(seeds)
     for size in sizes:
-        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=seeds.device))
+        rows = mix(rows.unsqueeze(-1) ^ torch.arange(size, device=seeds.device))
     return rows
 
 
-def _row_keys_on_cpu(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
-    """`_row_keys` by numpy: they are few, and each call of torch costs more than their numbers."""
-    rows = mix_in_place(seeds.numpy().view(np.uint64) + GOLDEN_64)
-    for size in sizes:
-        rows = rows[..., None] ^ np.arange(size, dtype=np.uint64)
-        rows += GOLDEN_64
-        mix_in_place(rows)
-    return torch.from_numpy(rows.view(np.int64))
+def mixed(values: Tensor) -> Tensor:
+    """`hashing.mix(value + GOLDEN)` for int64 tensors; on a CPU by numpy: they are few, and each call of torch costs more."""
+    if values.device.type != "cpu":
+        return _mix(values)
+    return torch.from_numpy(mix_in_place(values.numpy().view(np.uint64) + GOLDEN_64).view(np.int64))
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
@@ -181,9 +187,10 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
     bits = rows.to(torch.int32).unsqueeze(-1) ^ columns
     bits.mul_(MULTIPLIER_32_1)
     bits.bitwise_xor_(bits.bitwise_right_shift(15).bitwise_and_(0x1FFFF))  # a logical shift
-    bits.add_((rows >> 32).to(torch.int32).unsqueeze(-1))
-    # The comparison with the threshold reads the upper bits, into which the last product carries the lower ones.
-    return bits.mul_(MULTIPLIER_32_2)
+    # (bits + upper half) x multiplier in one pass. The comparison with the threshold reads the upper bits, into which this product
+    # carries the lower ones.
+    upper = (rows >> 32).to(torch.int32).mul_(MULTIPLIER_32_2).unsqueeze(-1)
+    return torch.add(upper, bits, alpha=MULTIPLIER_32_2, out=bits)
 
 
 def _uniform_uint32(rows: np.ndarray, size: int) -> np.ndarray:

@@ -1,12 +1,13 @@
 """The real tokens of a padded micro-batch, one after the other, and their dropout masks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from hf_ga.keyed import _mix, _signed, kept_columns
+from hf_ga.keyed import kept_columns, mixed, seeds_of
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,19 @@ class PackedTokens:
         return rows.unflatten(0, self.padded_shape)
 
 
-def packed_keep_mask(keys: Tensor, place: int, tokens: PackedTokens, shape: torch.Size, drop_probability: float) -> Tensor:
-    """The rows of `keyed.keep_mask(keys, place, (n, S, ...), 0, drop_probability)` that belong to real tokens, bit for bit.
+def packed_keep_masks(
+    keys: Tensor, places: Sequence[int], tokens: PackedTokens, shape: torch.Size, drop_probability: float
+) -> Tensor:
+    """The rows of `keyed.keep_masks(keys, places, (n, S, ...), 0, drop_probability)` that belong to real tokens, bit for bit.
 
     Args:
-        keys: int64, shape (n,). shape: of the packed mask, (1, T, ...) with at least 3 axes.
+        keys: int64, shape (n,). shape: of one packed mask, (1, T, ...) with at least 3 axes.
 
     Returns:
-        bool tensor of `shape`.
+        bool tensor of shape (places, *shape).
     """
-    rows = _mix(_mix(keys ^ _signed(place)))  # as there: the sample, then its single row
-    rows = _mix(rows.index_select(0, tokens.samples) ^ tokens.columns)
+    rows = mixed(mixed(seeds_of(keys, places)))  # as there: the sample, then its single row
+    rows = mixed(rows.index_select(1, tokens.samples) ^ tokens.columns)
     for size in shape[2:-1]:
-        rows = _mix(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
-    return kept_columns(rows, shape[-1], drop_probability).view(shape)
+        rows = mixed(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
+    return kept_columns(rows, shape[-1], drop_probability).view(len(places), *shape)

@@ -21,10 +21,13 @@ from hf_ga.draws import DRAWING_FUNCTIONS
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.hashing import make_key, name_key
-from hf_ga.keyed import keep_mask
-from hf_ga.packed_tokens import PackedTokens, packed_keep_mask
+from hf_ga.keyed import keep_masks
+from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
 
 SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
+# Masks of equal shape are drawn together up to so many elements of a byte each: each call of torch or numpy costs as much as some
+# 10,000 of them, and the lanes of a CPU wait for each other's calls. More than that gains nothing, and would take memory.
+DRAWN_TOGETHER = 1 << 22
 
 
 class Frame:
@@ -38,10 +41,13 @@ class Frame:
 
 @dataclass
 class Place:
-    """Where a mask is drawn: the module's name, the mask's shapes seen while probing, the sample axis found from them."""
+    """Where a mask is drawn: the module's name, the probability and the mask's shapes seen while probing, the sample axis found
+    from them.
+    """
 
     name: str
     module: nn.Module
+    drop_probability: float
     shapes: list[torch.Size] = field(default_factory=list)
     axis: int | None = None
     can_be_keyed: bool = True
@@ -73,6 +79,8 @@ class KeyedPlaces:
         self._recorder: _Recorder | None = None
         self._sample_keys: Tensor | None = None
         self._window_key: Tensor | None = None
+        self._alike: dict[int, tuple[list[int], int]] = {}  # of each place: all places whose masks are alike, and its index there
+        self._drawn: dict[int, tuple[tuple, Tensor]] = {}  # masks of places yet to come, and what they were drawn for
 
     @property
     def is_empty(self) -> bool:
@@ -115,6 +123,7 @@ class KeyedPlaces:
             )
         self.unkeyed = [*recorder.unkeyed, *(place.module for place in recorder.places.values() if not place.can_be_keyed)]
         self.places = recorder.places
+        self._alike = _alike(recorder.places)
         self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
 
     @property
@@ -129,10 +138,12 @@ class KeyedPlaces:
     def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
         """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
         self._sample_keys, self._window_key = sample_keys, window_key
+        self._drawn.clear()
 
     def set_packed(self, tokens: PackedTokens | None, modules: frozenset[nn.Module]) -> None:
         """In the next forward `modules` see these tokens as (1, T, ...); None: padded samples."""
         self.packed, self._packed_modules = tokens, modules
+        self._drawn.clear()
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -157,6 +168,7 @@ class KeyedPlaces:
                 setattr(owner, name, partial(keyed, self, original))
             stack.callback(self._stack.clear)
             stack.callback(self._recorded.clear)
+            stack.callback(self._drawn.clear)
             yield
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -226,7 +238,7 @@ class KeyedPlaces:
         frame.draws += 1
         name = self._names[frame.module]
         if self._recorder:
-            self._recorder.record(key, name, shape, self._stack)
+            self._recorder.record(key, name, drop_probability, shape, self._stack)
             return None
         place = self.places.get(key)
         if place is None:
@@ -234,23 +246,52 @@ class KeyedPlaces:
                 f"{name} draws dropout at a place that the probing forward did not reach: the model's path depends on its data "
                 "or changed since. Prove the model again, or set this dropout to 0."
             )
-        if self.packed is not None and frame.module in self._packed_modules:
-            return self._packed_mask(place, key, shape, drop_probability)
-        keys = self._window_key if place.axis is None else self._sample_keys
-        if place.axis is not None and shape[place.axis] % len(keys):
-            raise UnkeyedRandomness(
-                f"{name} draws a mask of shape {list(shape)} for {len(keys)} samples: axis {place.axis} does not hold whole "
-                "samples (packed tokens?). Set this dropout to 0, or feed padded batches."
-            )
-        return keep_mask(keys, key, shape, place.axis, drop_probability)
+        packed = self.packed if frame.module in self._packed_modules else None
+        refuse_other_shapes(place, shape, self._sample_keys, packed)
+        drawn_for, kept = self._drawn.pop(key, (None, None))
+        if drawn_for != (shape, drop_probability, packed is not None):
+            kept = self._draw(key, shape, drop_probability, packed)
+        return kept
 
-    def _packed_mask(self, place: Place, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
-        if place.axis != 0 or len(shape) < 3 or shape[:2] != self.packed.packed_shape or len(shape) != len(place.shapes[0]):
+    def _draw(self, key: int, shape: torch.Size, drop_probability: float, packed: PackedTokens | None) -> Tensor:
+        """The mask of a place, and along with it those of the next places that are alike, which wait in `_drawn`."""
+        alike, index = self._alike[key]
+        together = alike[index : index + max(1, DRAWN_TOGETHER // max(1, shape.numel()))]
+        if torch._C._current_graph_task_id() != -1:  # checkpointing runs the last modules first: the next ones are done
+            together = [key]
+        axis = self.places[key].axis
+        if packed is not None:
+            masks = packed_keep_masks(self._sample_keys, together, packed, shape, drop_probability)
+        else:
+            keys = self._window_key if axis is None else self._sample_keys
+            masks = keep_masks(keys, together, shape, axis, drop_probability)
+        drawn_for = shape, drop_probability, packed is not None
+        self._drawn |= {place: (drawn_for, mask) for place, mask in zip(together, masks.unbind(), strict=True)}
+        return self._drawn.pop(key)[1]
+
+
+def refuse_other_shapes(place: Place, shape: torch.Size, sample_keys: Tensor, packed: PackedTokens | None) -> None:
+    """Raises UnkeyedRandomness where a mask of this shape has no whole samples, or no tokens of packed ones, at its sample axis."""
+    if packed is None:
+        if place.axis is not None and shape[place.axis] % len(sample_keys):
             raise UnkeyedRandomness(
-                f"{place.name} draws a mask of shape {list(shape)} for packed tokens, of shape {list(place.shapes[0])} for padded "
-                "samples: its draws cannot be tied to tokens. Compute this model padded, or set this dropout to 0."
+                f"{place.name} draws a mask of shape {list(shape)} for {len(sample_keys)} samples: axis {place.axis} does not hold "
+                "whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
-        return packed_keep_mask(self._sample_keys, key, self.packed, shape, drop_probability)
+    elif place.axis != 0 or len(shape) < 3 or shape[:2] != packed.packed_shape or len(shape) != len(place.shapes[0]):
+        raise UnkeyedRandomness(
+            f"{place.name} draws a mask of shape {list(shape)} for packed tokens, of shape {list(place.shapes[0])} for padded "
+            "samples: its draws cannot be tied to tokens. Compute this model padded, or set this dropout to 0."
+        )
+
+
+def _alike(places: dict[int, Place]) -> dict[int, tuple[list[int], int]]:
+    """Of each place, the places whose masks had its shapes and probability, in the order of their draws, and its index there."""
+    alike: dict[tuple, list[int]] = {}
+    for key, place in places.items():
+        if place.can_be_keyed:
+            alike.setdefault((*place.shapes, place.axis, place.drop_probability), []).append(key)
+    return {key: (group, index) for group in alike.values() for index, key in enumerate(group)}
 
 
 class _Recorder:
@@ -271,8 +312,8 @@ class _Recorder:
             self.unkeyed[module] = " and ".join(moved)
             self._states = random_states()
 
-    def record(self, key: int, name: str, shape: torch.Size, stack: list[Frame]) -> None:
-        self.places.setdefault(key, Place(name, stack[-1].module)).shapes.append(shape)
+    def record(self, key: int, name: str, drop_probability: float, shape: torch.Size, stack: list[Frame]) -> None:
+        self.places.setdefault(key, Place(name, stack[-1].module, drop_probability)).shapes.append(shape)
         self.on_the_way.update(frame.module for frame in stack)
 
 

@@ -24,7 +24,7 @@ import hf_ga
 import hf_ga.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.keyed import keep_mask, sample_keys, window_key
-from hf_ga.packed_tokens import PackedTokens, packed_keep_mask
+from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
 from hf_ga.packing import Packing
 from hf_ga.packing_proof import find_stack, prove_packing
 from hf_ga.places import KeyedPlaces
@@ -278,11 +278,14 @@ def test_linear_layers_see_real_tokens_only():
 def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
     mask = pad_right(samples_of("tokens"))["attention_mask"]
     tokens, keys = PackedTokens.of(mask, CPU), sample_keys(1, 2, np.arange(len(mask)))
-    whole = keep_mask(keys, 12345, (*mask.shape, *inner), 0, 0.3)
-    packed = packed_keep_mask(keys, 12345, tokens, torch.Size((*tokens.packed_shape, *inner)), 0.3)
-    assert torch.equal(packed[0], whole[mask.bool()])
-    if len(packed.unique()) > 1 and packed.numel() > 50:
-        assert not torch.equal(packed[0], whole.roll(1, 1)[mask.bool()]), "the masks of another column"
+    places = [12345, 2**64 - 5]
+    packed = packed_keep_masks(keys, places, tokens, torch.Size((*tokens.packed_shape, *inner)), 0.3)
+    assert packed.shape == (2, *tokens.packed_shape, *inner)
+    for place, drawn in zip(places, packed, strict=True):
+        whole = keep_mask(keys, place, (*mask.shape, *inner), 0, 0.3)
+        assert torch.equal(drawn[0], whole[mask.bool()])
+        if len(drawn.unique()) > 1 and drawn.numel() > 50:
+            assert not torch.equal(drawn[0], whole.roll(1, 1)[mask.bool()]), "the masks of another column"
 
 
 def test_draws_that_belong_to_samples_are_not_packed():

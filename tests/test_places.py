@@ -403,15 +403,16 @@ def captured_masks(bench, monkeypatch, num_windows=1):
     """The masks of full-batch forwards: place -> (drop probability, [mask of every window])."""
     masks = defaultdict(lambda: [None, []])
 
-    def capturing(keys, place, shape, axis, drop_probability):
-        kept = original(keys, place, shape, axis, drop_probability)
-        masks[place][0] = drop_probability
-        masks[place][1].append(kept)
-        return kept
+    def capturing(keys, places, shape, axis, drop_probability):
+        drawn = original(keys, places, shape, axis, drop_probability)
+        for place, kept in zip(places, drawn, strict=True):
+            masks[place][0] = drop_probability
+            masks[place][1].append(kept)
+        return drawn
 
-    original = hf_ga.places.keep_mask
+    original = hf_ga.places.keep_masks
     with monkeypatch.context() as patch, bench.places.active(), torch.no_grad():
-        patch.setattr("hf_ga.places.keep_mask", capturing)
+        patch.setattr("hf_ga.places.keep_masks", capturing)
         for index in range(num_windows):
             bench.set_keys(EVERYONE, index=index)
             bench.forward(EVERYONE)
