@@ -127,7 +127,7 @@ class DroppedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weights, kept, value = ctx.saved_tensors
-        kept, gradient = kept.view(torch.uint8), gradient * ctx.scale
+        kept, gradient = kept.to(weights.dtype), gradient * ctx.scale  # converted once, for both products
         of_weights = (gradient @ value.transpose(-2, -1)).mul_(kept) if ctx.needs_input_grad[0] else None
         of_value = (weights * kept).transpose(-2, -1) @ gradient if ctx.needs_input_grad[2] else None
         return of_weights, None, of_value, None

@@ -481,6 +481,114 @@ def test_dropout1d_of_two_axes_drops_rows(monkeypatch):
     assert all(row.all() or not row.any() for row in kept)
 
 
+# -------------------------------------------------------------------------------------------------------------- drawn together
+
+
+class Draws:
+    """Counts the calls of `keep_masks` in a `with` block, and what each drew."""
+
+    def __init__(self, monkeypatch, at_once=None):
+        self.monkeypatch, self.at_once, self.calls = monkeypatch, at_once, []
+
+    def __enter__(self):
+        original, self.patch = hf_ga.places.keep_masks, self.monkeypatch.context()
+        patch = self.patch.__enter__()
+
+        def counted(keys, places, shape, *more):
+            self.calls.append((len(places), math.prod(shape)))
+            return original(keys, places, shape, *more)
+
+        patch.setattr("hf_ga.places.keep_masks", counted)
+        if self.at_once is not None:
+            patch.setattr("hf_ga.places.DRAWN_TOGETHER", self.at_once)
+        return self.calls
+
+    def __exit__(self, *error):
+        return self.patch.__exit__(*error)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_drawn_together_are_those_drawn_alone(name, monkeypatch):
+    bench = bench_of(name)
+    with Draws(monkeypatch, at_once=1) as alone:
+        expected = bench.keyed([EVERYONE])
+    with Draws(monkeypatch) as together:
+        assert torch.equal(bench.keyed([EVERYONE]), expected)
+    assert [number for number, _ in alone] == [1] * len(bench.places.places)
+    assert sum(number for number, _ in together) == len(alone), "none is drawn in vain"
+    kinds = {(*place.shapes, place.axis, place.drop_probability) for place in bench.places.places.values()}
+    assert len(together) == len(kinds) < len(alone)
+    assert not bench.places._drawn, "none is kept"
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(3_000, {1}), (4_700, {1, 2})])
+def test_masks_drawn_together_are_no_more_than_a_limit(limit, at_once, monkeypatch):
+    """6 x 12 x 32 elements behind linear layers, 6 x 4 x 12 x 12 of attention, 6 x 32 before the classifier."""
+    bench = bench_of("bert sdpa")
+    with Draws(monkeypatch, at_once=limit) as calls:
+        gradient = bench.keyed([EVERYONE])
+    assert torch.equal(gradient, reference_of("bert sdpa"))
+    assert {size for _, size in calls} == {2304, 3456, 192} and {number for number, _ in calls} == at_once
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_what_is_run_again_draws_its_own_masks_only(checkpointing, monkeypatch):
+    """The last layer is run again first: masks of the layers behind one would be drawn in vain."""
+    bench = Bench("bert sdpa", checkpointing)
+    with Draws(monkeypatch) as calls:
+        assert relative(bench.keyed([EVERYONE]), reference_of("bert sdpa")) < 1e-6
+    in_layers = sum(".layer." in place.name for place in bench.places.places.values())
+    assert in_layers == 6 and calls[-in_layers:] == [(1, size) for _, size in calls[-in_layers:]]
+    assert sum(number for number, _ in calls) == len(bench.places.places) + in_layers
+
+
+def test_a_probability_that_changed_since_the_probe(monkeypatch):
+    """The masks of its place are drawn anew, the others' stay what they were."""
+    bench = Bench("bert sdpa")
+    layer = bench.model.bert.encoder.layer[1].output.dropout
+    layer.p = 0.4
+    with Draws(monkeypatch, at_once=1):
+        expected = bench.keyed([EVERYONE])
+    assert torch.equal(bench.keyed([EVERYONE]), expected)
+    layer.p = 0.1
+    assert not torch.equal(bench.keyed([EVERYONE]), expected), "control"
+
+
+class TwoPaths(nn.Module):
+    """Two dropouts of the same shape, each of which can be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops, self.used = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)]), (0, 1)
+
+    def forward(self, x):
+        for index in self.used:
+            x = self.drops[index](x)
+        return x
+
+
+def test_masks_that_nobody_took_are_not_those_of_the_next_samples():
+    model, x, shared = TwoPaths().train(), torch.ones(8, 40), window_key(0, 0, 0)
+    ours, others = sample_keys(0, 0, np.arange(16)).split(8)
+    places = KeyedPlaces(model)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
+
+    def drawn(keys, *used):
+        model.used = used
+        places.set_keys(keys, shared)
+        return model(x)
+
+    with places.active():
+        expected = drawn(ours, 1)
+        drawn(others, 0)
+        assert len(places._drawn) == 1, "the second one's, for the others"
+        assert torch.equal(drawn(ours, 1), expected)
+        assert not torch.equal(drawn(others, 1), expected), "control"
+        drawn(others, 0)
+    assert not places._drawn
+
+
 # ------------------------------------------------------------------------------------------------------------------- refusals
 
 
