@@ -25,8 +25,8 @@ from hf_ga.keyed import keep_masks
 from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
 
 SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
-# Masks of equal shape are drawn together up to so many elements of a byte each: each call of torch or numpy costs as much as some
-# 10,000 of them, and the lanes of a CPU wait for each other's calls. More than that gains nothing, and would take memory.
+# Masks of equal shape are drawn together, up to so many elements of a byte each. In two lanes of a CPU, which wait for each other's
+# calls of torch and numpy, a mask of 65,000 elements took 0.83 ms by itself, 0.20 among 9 and 0.15 among 64.
 DRAWN_TOGETHER = 1 << 22
 
 
