@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread, current_thread
 from typing import Any
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 
 from hf_ga.draws import DRAWING_FUNCTIONS
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.generators import moved_generators, preserved_random_states, random_states
+from hf_ga.generators import preserved_random_states
 from hf_ga.hashing import make_key, name_key
 from hf_ga.keyed import keep_masks
 from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
+from hf_ga.place_probe import LARGE, SMALL, Place, Recorder, alike_places, refuse_other_shapes, sample_axis
 
-SMALL, LARGE = 2, 3  # numbers of samples in the two forwards that find the sample axis
 # Masks of equal shape are drawn together, up to so many elements of a byte each. In two lanes of a CPU, which wait for each other's
 # calls of torch and numpy, a mask of 65,000 elements took 0.83 ms by itself, 0.20 among 9 and 0.15 among 64.
 DRAWN_TOGETHER = 1 << 22
@@ -37,20 +36,6 @@ class Frame:
 
     def __init__(self, module: nn.Module, key: int) -> None:
         self.module, self.key, self.calls, self.draws = module, key, Counter(), 0
-
-
-@dataclass
-class Place:
-    """Where a mask is drawn: the module's name, the probability and the mask's shapes seen while probing, the sample axis found
-    from them.
-    """
-
-    name: str
-    module: nn.Module
-    drop_probability: float
-    shapes: list[torch.Size] = field(default_factory=list)
-    axis: int | None = None
-    can_be_keyed: bool = True
 
 
 class KeyedPlaces:
@@ -76,7 +61,7 @@ class KeyedPlaces:
         self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
         self._stack: list[Frame] = []
         self._recorded: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # calls of the last forward
-        self._recorder: _Recorder | None = None
+        self._recorder: Recorder | None = None
         self._sample_keys: Tensor | None = None
         self._window_key: Tensor | None = None
         self._alike: dict[int, tuple[list[int], int]] = {}  # of each place: all places whose masks are alike, and its index there
@@ -97,7 +82,7 @@ class KeyedPlaces:
         Raises:
             UnkeyedRandomness: a module draws random numbers in another way, or a mask has no single sample axis.
         """
-        self._recorder = _Recorder()
+        self._recorder = Recorder()
         try:
             with preserved_random_states(), torch.no_grad(), restored_buffers(self.model), self.active(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
@@ -110,7 +95,7 @@ class KeyedPlaces:
         problems = [f"{self._names[m]} ({type(m).__name__}) draws from {g}" for m, g in recorder.unkeyed.items()]
         for place in recorder.places.values():
             try:
-                place.axis = _sample_axis(place.shapes)
+                place.axis = sample_axis(place.shapes)
             except ValueError as error:
                 place.can_be_keyed = False
                 problems.append(f"{place.name} draws a mask whose sample axis cannot be told: {error}")
@@ -123,7 +108,7 @@ class KeyedPlaces:
             )
         self.unkeyed = [*recorder.unkeyed, *(place.module for place in recorder.places.values() if not place.can_be_keyed)]
         self.places = recorder.places
-        self._alike = _alike(recorder.places)
+        self._alike = alike_places(recorder.places)
         self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
 
     @property
@@ -238,7 +223,7 @@ class KeyedPlaces:
         frame.draws += 1
         name = self._names[frame.module]
         if self._recorder:
-            self._recorder.record(key, name, drop_probability, shape, self._stack)
+            self._recorder.record(key, name, drop_probability, shape, [frame.module for frame in self._stack])
             return None
         place = self.places.get(key)
         if place is None:
@@ -268,70 +253,6 @@ class KeyedPlaces:
         drawn_for = shape, drop_probability, packed is not None
         self._drawn |= {place: (drawn_for, mask) for place, mask in zip(together, masks.unbind(), strict=True)}
         return self._drawn.pop(key)[1]
-
-
-def refuse_other_shapes(place: Place, shape: torch.Size, sample_keys: Tensor, packed: PackedTokens | None) -> None:
-    """Raises UnkeyedRandomness where a mask of this shape has no whole samples, or no tokens of packed ones, at its sample axis."""
-    if packed is None:
-        if place.axis is not None and shape[place.axis] % len(sample_keys):
-            raise UnkeyedRandomness(
-                f"{place.name} draws a mask of shape {list(shape)} for {len(sample_keys)} samples: axis {place.axis} does not hold "
-                "whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
-            )
-    elif place.axis != 0 or len(shape) < 3 or shape[:2] != packed.packed_shape or len(shape) != len(place.shapes[0]):
-        raise UnkeyedRandomness(
-            f"{place.name} draws a mask of shape {list(shape)} for packed tokens, of shape {list(place.shapes[0])} for padded "
-            "samples: its draws cannot be tied to tokens. Compute this model padded, or set this dropout to 0."
-        )
-
-
-def _alike(places: dict[int, Place]) -> dict[int, tuple[list[int], int]]:
-    """Of each place, the places whose masks had its shapes and probability, in the order of their draws, and its index there."""
-    alike: dict[tuple, list[int]] = {}
-    for key, place in places.items():
-        if place.can_be_keyed:
-            alike.setdefault((*place.shapes, place.axis, place.drop_probability), []).append(key)
-    return {key: (group, index) for group in alike.values() for index, key in enumerate(group)}
-
-
-class _Recorder:
-    """What the probing forwards see: places with their shapes, modules on the way to them, and who moved a generator."""
-
-    def __init__(self) -> None:
-        self.places: dict[int, Place] = {}
-        self.on_the_way: set[nn.Module] = set()
-        self.unkeyed: dict[nn.Module, str] = {}
-        self._states: dict[str, bytes] = {}
-
-    def start(self) -> None:
-        self._states = random_states()
-
-    def boundary(self, module: nn.Module) -> None:
-        """A submodule of `module` begins or `module` ends: what moved since the last boundary was moved by `module` itself."""
-        if moved := moved_generators(self._states):
-            self.unkeyed[module] = " and ".join(moved)
-            self._states = random_states()
-
-    def record(self, key: int, name: str, drop_probability: float, shape: torch.Size, stack: list[Frame]) -> None:
-        self.places.setdefault(key, Place(name, stack[-1].module, drop_probability)).shapes.append(shape)
-        self.on_the_way.update(frame.module for frame in stack)
-
-
-def _sample_axis(shapes: list[torch.Size]) -> int | None:
-    """The axis that grew from SMALL to LARGE samples; None if none did (a table shared by the window).
-
-    Raises:
-        ValueError: no single axis grew in that ratio.
-    """
-    if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
-        raise ValueError(f"{SMALL} and {LARGE} samples drew the shapes {[list(s) for s in shapes]}")
-    small, large = shapes
-    changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
-    if not changed:
-        return None
-    if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
-        raise ValueError(f"from {SMALL} to {LARGE} samples the shape went from {list(small)} to {list(large)}")
-    return changed[0]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_ga
-from hf_ga.places import LARGE
+from hf_ga.place_probe import LARGE
 from hf_ga.probes import likely_cause
 from hf_ga.terms import RULES
 
