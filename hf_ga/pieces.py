@@ -92,8 +92,8 @@ def _is_plain(head: TypedHead, hidden: Tensor) -> bool:
 
 
 class _InCache(torch.autograd.Function):
-    """Sum of the losses of a plain layer, with its gradients, which the backward scales: beside a piece's logits there is only one
-    tensor as large as they, which becomes their gradient. One backward only.
+    """Sum of the losses of a plain layer, with its gradients, which the backward scales. A piece's logits become their gradient
+    where they lie, so no other tensor is as large. One backward only.
     """
 
     @staticmethod
@@ -122,9 +122,11 @@ class _InCache(torch.autograd.Function):
 
 
 def _cross_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over the rows of log(sum(exp(logits))) - logits[target], and its gradient, softmax(logits) less 1 at the target."""
+    """Sum over the rows of log(sum(exp(logits))) - logits[target], and its gradient, softmax(logits) less 1 at the target. It takes
+    the place of the logits: softmax reads a row before it writes it.
+    """
     largest, of_target = logits.amax(1), logits.gather(1, target.unsqueeze(1)).squeeze(1)
-    shares = logits.softmax(1)
+    shares = torch.softmax(logits, 1, out=logits)
     # The largest share is exp(largest - log(sum(exp(logits)))), at least 1 / classes: no underflow, and no second sum.
     loss = (largest - shares.amax(1).log_() - of_target).sum()
     shares.scatter_add_(1, target.unsqueeze(1), shares.new_full((len(target), 1), -1.0))

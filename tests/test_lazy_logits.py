@@ -363,6 +363,21 @@ def test_a_plain_head_on_a_cpu_is_computed_in_even_pieces_that_fit_its_cache(mon
     assert len(rows) == 3, "others are computed by the head's own operations"
 
 
+def test_the_gradient_of_a_piece_lies_where_its_logits_did():
+    """And is right there: softmax in place, against float64 and autograd."""
+    logits, target = 8 * torch.randn(70, 5000), torch.randint(0, 5000, (70,))
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, target, reduction="sum")
+    expected.backward()
+    address = logits.data_ptr()
+    results = []
+    assert peak_bytes(lambda: results.extend(pieces._cross_entropy(logits, target))) < logits.numel() * 4 / 10
+    loss, gradient = results
+    assert gradient.data_ptr() == address
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+    assert (gradient.double() - exact.grad).norm() < 1e-6 * exact.grad.norm()
+
+
 def test_a_piece_is_not_smaller_than_the_hidden_states():
     assert rows_of_piece(torch.empty(4096, 256), 50_000) == (32 << 20) // 200_000
     assert rows_of_piece(torch.empty(16384, 4096), 128_000) == 16384 * 4096 // 128_000
