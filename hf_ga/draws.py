@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_ga.keyed import DroppedProduct, attention_weights, keyed_dropout
+from hf_ga.dropped_attention import dropped_attention
+from hf_ga.keyed import keyed_dropout
 
 if TYPE_CHECKING:
     from hf_ga.places import KeyedPlaces
@@ -68,13 +69,10 @@ def attention(
     kept = places.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
     if kept is None:
         return original(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
     if enable_gqa:
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-    plain = weights.dtype == value.dtype and weights.shape[:-2] == value.shape[:-2] and not torch.is_autocast_enabled("cpu")
-    if plain and weights.device.type == "cpu":
-        return DroppedProduct.apply(weights, kept, value, dropout_p)
-    return keyed_dropout(weights, dropout_p, kept) @ value
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return dropped_attention(places.last_bias, query, key, value, attn_mask, is_causal, scale, kept, dropout_p)
 
 
 def stochastic_depth(places: "KeyedPlaces", original: Callable, *size: Any, **kwargs: Any) -> Tensor:

@@ -7,7 +7,6 @@ Only integer arithmetic modulo 2**32 and 2**64 is used, so that a GPU draws the 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,58 +108,6 @@ def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
         return (x * kept.view(torch.uint8)).mul_(scale)
     # The fused x * mask * scale of torch's own dropout; it is differentiable in x.
     return torch.ops.aten.native_dropout_backward(x, kept.expand_as(x), scale)
-
-
-class DroppedProduct(torch.autograd.Function):
-    """`keyed_dropout(weights, drop_probability, kept) @ value` that keeps no dropped weights for the backward: it makes them again.
-
-    Of a micro-batch on a CPU, where attention weights are kept at all, they take as much as the weights themselves. The factor
-    1 / (1 - p) is applied to the product, which is smaller. Tensors of one type, and of equal shapes but for the last two axes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, kept: Tensor, value: Tensor, drop_probability: float) -> Tensor:
-        ctx.save_for_backward(weights, kept, value)
-        ctx.scale = 1.0 / (1.0 - drop_probability)
-        return (weights * kept.view(torch.uint8) @ value).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept, value = ctx.saved_tensors
-        kept, gradient = kept.to(weights.dtype), gradient * ctx.scale  # converted once, for both products
-        of_weights = (gradient @ value.transpose(-2, -1)).mul_(kept) if ctx.needs_input_grad[0] else None
-        of_value = (weights * kept).transpose(-2, -1) @ gradient if ctx.needs_input_grad[2] else None
-        return of_weights, None, of_value, None
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """softmax(query key^T * scale + mask) as `torch.nn.functional.scaled_dot_product_attention` defines it.
-
-    Shapes: query (..., heads, L, E), key (..., key heads, S, E); returns (..., heads, L, S). A row in which everything is masked
-    is zero, as there.
-    """
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
-    if is_causal:
-        bias = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-        return scores.add_(bias).softmax(-1)
-    if attn_mask is None:
-        return scores.softmax(-1)
-    # All that needs a look at every element is done on the mask, which has no axis of heads as a rule. A row without any key is
-    # given all of them, so that its softmax is no NaN, and weighs nothing.
-    if attn_mask.dtype == torch.bool:
-        has_keys = attn_mask.any(-1, keepdim=True)
-        bias = 1 - (attn_mask | ~has_keys).to(scores.dtype).reciprocal_()  # 1 - 1/1 is 0, 1 - 1/0 is -inf: quicker than to fill
-    else:
-        has_keys = (attn_mask != -torch.inf).any(-1, keepdim=True)
-        bias = attn_mask.masked_fill(~has_keys, 0.0)
-    weights = (scores + bias).softmax(-1)
-    if weights.device.type == "cpu" and has_keys.all():  # as a rule; a GPU would have to be waited for to know it
-        return weights
-    return weights * has_keys.to(weights.dtype)
 
 
 def _row_keys(seeds: Tensor, sizes: Sequence[int], mix: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ keep is a lane's own, and so are its gradients: they are added up in the order o
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -72,7 +73,12 @@ def copied(lane: Lane) -> Lane:
     """
     shared: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in lane.model.parameters()}
     shared |= {id(b): b for b in lane.model.buffers()}
-    shared |= {id(m.config): m.config for m in lane.model.modules() if hasattr(m, "config")}
+    for module in lane.model.modules():
+        for name, value in vars(module).items():
+            if name == "config":
+                shared[id(value)] = value
+            elif type(value) in (dict, OrderedDict) and not value:  # most of what modules have; deepcopy takes long for each
+                shared[id(value)] = type(value)()
     return Lane(*copy.deepcopy((lane.model, lane.rule), shared))
 
 

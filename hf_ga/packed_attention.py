@@ -1,19 +1,22 @@
 """Attention of packed tokens: each sample attends to itself only.
 
-Two ways. The model's own function on samples that are padded again for this one call: right for every mask and with attention
-dropout, on every device. Or a kernel that takes the samples' boundaries (`torch.nn.attention.varlen.varlen_attn`): for plain full
-or causal attention without dropout, on CUDA.
+Three ways. The model's own function on samples that are padded again for this one call: right for every mask and with attention
+dropout, on every device. For plain full or causal attention without dropout, on CUDA, a kernel that takes the samples' boundaries
+(`torch.nn.attention.varlen.varlen_attn`); with dropout, on a CPU, a function that takes one sample after the other.
 """
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_ga.keyed import attention_weights
+from hf_ga.dropped_attention import DroppedAttention, attention_weights
 from hf_ga.packed_tokens import PackedTokens
+
+if TYPE_CHECKING:
+    from hf_ga.places import KeyedPlaces
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value
 # What models hand to attention functions and what changes nothing in plain attention. Anything else that is set: not plain.
@@ -45,18 +48,45 @@ def padded_attention(
 
 
 def is_plain(dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **more: Any) -> bool:
-    """Whether these arguments of an attention function ask for nothing but attention, full or causal."""
-    return not dropout and all(value is None or value is False or name in WITHOUT_EFFECT for name, value in more.items())
+    """Whether these arguments of an attention function ask for nothing but attention, full or causal, with dropout or without."""
+    return all(value is None or value is False or name in WITHOUT_EFFECT for name, value in more.items())
+
+
+def separate_attention(
+    tokens: PackedTokens, places: "KeyedPlaces", module: nn.Module, heads: Heads, dropout: float, **more: Any
+) -> tuple[Tensor, None]:
+    """Each sample by itself, with keyed dropout of its attention weights: on a CPU."""
+    query, key, value = (x[0] for x in in_groups(heads))
+    with places.padded():  # dropout of attention weights is drawn for padded samples
+        kept = places.mask(torch.Size((tokens.num_samples, len(query), tokens.width, tokens.width)), dropout)
+    bias = tokens.causal_bias if is_causal(module, **more) else None
+    scale = more.get("scaling") or query.shape[-1] ** -0.5
+    return DroppedAttention.apply(query, key, value, kept, bias, tokens.spans, scale, dropout).transpose(0, 1).unsqueeze(0), None
+
+
+def in_groups(heads: Heads) -> Heads:
+    """Key and value once for each head of the query."""
+    query, key, value = heads
+    if groups := query.shape[1] // key.shape[1] - 1:
+        key, value = (x.repeat_interleave(groups + 1, dim=1) for x in (key, value))
+    return query, key, value
+
+
+def is_causal(module: nn.Module, is_causal: bool | None = None, **more: Any) -> bool:
+    """Whether a token attends to earlier ones only, as transformers' own functions read it."""
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def takes_separately(query: Tensor, tokens: PackedTokens) -> bool:
+    """Whether `separate_attention` computes these."""
+    in_full = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    return query.device.type == "cpu" and in_full and tokens.spans is not None
 
 
 def varlen_attention(tokens: PackedTokens, run: Callable, module: nn.Module, heads: Heads, **more: Any) -> tuple[Tensor, None]:
     """The same by a kernel that takes boundaries. `run` is `varlen_attn`, or `reference_varlen` in the proof."""
-    query, key, value = (x.transpose(1, 2)[0] for x in heads)
-    if groups := query.shape[1] // key.shape[1] - 1:
-        key, value = (x.repeat_interleave(groups + 1, dim=1) for x in (key, value))
-    causal = more.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal  # as transformers' own functions read it
-    bounds, longest, window = tokens.boundaries, tokens.longest, (-1, 0 if causal else -1)
+    query, key, value = (x.transpose(1, 2)[0] for x in in_groups(heads))
+    bounds, longest, window = tokens.boundaries, tokens.longest, (-1, 0 if is_causal(module, **more) else -1)
     output = run(query, key, value, bounds, bounds, longest, longest, scale=more.get("scaling"), window_size=window)
     return output.unsqueeze(0), None
 
@@ -93,8 +123,8 @@ def reference_varlen(
     window_size: tuple[int, int],
 ) -> Tensor:
     """What `varlen_attn` computes from these arguments, sample by sample in any precision, on any device: for the proof."""
-    outputs = []
+    outputs, scale = [], query.shape[-1] ** -0.5 if scale is None else scale
     for (a, b), (c, d) in zip(pairwise(bounds_q.tolist()), pairwise(bounds_k.tolist()), strict=True):
         q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
-        outputs.append((attention_weights(q, k, None, window_size == (-1, 0), scale, False) @ v).transpose(0, 1))
+        outputs.append((attention_weights(q, k, None, window_size == (-1, 0), scale) @ v).transpose(0, 1))
     return torch.cat(outputs)

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hf_ga.dropped_attention import Span
 from hf_ga.keyed import kept_columns, mixed, seeds_of
 
 
@@ -68,6 +69,20 @@ class PackedTokens:
     def columns(self) -> Tensor:
         """Of each token, its column in the padded batch: int64, shape (T,)."""
         return self.index % self.width
+
+    @cached_property
+    def spans(self) -> list[Span] | None:
+        """Where each sample lies; None where one has padding between its tokens."""
+        begins, ends = self.boundaries[:-1].long(), self.boundaries[1:].long()
+        first, last = self.columns[begins], self.columns[ends - 1]
+        if bool((last - first != ends - begins - 1).any()):
+            return None
+        return list(zip(begins.tolist(), ends.tolist(), first.tolist(), strict=True))
+
+    @cached_property
+    def causal_bias(self) -> Tensor:
+        """What keeps a token of the longest sample from attending to later ones: shape (longest, longest)."""
+        return torch.full((self.longest, self.longest), -torch.inf, device=self.index.device).triu_(1)
 
     def pack(self, padded: Tensor) -> Tensor:
         """(n, S, ...), or (1, S, ...) for what all samples share -> (1, T, ...)."""

@@ -26,6 +26,8 @@ from hf_ga.packed_attention import (
     kernel_takes,
     padded_attention,
     reference_varlen,
+    separate_attention,
+    takes_separately,
     varlen_attention,
 )
 from hf_ga.packed_tokens import PackedTokens
@@ -35,6 +37,9 @@ PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers that 
 # Padded tokens per real one above which packing is taken to gain time. On a CPU measured (GPT-2, 4 layers x 256): at 1.03 nothing,
 # at 1.10 1.07 times the speed. On a GPU not measured: there every padded token is left out.
 GAIN_ON_CPU, GAIN_ON_GPU = 1.05, 1.0
+# Tokens a sample, on average, from which attention with dropout is computed sample by sample on a CPU: below, the calls of so many
+# small operations take longer than the padding.
+LONG = 64
 
 
 class Packing:
@@ -43,8 +48,9 @@ class Packing:
     Attributes:
         layers: the stack of layers, called one after the other.
         plain: proven: attention is full or causal within a sample and nothing else, so a kernel may compute it.
+        dropped: the same of attention with dropout, which a CPU may compute sample by sample.
         gain: padded tokens per real one above which a micro-batch is packed; None: what was measured for the device.
-        reference: in the proof a reference takes the kernel's place, and this counts its calls.
+        tried: in the proof these ways are taken, with a reference in the kernel's place, and noted here; else None.
 
     Example:
         with rule.places.active(), rule.packing.active():
@@ -56,9 +62,9 @@ class Packing:
     def __init__(self, places: KeyedPlaces, layers: nn.ModuleList) -> None:
         self.places, self.layers = places, layers
         self.modules = frozenset(module for layer in layers for module in layer.modules())
-        self.plain = False
+        self.plain = self.dropped = False
         self.gain: float | None = None
-        self.reference: int | None = None
+        self.tried: set[str] | None = None
         self._is_active = False
         self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
         self._shared: list[tuple[Tensor, Tensor]] = []  # per-token arguments of this micro-batch, padded and packed
@@ -145,15 +151,25 @@ class Packing:
         tokens = self.places.packed
         if tokens is None or module not in self.modules:
             return original(module, query, key, value, attention_mask, **more)
-        heads = (query, key, value)
+        heads, trying = (query, key, value), self.tried is not None
         if is_plain(**more):
-            if self.reference is not None:
-                self.reference += 1
+            if dropout := more.get("dropout"):
+                if self._is_separate(tokens, query) and self.places.is_keyed(dropout):
+                    if trying:
+                        self.tried.add("dropped")
+                    return separate_attention(tokens, self.places, module, heads, **more)
+            elif trying:
+                self.tried.add("plain")
                 return varlen_attention(tokens, reference_varlen, module, heads, **more)
-            if self.plain and kernel_takes((cast := in_autocast(heads))[0], cast[2]):
+            elif self.plain and kernel_takes((cast := in_autocast(heads))[0], cast[2]):
                 return varlen_attention(tokens, varlen_attn, module, cast, **more)
         with self.places.padded():  # dropout of attention weights is drawn for padded samples
             return padded_attention(tokens, original, module, heads, attention_mask, **more)
+
+    def _is_separate(self, tokens: PackedTokens, query: Tensor) -> bool:
+        """Whether attention with dropout is computed sample by sample: in the proof, and where it is proven and gains."""
+        gains = self.dropped and tokens.num_tokens >= LONG * tokens.num_samples
+        return (gains or self.tried is not None) and takes_separately(query, tokens)
 
 
 def packed_layers(packing: Packing | None) -> AbstractContextManager[None]:

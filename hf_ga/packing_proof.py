@@ -39,10 +39,13 @@ def prove_packing(prover: Prover, one_width: bool) -> tuple[Packing | None, str]
             return None, "its batches have no padding that an attention mask tells and no target needs"
         if not (distance := off(packed, padded)) <= prover.tolerance:
             return None, f"packed tokens change its loss or gradient by {distance:.0e}, relative"
-        packing.reference = 0
-        distance = off(_probe(prover, packing, batch, gain=1.0), padded)
-        packing.plain = packing.reference > 0 and distance <= prover.tolerance and not _has_window(prover.model)
-    packing.reference = packing.gain = None
+        packing.tried = set()
+        try:
+            is_same = off(_probe(prover, packing, batch, gain=1.0), padded) <= prover.tolerance and not _has_window(prover.model)
+        except Exception:  # heads that these ways cannot take
+            is_same = False
+        packing.plain, packing.dropped = (is_same and way in packing.tried for way in ("plain", "dropped"))
+    packing.tried = packing.gain = None
     return packing, ""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.draws import DRAWING_FUNCTIONS
+from hf_ga.dropped_attention import LastBias
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import preserved_random_states
 from hf_ga.hashing import make_key, name_key
@@ -65,6 +66,7 @@ class KeyedPlaces:
         self._sample_keys: Tensor | None = None
         self._window_key: Tensor | None = None
         self._alike: dict[int, tuple[list[int], int]] = {}  # of each place: all places whose masks are alike, and its index there
+        self.last_bias = LastBias()
         self._drawn: dict[int, tuple[tuple, Tensor]] = {}  # masks of places yet to come, and what they were drawn for
 
     @property
@@ -124,6 +126,7 @@ class KeyedPlaces:
         """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
         self._sample_keys, self._window_key = sample_keys, window_key
         self._drawn.clear()
+        self.last_bias.forget()
 
     def set_packed(self, tokens: PackedTokens | None, modules: frozenset[nn.Module]) -> None:
         """In the next forward `modules` see these tokens as (1, T, ...); None: padded samples."""
@@ -154,6 +157,7 @@ class KeyedPlaces:
             stack.callback(self._stack.clear)
             stack.callback(self._recorded.clear)
             stack.callback(self._drawn.clear)
+            stack.callback(self.last_bias.forget)
             yield
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -12,6 +12,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
 from helpers import IGNORED, VOCABULARY, WIDTH, num_targets, pad_right, relative_error, seeded, token_samples
@@ -240,6 +241,7 @@ def test_the_proof_accepts(name):
     with_dropout, why = asked(build(0.1), samples_of(kind, 24))
     assert with_dropout is not None, why
     assert not with_dropout.plain, "kernels know no dropout, so nothing is proven of them"
+    assert with_dropout.dropped == (name != "modern bert") and not packing.dropped
 
 
 @pytest.mark.parametrize("build", [helpers.gpt2, helpers.bert_masked_lm])
@@ -336,6 +338,85 @@ def test_attention_that_forgets_to_keep_samples_apart_is_refused(monkeypatch):
         assert packing is None and "packed tokens change" in why
 
 
+# ------------------------------------------------------------------------------------ attention with dropout, sample by sample
+
+
+def counted(monkeypatch):
+    """Calls of attention that computed one sample after the other."""
+    calls, original = [], hf_ga.packing.separate_attention
+    monkeypatch.setattr(hf_ga.packing, "separate_attention", lambda *args, **more: (calls.append(args), original(*args, **more))[1])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "collate"), [("last tokens", pad_left), *((name, pad_right) for name in MODELS if name != "modern bert")]
+)
+def test_attention_sample_by_sample_is_that_of_padded_samples(name, collate, monkeypatch):
+    build, kind = MODELS[name]
+    samples, calls = samples_of(kind), counted(monkeypatch)
+    packing = packing_of(build(0.1), samples[0])
+    monkeypatch.setattr(hf_ga.packing, "LONG", 0)
+    truth, value = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=collate)
+    full, _ = window_gradient(packing, samples, SPLITS[0], padded=True, collate=collate)
+    window_gradient(packing, samples, SPLITS[1], collate=collate)
+    assert not calls, "not proven"
+    packing.dropped = True
+    splits = SPLITS[:1] if collate is pad_left else SPLITS  # there GPT-2's positions depend on the batch's width
+    for split in splits:
+        gradients, loss = window_gradient(packing, samples, split, collate=collate)
+        helpers.assert_promise_1(gradients, full, truth)
+        assert loss == pytest.approx(value, rel=1e-6)
+    assert calls
+    exact, _ = window_gradient(packing, samples, splits[-1], torch.float64, collate=collate)
+    if name not in ("gpt2", "llama"):  # which compute in float32 inside
+        assert relative_error(exact, truth) < 1e-12
+    original = PackedTokens.spans.func
+    monkeypatch.setattr(
+        PackedTokens, "spans", property(lambda self: [(a, b, 0 if c else self.width - b + a) for a, b, c in original(self)])
+    )
+    wrong, _ = window_gradient(packing, samples, SPLITS[0], torch.float64, collate=collate)
+    assert relative_error(wrong, truth) > 1e-4, "control: masks of other columns"
+
+
+@pytest.mark.parametrize("why", ["short samples", "holes", "autocast", "evaluation"])
+def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatch):
+    samples, calls = samples_of("tokens"), counted(monkeypatch)
+    packing = packing_of(helpers.bert_masked_lm(0.1), samples[0])
+    packing.dropped = True
+    mean = sum(len(s["input_ids"]) for s in samples) / len(samples)
+    monkeypatch.setattr(hf_ga.packing, "LONG", mean + 0.01 if why == "short samples" else mean)
+    if why == "evaluation":
+        packing.places.model.eval()
+
+    def with_a_hole(samples):
+        batch = pad_right(samples)
+        batch["attention_mask"][0, 1] = 0
+        batch["labels"][0, 1:3] = IGNORED
+        return batch
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
+        window_gradient(packing, samples, SPLITS[0], collate=with_a_hole if why == "holes" else pad_right)
+    assert not calls
+    monkeypatch.setattr(hf_ga.packing, "LONG", mean)
+    packing.places.model.train()
+    window_gradient(packing, samples, SPLITS[0])
+    assert len(calls) == 2, "control: one for each layer"
+
+
+@pytest.mark.parametrize("wrong", ["sees all samples", "fails"])
+def test_attention_sample_by_sample_is_proven(wrong, monkeypatch):
+    """One that is wrong is not taken, and the layers are packed all the same."""
+
+    def together(tokens, places, module, heads, **more):
+        if wrong == "fails":
+            raise RuntimeError("no such heads")
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2), None
+
+    monkeypatch.setattr(hf_ga.packing, "separate_attention", together)
+    packing, why = asked(helpers.bert_masked_lm(0.1), token_samples(24))
+    assert packing is not None and not packing.dropped, why
+
+
 # ------------------------------------------------------------------------------------------------------------ the kernel
 
 
@@ -407,12 +488,15 @@ def test_a_sliding_window_longer_than_the_samples_is_not_plain():
 # -------------------------------------------------------------------------------------------------- checkpointing, padding
 
 
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("how", ["layers", "reentrant", "wrapped"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "masked lm"])
-def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
+def test_gradient_checkpointing_computes_packed_tokens_again(name, how, separate, monkeypatch):
     build, kind = MODELS[name]
     model, samples = build(0.1), samples_of(kind)
     packing = packing_of(model, samples[0])
+    packing.dropped = separate
+    monkeypatch.setattr(hf_ga.packing, "LONG", 0)
     truth, _ = window_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = window_gradient(packing, samples, SPLITS[1])
     names = list(full)
