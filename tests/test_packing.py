@@ -355,7 +355,7 @@ def test_attention_sample_by_sample_is_that_of_padded_samples(name, collate, mon
     build, kind = MODELS[name]
     samples, calls = samples_of(kind), counted(monkeypatch)
     packing = packing_of(build(0.1), samples[0])
-    monkeypatch.setattr(hf_ga.packing, "LONG", 0)
+    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", 0)
     truth, value = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=collate)
     full, _ = window_gradient(packing, samples, SPLITS[0], padded=True, collate=collate)
     window_gradient(packing, samples, SPLITS[1], collate=collate)
@@ -383,8 +383,8 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     samples, calls = samples_of("tokens"), counted(monkeypatch)
     packing = packing_of(helpers.bert_masked_lm(0.1), samples[0])
     packing.dropped = True
-    mean = sum(len(s["input_ids"]) for s in samples) / len(samples)
-    monkeypatch.setattr(hf_ga.packing, "LONG", mean + 0.01 if why == "short samples" else mean)
+    weights = 2 * (sum(len(s["input_ids"]) for s in samples) / len(samples)) ** 2 / torch.get_num_threads()
+    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", weights * (1.01 if why == "short samples" else 0.99))
     if why == "evaluation":
         packing.places.model.eval()
 
@@ -397,7 +397,7 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
         window_gradient(packing, samples, SPLITS[0], collate=with_a_hole if why == "holes" else pad_right)
     assert not calls
-    monkeypatch.setattr(hf_ga.packing, "LONG", mean)
+    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", weights * 0.99)
     packing.places.model.train()
     window_gradient(packing, samples, SPLITS[0])
     assert len(calls) == 2, "control: one for each layer"
@@ -496,7 +496,7 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how, separate
     model, samples = build(0.1), samples_of(kind)
     packing = packing_of(model, samples[0])
     packing.dropped = separate
-    monkeypatch.setattr(hf_ga.packing, "LONG", 0)
+    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", 0)
     truth, _ = window_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = window_gradient(packing, samples, SPLITS[1])
     names = list(full)
