@@ -12,6 +12,10 @@ from torch import Tensor
 
 from hf_ga.keyed import keyed_dropout
 
+# Attention weights of a sample, on average and for each thread, from which one sample is computed after the other: what is worked
+# on stays in a processor's cache. Below, the calls of so many small operations take longer, and threads have nothing to share.
+WEIGHTS_OF_SAMPLE = 1 << 15
+
 Span = tuple[int, int, int]  # of a sample: where its tokens begin and end among all, and its first column in the padded batch
 
 
@@ -90,9 +94,24 @@ def dropped_attention(
     if attn_mask is not None:
         bias, has_keys = last_bias.of(attn_mask, query.dtype)
         kept = kept if has_keys is None else kept & has_keys  # a row without keys weighs nothing
+    num_queries, num_keys = kept.shape[-2:]
+    if kept.dim() == 4 and num_queries == num_keys and gains_by_sample(kept.shape[1], num_keys) and not _is_trained(bias):
+        spans = [(begin, begin + num_keys, 0) for begin in range(0, len(kept) * num_keys, num_keys)]
+        rows = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (query, key, value))  # models lay them out so: no copy
+        output = DroppedAttention.apply(*rows, kept, bias, spans, scale, drop_probability)
+        return output.transpose(0, 1).unflatten(0, (len(kept), num_queries)).transpose(1, 2)
     flat = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
     output = DroppedAttention.apply(*flat, kept, bias, None, scale, drop_probability)
     return output.view(*query.shape[:-1], value.shape[-1])
+
+
+def gains_by_sample(num_heads: int, length: float) -> bool:
+    """Whether samples of this length, on average, are computed one after the other."""
+    return num_heads * length**2 >= WEIGHTS_OF_SAMPLE * torch.get_num_threads()
+
+
+def _is_trained(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad
 
 
 class DroppedAttention(torch.autograd.Function):
@@ -104,7 +123,8 @@ class DroppedAttention(torch.autograd.Function):
     Args of `apply`:
         query, key, value: shape (heads, T, size); those of all samples, one after the other.
         kept: bool, shape (samples, heads, S, S): which weights are kept, drawn for padded samples.
-        bias: None, or added to the scores; its last two axes are cut to a sample's tokens.
+        bias: None, or added to the scores; its last two axes are cut to a sample's tokens, and of four axes the first is that of
+            the samples, or 1.
         spans: where each sample lies. None: there is one, of its own numbers of queries and keys; `kept` and `bias` are whole, and
             `kept` may have more axes in place of the heads.
 
@@ -181,8 +201,10 @@ def _samples(
     lengths = [end - begin for begin, end, _ in spans]
     parts = zip(*(tensor.split(lengths, dim=1) for tensor in tensors), strict=True)
     for i, (part, length, (*_, column)) in enumerate(zip(parts, lengths, spans, strict=True)):
-        columns = slice(column, column + length)
-        yield part, kept[i, :, columns, columns], bias if bias is None else bias[..., :length, :length]
+        columns, added = slice(column, column + length), bias
+        if bias is not None:
+            added = (bias if bias.dim() < 4 else bias[i % len(bias)])[..., :length, :length]
+        yield part, kept[i, :, columns, columns], added
 
 
 def _rows(like: Tensor, size: int, spans: Sequence[Span] | None) -> Tensor:

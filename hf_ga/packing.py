@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, Cache
 
 from hf_ga.batches import IGNORED_LABEL, Batch
+from hf_ga.dropped_attention import gains_by_sample
 from hf_ga.errors import ConfigError
 from hf_ga.packed_attention import (
     in_autocast,
@@ -37,9 +38,6 @@ PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers that 
 # Padded tokens per real one above which packing is taken to gain time. On a CPU measured (GPT-2, 4 layers x 256): at 1.03 nothing,
 # at 1.10 1.07 times the speed. On a GPU not measured: there every padded token is left out.
 GAIN_ON_CPU, GAIN_ON_GPU = 1.05, 1.0
-# Attention weights of a sample, on average and for each thread, from which attention with dropout is computed sample by sample on a
-# CPU: below, the calls of so many small operations take longer than the padding, and threads have nothing to share.
-WEIGHTS_OF_SAMPLE = 1 << 14
 
 
 class Packing:
@@ -168,8 +166,7 @@ class Packing:
 
     def _is_separate(self, tokens: PackedTokens, query: Tensor) -> bool:
         """Whether attention with dropout is computed sample by sample: in the proof, and where it is proven and gains."""
-        weights = query.shape[1] * (tokens.num_tokens / tokens.num_samples) ** 2
-        gains = self.dropped and weights >= WEIGHTS_OF_SAMPLE * torch.get_num_threads()
+        gains = self.dropped and gains_by_sample(query.shape[1], tokens.num_tokens / tokens.num_samples)
         return (gains or self.tried is not None) and takes_separately(query, tokens)
 
 

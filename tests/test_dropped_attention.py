@@ -22,27 +22,30 @@ P = 0.3
 LENGTH, WIDTH = 5, 7
 
 
+ADDED = {"added": (2, 1, WIDTH, WIDTH), "of all": (1, 1, WIDTH, WIDTH), "of heads": (1, 4, WIDTH, WIDTH), "flat": (WIDTH, WIDTH)}
+
+
 def mask(shape, p=P):
     return keep_mask(sample_keys(0, 0, np.arange(shape[0])), name_key("attention"), shape, 0, p)
 
 
-def float_mask(kind):
-    """An attention mask; the third query sees nothing in "nothing seen"."""
-    allowed = torch.rand(2, 1, LENGTH, WIDTH) > 0.3
+def float_mask(kind, length=LENGTH):
+    """An attention mask; the third query sees nothing in "nothing seen"; "of all" is shared by the samples."""
+    allowed = torch.rand(2, 1, length, WIDTH) > 0.3
     allowed[..., 0] = True
     if kind == "nothing seen":
         allowed[:, :, 2] = False
     if kind == "bool" or kind == "nothing seen":
         return allowed
-    if kind == "added":
-        return torch.randn(2, 1, LENGTH, WIDTH, dtype=torch.float64)
+    if kind in ADDED:
+        return torch.randn(ADDED[kind], dtype=torch.float64)[..., :length, :]
     lowest = -torch.inf if kind == "-inf" else torch.finfo(torch.float64).min
-    return torch.zeros(2, 1, LENGTH, WIDTH, dtype=torch.float64).masked_fill(~allowed, lowest)
+    return torch.zeros(2, 1, length, WIDTH, dtype=torch.float64).masked_fill(~allowed, lowest)
 
 
-def heads(dtype=torch.float64, key_heads=4):
+def heads(dtype=torch.float64, key_heads=4, length=LENGTH):
     key, value = torch.randn(2, key_heads, WIDTH, 8), torch.randn(2, key_heads, WIDTH, 6)
-    return [x.to(dtype).requires_grad_() for x in (torch.randn(2, 4, LENGTH, 8), key, value)]
+    return [x.to(dtype).requires_grad_() for x in (torch.randn(2, 4, length, 8), key, value)]
 
 
 def results(attention, inputs, upstream):
@@ -81,28 +84,34 @@ def test_without_dropout_it_is_torchs(written_out, kind, scale):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", [None, "causal", "nothing seen", "added"])
-def test_dropout_is_that_of_the_definition(kind):
+@pytest.mark.parametrize("by_sample", [False, True])
+@pytest.mark.parametrize("kind", [None, "causal", "nothing seen", *ADDED])
+def test_dropout_is_that_of_the_definition(kind, by_sample, monkeypatch):
     """Catches dropout before the softmax or on the output: only the weights are dropped, and not renormalised."""
-    kept, inputs = mask((2, 4, LENGTH, WIDTH)), heads()
-    attn_mask = None if kind in (None, "causal") else float_mask(kind)
-    upstream = torch.randn(2, 4, LENGTH, 6, dtype=torch.float64)
+    length, calls = WIDTH if by_sample else LENGTH, []
+    kept, inputs = mask((2, 4, length, WIDTH)), heads(length=length)
+    attn_mask = None if kind in (None, "causal") else float_mask(kind, length)
+    upstream = torch.randn(2, 4, length, 6, dtype=torch.float64)
+    monkeypatch.setattr("hf_ga.dropped_attention.WEIGHTS_OF_SAMPLE", 0)  # queries and keys of one number tell the way
 
     def ours(query, key, value):
-        return dropped_attention(LastBias(), query, key, value, attn_mask, kind == "causal", 0.4, kept, P)
+        output = dropped_attention(LastBias(), query, key, value, attn_mask, kind == "causal", 0.4, kept, P)
+        calls.append(output.transpose(1, 2).is_contiguous())
+        return output
 
     def by_hand(query, key, value, factor=1 / (1 - P), scale=0.4):
         scores = torch.einsum("bhle,bhse->bhls", query, key) * scale
-        allowed = torch.ones(LENGTH, WIDTH, dtype=torch.bool).tril() if kind == "causal" else torch.tensor(True)
+        allowed = torch.ones(length, WIDTH, dtype=torch.bool).tril() if kind == "causal" else torch.tensor(True)
         if kind == "nothing seen":
             allowed = attn_mask
-        scores = scores + attn_mask if kind == "added" else scores
+        scores = scores + attn_mask if kind in ADDED else scores
         shares = scores.exp() * allowed / (scores.exp() * allowed).sum(-1, keepdim=True).clamp_min(1e-30)
         return torch.einsum("bhls,bhse->bhle", shares * kept * factor, value)
 
     wanted = results(by_hand, inputs, upstream)
     for got, true in zip(results(ours, inputs, upstream), wanted, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-13)
+    assert calls == [by_sample]
     for wrong in ({"factor": 1.0}, {"scale": 0.5}):
         naive = results(lambda *x, wrong=wrong: by_hand(*x, **wrong), inputs, upstream)
         assert all((n - true).norm() > 0.01 * true.norm() for n, true in zip(naive, wanted, strict=True)), "controls"
@@ -240,6 +249,27 @@ def test_a_bias_is_made_once_for_the_layers_of_a_forward():
     assert not has_keys[:, :, 2].any() and torch.equal(bias[:, :, 2], torch.zeros(2, 1, WIDTH))
     last.forget()
     assert last.of(allowed, torch.float32)[0] is not bias
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_sample_after_the_other_where_it_is_large(threads, monkeypatch):
+    """As large as the constant for each thread, and not where a bias is trained, whose gradient is taken as a whole."""
+    before = torch.get_num_threads()
+    query, key, value = heads(length=WIDTH)
+    bias = torch.randn(2, 1, WIDTH, WIDTH, dtype=torch.float64)
+
+    def by_sample(weights, bias):
+        monkeypatch.setattr("hf_ga.dropped_attention.WEIGHTS_OF_SAMPLE", weights)
+        output = dropped_attention(LastBias(), query, key, value, bias, False, 0.4, mask((2, 4, WIDTH, WIDTH)), P)
+        return output.transpose(1, 2).is_contiguous()
+
+    torch.set_num_threads(threads)
+    try:
+        each = 4 * WIDTH * WIDTH / threads
+        assert by_sample(each, bias) and not by_sample(each * 1.01, bias)
+        assert not by_sample(each, bias.requires_grad_())
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_factor_of_dropout_keeps_the_mean():

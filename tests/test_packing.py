@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 import hf_ga
+import hf_ga.dropped_attention
 import hf_ga.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.keyed import keep_mask, sample_keys, window_key
@@ -355,7 +356,7 @@ def test_attention_sample_by_sample_is_that_of_padded_samples(name, collate, mon
     build, kind = MODELS[name]
     samples, calls = samples_of(kind), counted(monkeypatch)
     packing = packing_of(build(0.1), samples[0])
-    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", 0)
+    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
     truth, value = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=collate)
     full, _ = window_gradient(packing, samples, SPLITS[0], padded=True, collate=collate)
     window_gradient(packing, samples, SPLITS[1], collate=collate)
@@ -384,7 +385,7 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     packing = packing_of(helpers.bert_masked_lm(0.1), samples[0])
     packing.dropped = True
     weights = 2 * (sum(len(s["input_ids"]) for s in samples) / len(samples)) ** 2 / torch.get_num_threads()
-    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", weights * (1.01 if why == "short samples" else 0.99))
+    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * (1.01 if why == "short samples" else 0.99))
     if why == "evaluation":
         packing.places.model.eval()
 
@@ -397,7 +398,7 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
         window_gradient(packing, samples, SPLITS[0], collate=with_a_hole if why == "holes" else pad_right)
     assert not calls
-    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", weights * 0.99)
+    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * 0.99)
     packing.places.model.train()
     window_gradient(packing, samples, SPLITS[0])
     assert len(calls) == 2, "control: one for each layer"
@@ -496,7 +497,7 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how, separate
     model, samples = build(0.1), samples_of(kind)
     packing = packing_of(model, samples[0])
     packing.dropped = separate
-    monkeypatch.setattr(hf_ga.packing, "WEIGHTS_OF_SAMPLE", 0)
+    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
     truth, _ = window_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = window_gradient(packing, samples, SPLITS[1])
     names = list(full)
