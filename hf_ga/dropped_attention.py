@@ -26,14 +26,15 @@ class LastBias:
         self.forget()
 
     def forget(self) -> None:
-        self._of: tuple[Tensor, int, torch.dtype] | None = None
+        self._of: tuple[Tensor, int, torch.dtype, bool] | None = None
         self._found: tuple[Tensor, Tensor | None] | None = None
 
     def of(self, attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """See `bias_of`; None in place of the rows with keys if all of them have some."""
-        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != (attn_mask._version, dtype):
+        state = attn_mask._version, dtype, torch.is_grad_enabled()  # made without a graph, a trained bias would get no gradient
+        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != state:
             bias, has_keys = bias_of(attn_mask, dtype)
-            self._of, self._found = (attn_mask, attn_mask._version, dtype), (bias, None if has_keys.all() else has_keys)
+            self._of, self._found = (attn_mask, *state), (bias, None if has_keys.all() else has_keys)
         return self._found
 
 

@@ -247,6 +247,13 @@ def test_a_bias_is_made_once_for_the_layers_of_a_forward():
     allowed[:, :, 2] = False  # changed in place
     bias, has_keys = last.of(allowed, torch.float32)
     assert not has_keys[:, :, 2].any() and torch.equal(bias[:, :, 2], torch.zeros(2, 1, WIDTH))
+    trained = float_mask("added").requires_grad_()
+    with torch.no_grad():
+        assert not last.of(trained, torch.float64)[0].requires_grad
+    assert last.of(trained, torch.float64)[0].requires_grad, (
+        "as activation checkpointing computes a layer: without a graph, then with"
+    )
+    last.of(allowed, torch.float32)
     last.forget()
     assert last.of(allowed, torch.float32)[0] is not bias
 

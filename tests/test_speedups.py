@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import hf_ga
-from hf_ga import step
+from hf_ga import dropped_attention, step
 from hf_ga.costs import CostModel
 
 # samples of, what can be left out: full logits, padding
@@ -91,13 +91,16 @@ def test_every_combination_is_the_full_batch(name):
     assert h.relative_error(naive, truth) > 1e-3
 
 
+@pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_draws_the_same_dropout(name):
-    """Control: without dropout the gradient is another."""
+def test_every_combination_draws_the_same_dropout(name, by_sample, monkeypatch):
+    """Also where attention takes one sample after the other. Control: without dropout the gradient is another."""
     build, make_samples, allowed = MODELS[name]
     model, samples, accelerator = build(0.1), make_samples(NUM_SAMPLES), Accelerator(cpu=True)
     rule = proven(model, samples)
     plain, plain_loss, _ = gradient(accelerator, model, rule, samples, lean=False)
+    if by_sample:
+        monkeypatch.setattr(dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
     for settings in combinations(allowed):
         found, loss, _ = gradient(accelerator, model, rule, samples, **settings)
         assert h.relative_error(found, plain) < 1e-6 and loss == pytest.approx(plain_loss, rel=1e-6), settings

@@ -72,7 +72,7 @@ def run_splits(plan: Plan) -> list[Section]:
     found = []
     for setting in plan.settings:
         setting, samples = plan.even(setting, SPLIT_LENGTH, setting.window_size)
-        times = run_apart(steps.measure_splits, setting, samples, 2 * plan.rounds, as_finetune=True)
+        times = run_apart(steps.measure_splits, setting, samples, 4 * plan.rounds, as_finetune=True)
         found.append(steps.splits_section(setting, times))
     return found
 
