@@ -53,7 +53,7 @@ def _gradients(lane: Lane, batch: Batch) -> tuple[float, float, Sequence[Tensor]
     """Loss and gradients of the probe samples; the model is left without gradients."""
     places = lane.rule.places
     places.set_keys(sample_keys(0, 0, np.arange(NUM_PROBE_SAMPLES)), window_key(0, 0, 0))
-    with places.active():
+    with places.active(), lane.rule.active():  # as in a step: without full logits, which would take more memory than training
         loss = head_loss(lane.model(**accepted_arguments(lane.model, batch)))
         if loss.requires_grad:
             loss.backward()

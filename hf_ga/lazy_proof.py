@@ -7,9 +7,12 @@ from torch import nn
 
 from hf_ga.batches import Batch
 from hf_ga.lazy_logits import LazyHead
-from hf_ga.probes import NUM_PROBE_SAMPLES, TOLERANCE, Probe, off
+from hf_ga.probes import TOLERANCE, Probe, off
 from hf_ga.terms import count_targets
 
+# Probe samples of which all logits are made, which with loss and gradients take four times their memory, more than training needs:
+# two with few targets and one with many (`probes.separating_labels`).
+NUM_WITH_LOGITS = 3
 ROWS_OF_PIECE = 3  # so few that the probes have several pieces
 
 
@@ -64,4 +67,4 @@ class LazyProof:
     def learn_count(self, rule: str) -> None:
         """Whether the rule that was proven counts the rows of the head's one cross entropy."""
         if self.head is not None:
-            self.head.counted = self._rows == list(count_targets(rule, self._batch, NUM_PROBE_SAMPLES))
+            self.head.counted = self._rows == list(count_targets(rule, self._batch, NUM_WITH_LOGITS))

@@ -17,7 +17,7 @@ from hf_ga.errors import LossNotAdditive
 from hf_ga.forward import LossFunction, accepted_arguments, gradients_apart, head_loss, loss_of, restored_modes, unwrapped
 from hf_ga.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.keyed import sample_keys, window_key
-from hf_ga.lazy_proof import LazyProof
+from hf_ga.lazy_proof import NUM_WITH_LOGITS, LazyProof
 from hf_ga.parts import PARTS, parts_known_by
 from hf_ga.places import KeyedPlaces, restored_buffers
 from hf_ga.precision import at_least_float32, check_trainable, full_precision
@@ -111,7 +111,7 @@ class Prover:
         if self.loss_fn is not None or self.lazy.head is None:
             self.lazy.head = None
             return
-        batch, rows = self._separated(self._rows_with_targets()), np.arange(NUM_PROBE_SAMPLES)
+        batch = take_rows(self._separated(self._rows_with_targets()), rows := np.arange(NUM_WITH_LOGITS), self.entries)
         if parts_known_by(accepted_arguments(self.model, batch)) is not None:
             # `parts.py` computes it after the forward, when under FSDP the layer is sharded again.
             self.lazy.refuse("its loss is a sum of means, which is taken of them")
