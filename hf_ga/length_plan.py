@@ -15,10 +15,11 @@ from hf_ga.costs import CPU, CostModel
 from hf_ga.plan import Plan, of_lanes
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model, or 1/8
-# where two micro-batches lie in memory at once (1/32 took 373 MiB there, for a GPT and a BERT of 4 layers x 256, 1/8 276 and 256).
+# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model, or
+# 1/12 where two micro-batches lie in memory at once: 249 and 247 MiB for a GPT and a BERT of 4 layers x 256 (1/16 took 314 and 264).
+# 1/8 took micro-batches of samples of one length so small that a window of the GPT needed a quarter more time than by number.
 # On one process only, as several share out the work in small micro-batches anyway.
-LITTLE_TIME, LITTLE_TIME_IN_LANES, SMALLER_LIMITS = 32, 8, (12, 10, 8, 6, 5, 4)  # the last in sixteenths of the limit
+LITTLE_TIME, LITTLE_TIME_IN_LANES, SMALLER_LIMITS = 32, 12, (12, 10, 8, 6, 5, 4)  # the last in sixteenths of the limit
 # How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
 SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
 
