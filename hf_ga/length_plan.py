@@ -16,7 +16,7 @@ from hf_ga.plan import Plan, of_lanes
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
 # Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model, or
-# 1/12 where two micro-batches lie in memory at once: 249 and 247 MiB for a GPT and a BERT of 4 layers x 256 (1/16 took 314 and 264).
+# 1/12 where two micro-batches lie in memory at once: 249 and 247 MiB for a GPT and a BERT of 4 layers x 256 (1/16: 314 and 264).
 # 1/8 took micro-batches of samples of one length so small that a window of the GPT needed a quarter more time than by number.
 # On one process only, as several share out the work in small micro-batches anyway.
 LITTLE_TIME, LITTLE_TIME_IN_LANES, SMALLER_LIMITS = 32, 12, (12, 10, 8, 6, 5, 4)  # the last in sixteenths of the limit
