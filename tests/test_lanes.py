@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 import hf_ga
-from hf_ga import gradients, lanes
+from hf_ga import gradients, lanes, lanes_proof
 from hf_ga.benchmark import meters
 from hf_ga.costs import CostModel
+from hf_ga.lazy_logits import LazyLogits
 from hf_ga.places import KeyedPlaces
 from hf_ga.plan import plan_by_sizes
 
@@ -304,3 +305,17 @@ def test_time_inside_of_two_threads_counts_once():
     watch._began, watch._ended = 0.0, 10.0
     watch.inside = [(1.0, 4.0), (2.0, 3.0), (3.5, 5.0), (7.0, 8.0)]
     assert watch.inside_seconds == pytest.approx(4.0 + 1.0)
+
+
+def test_the_proof_of_copies_makes_no_full_logits(monkeypatch):
+    """With a large vocabulary they took twice the memory of training."""
+    model, samples, logits = h.gpt2(0.1), h.token_samples(24), []
+    head_loss = lanes_proof.head_loss
+    monkeypatch.setattr(lanes_proof, "head_loss", lambda outputs: (logits.append(type(outputs.logits)), head_loss(outputs))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    finally:
+        torch.set_num_threads(before)
+    assert rule.copies and rule.lazy_head is not None and logits == [LazyLogits, LazyLogits]
