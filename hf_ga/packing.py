@@ -71,11 +71,8 @@ class Packing:
         """What the next forward and its backward compute: a collated batch that still lies on the host. It is packed where that
         is possible and gains; else, and outside of `active`, it is padded.
         """
-        tokens = _tokens(batch, device) if self._is_active else None
         gain = self.gain or (GAIN_ON_CPU if device.type == "cpu" else GAIN_ON_GPU)
-        if tokens is not None and tokens.num_samples * tokens.width <= gain * tokens.num_tokens:
-            tokens = None
-        self.places.set_packed(tokens, self.modules)
+        self.places.set_packed(_tokens(batch, device, gain) if self._is_active else None, self.modules)
         self._shared.clear()
 
     @contextmanager
@@ -175,10 +172,12 @@ def packed_layers(packing: Packing | None) -> AbstractContextManager[None]:
     return nullcontext() if packing is None else packing.active()
 
 
-def _tokens(batch: Batch, device: torch.device) -> PackedTokens | None:
-    """None where the batch has no mask of tokens on the host, or a target that padding predicts."""
+def _tokens(batch: Batch, device: torch.device, gain: float) -> PackedTokens | None:
+    """None where the batch has no mask of tokens on the host, too little padding, or a target that padding predicts."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+        return None
+    if mask.numel() <= gain * int(mask.count_nonzero()):
         return None
     if isinstance(labels, Tensor) and labels.shape == mask.shape:
         counted, padding = labels.cpu() != IGNORED_LABEL, mask == 0

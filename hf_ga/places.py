@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from threading import Thread, current_thread
 from typing import Any
 
@@ -28,6 +28,7 @@ from hf_ga.place_probe import LARGE, SMALL, Place, Recorder, alike_places, refus
 # Masks of equal shape are drawn together, up to so many elements of a byte each. In two lanes of a CPU, which wait for each other's
 # calls of torch and numpy, a mask of 65,000 elements took 0.83 ms by itself, 0.20 among 9 and 0.15 among 64.
 DRAWN_TOGETHER = 1 << 22
+cached_key = lru_cache(1 << 16)(make_key)  # each forward asks for the same ones
 
 
 class Frame:
@@ -59,7 +60,9 @@ class KeyedPlaces:
         self.thread: Thread | None = None  # that runs the model; None: any
         self._names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self._names.items()}
-        self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place
+        self._hooked: list[nn.Module] = list(self._names)  # after `find`: only those that lead to a place, or draw
+        self._path_keys: dict[nn.Module, int] = {}  # after `find`, where each module that draws is called once in a forward
+        self._entered: set[nn.Module] = set()  # of these, in the last forward
         self._stack: list[Frame] = []
         self._recorded: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # calls of the last forward
         self._recorder: Recorder | None = None
@@ -92,6 +95,7 @@ class KeyedPlaces:
                     self._recorder.start()
                     forward(num_samples)
                     self._recorder.boundary(self.model)  # what a loss function drew behind the last module
+                path_keys = self._found_path_keys(self._recorder)
         finally:
             recorder, self._recorder = self._recorder, None
         problems = [f"{self._names[m]} ({type(m).__name__}) draws from {g}" for m, g in recorder.unkeyed.items()]
@@ -111,7 +115,8 @@ class KeyedPlaces:
         self.unkeyed = [*recorder.unkeyed, *(place.module for place in recorder.places.values() if not place.can_be_keyed)]
         self.places = recorder.places
         self._alike = alike_places(recorder.places)
-        self._hooked = [module for module in self._hooked if module in recorder.on_the_way]
+        self._path_keys = path_keys
+        self._hooked = [m for m in self._hooked if m in (path_keys or recorder.on_the_way)]
 
     @property
     def running(self) -> nn.Module | None:
@@ -147,7 +152,10 @@ class KeyedPlaces:
         """Keyed dropout inside every forward of the model, and in what `backward()` runs again. Nothing is left behind."""
         with ExitStack() as stack:
             for module in self._hooked:
-                handle = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                if self._path_keys:
+                    handle = module.register_forward_pre_hook(self._enter_once, prepend=True)
+                else:
+                    handle = module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
@@ -160,11 +168,30 @@ class KeyedPlaces:
             stack.callback(self.last_bias.forget)
             yield
 
+    def _found_path_keys(self, recorder: Recorder) -> dict[nn.Module, int]:
+        """The path key of each module that draws, and of the model, if the forward calls each of them once: then no other module
+        needs hooks, each of which takes Python's time. Empty otherwise.
+        """
+        calls = {m: self._recorded.get(m, []) for m in (self.model, *(place.module for place in recorder.places.values()))}
+        once = recorder.places and all(len(of) == 1 for of in calls.values())
+        return {m: of[0][0] for m, of in calls.items()} if once else {}
+
+    def _enter_once(self, module: nn.Module, args: tuple) -> None:
+        """For modules with a path key. A second call, or one from outside of the model's forward, draws at no known place."""
+        key = self._path_keys[module]
+        if module is self.model:
+            self._entered.clear()
+        elif torch._C._current_graph_task_id() == -1:  # else checkpointing runs it again
+            if module in self._entered or not self._stack:
+                key = self._name_keys[module]
+            self._entered.add(module)
+        self._stack.append(Frame(module, key))
+
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
             parent = self._stack[-1]
-            key = make_key(parent.key, self._name_keys[module], parent.calls[module])
+            key = cached_key(parent.key, self._name_keys[module], parent.calls[module])
             parent.calls[module] += 1
             self._recorded.setdefault(module, []).append((key, inputs))
         elif module is not self.model and torch._C._current_graph_task_id() != -1:
@@ -173,7 +200,7 @@ class KeyedPlaces:
             if module is self.model:
                 self._recorded.clear()
             calls = self._recorded.setdefault(module, [])
-            key = make_key(self._name_keys[module], len(calls))
+            key = cached_key(self._name_keys[module], len(calls))
             calls.append((key, inputs))
         self._stack.append(Frame(module, key))
         if self._recorder:
@@ -214,7 +241,7 @@ class KeyedPlaces:
                 )
             return False
         frame = self._stack[-1]
-        place = self.places.get(make_key(frame.key, frame.draws))
+        place = self.places.get(cached_key(frame.key, frame.draws))
         if place is None or place.can_be_keyed:
             return True
         frame.draws += 1  # allowed to depend on the split
@@ -223,7 +250,7 @@ class KeyedPlaces:
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor | None:
         """The mask of the next draw of the module that is running; None while probing."""
         frame = self._stack[-1]
-        key = make_key(frame.key, frame.draws)
+        key = cached_key(frame.key, frame.draws)
         frame.draws += 1
         name = self._names[frame.module]
         if self._recorder:

@@ -779,11 +779,79 @@ def test_find_restores_buffers_gradients_and_generators():
     assert not torch.equal(model[1].running_mean, buffers["1.running_mean"]), "a plain forward does move them"
 
 
-def test_only_modules_on_the_way_to_a_place_are_hooked():
+def hooked_modules(model, places):
+    with places.active():
+        return [name for name, module in model.named_modules() if module._forward_hooks]
+
+
+def test_only_the_model_and_modules_that_draw_are_hooked():
     """Catches hooks on every module, which would cost time in each forward."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))).train()
     places = KeyedPlaces(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
+    assert hooked_modules(model, places) == ["", "1.1"]
+    without = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)).train()
+    places = KeyedPlaces(without)
+    places.find(lambda num_samples: without(torch.ones(num_samples, 8)))
+    assert hooked_modules(without, places) == []
+
+
+def test_where_a_module_draws_in_several_calls_those_on_the_way_to_it_are_hooked_too():
+    """Catches places of a shared block that cannot be told apart, and hooks on modules without dropout."""
+    model = Repeated("one block", use_reentrant=None).train()
+    places = KeyedPlaces(model)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 4, 16)))
+    hooked = hooked_modules(model, places)
+    assert len(places.places) > len({place.name for place in places.places.values()}), "a module that draws in several calls"
+    names = {name for place in places.places.values() for name in on_the_way(place.name)}
+    assert set(hooked) == names and len(hooked) < len(list(model.modules()))
+
+
+def on_the_way(name):
+    parts = name.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert sdpa", "distilbert"])
+def test_masks_are_the_same_whether_the_way_to_a_place_is_hooked_or_not(name, monkeypatch):
+    """Catches path keys that depend on which modules have hooks: a run that is resumed would draw other masks."""
+    short = Bench(name)
+    assert short.places._path_keys
+    expected = captured_masks(short, monkeypatch)
+    monkeypatch.setattr(KeyedPlaces, "_found_path_keys", lambda *_: {})
+    long = Bench(name)
+    assert not long.places._path_keys
+    found = captured_masks(long, monkeypatch)
+    assert found.keys() == expected.keys() and found
+    assert all(torch.equal(found[place][1][0], mask) for place, (_, [mask]) in expected.items())
+
+
+class Again(nn.Module):
+    """Calls its dropout as often as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.times = nn.Dropout(0.5), 1
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.drop(x)
+        return x
+
+
+def test_a_second_call_and_a_call_from_outside_are_refused():
+    """Catches a module that draws the masks of its only call once more: dropout of two calls would be the same."""
+    model = Again().train()
+    places = KeyedPlaces(model)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     with places.active():
-        hooked = [name for name, module in model.named_modules() if module._forward_hooks]
-    assert hooked == ["", "1", "1.1"]
+        places.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
+        with pytest.raises(UnkeyedRandomness, match="did not reach"):
+            model.drop(torch.ones(4, 8))
+        first = model(torch.ones(4, 8))
+        assert torch.equal(model(torch.ones(4, 8)), first), "the next forward calls it for the first time again"
+        model.times = 2
+        with pytest.raises(UnkeyedRandomness, match="did not reach"):
+            model(torch.ones(4, 8))
+        model.times = 1
+        assert torch.equal(model(torch.ones(4, 8)), first)
