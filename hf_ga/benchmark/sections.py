@@ -11,6 +11,7 @@ from hf_ga.benchmark.samples import count_targets, ragged_samples, uniform_sampl
 from hf_ga.benchmark.setting import Sample, Setting
 
 UNIFORM_LENGTH, SPLIT_LENGTH = 64, 64
+STEPS_OF_SPLITS = 12  # of each split, a round: of a second each, and their ratio is to be told to a few hundredths
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def run_splits(plan: Plan) -> list[Section]:
     found = []
     for setting in plan.settings:
         setting, samples = plan.even(setting, SPLIT_LENGTH, setting.window_size)
-        times = run_apart(steps.measure_splits, setting, samples, 4 * plan.rounds, as_finetune=True)
+        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SPLITS * plan.rounds, as_finetune=True)
         found.append(steps.splits_section(setting, times))
     return found
 
