@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_ga.benchmark import cli, meters, planning, samples, speed_tables, steps
+from hf_ga.benchmark import cli, meters, planning, profiles, samples, speed_tables, steps
 from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
 from hf_ga.benchmark.figures import Bound, Section, markdown_table
 from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
@@ -246,6 +246,19 @@ def test_the_first_window_and_its_plan_are_timed():
     assert len(planning.planned_window(2)) == 2
     broken = planning.planning_section({1000: [(3.5, 1.0, 6 * 10**8, 9 * 10**8)]}, [60.0]).bounds
     assert [bound.holds for bound in broken] == [False, False, False]
+
+
+def test_the_profile_counts_what_ran_and_leaves_no_time_out():
+    """Catches kinds that overlap or miss operations, and a profile of the warm-up."""
+    seen = profiles.profile_arm(profiles.on_one_thread(SETTING), REBALANCED, make_samples())
+    # Two layers of four linear ones and the head, each one product forward and two backward, in 32 / 4 micro-batches.
+    assert seen.kinds["matrix products of layers and head"][1] == (2 * 4 + 1) * 3 * 8
+    assert sum(seconds for seconds, _ in seen.kinds.values()) == pytest.approx(seen.seconds)
+    assert all(seconds > 0 for kind, (seconds, _) in seen.kinds.items())
+    assert seen.kinds[profiles.OTHER][0] < 0.1 * seen.seconds, "names that no kind knows"
+    section = profiles.profile_section(SETTING, {REBALANCED: seen, PACKED: profiles.Profile(refused="no")}, 2)
+    assert section.rows[-1] == ["all", pytest.approx(seen.seconds * 1e3 / 2), "100.0"]
+    assert section.notes == [f"{PACKED}: not run: no"]
 
 
 def test_a_figure_that_is_no_number_keeps_no_bound():

@@ -319,3 +319,44 @@ def test_the_proof_of_copies_makes_no_full_logits(monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert rule.copies and rule.lazy_head is not None and logits == [LazyLogits, LazyLogits]
+
+
+class SaysHow(nn.Linear):
+    """A module that is asked how it is copied."""
+
+    was_asked = False
+
+    def __deepcopy__(self, memo):
+        new = memo[id(self)] = SaysHow(self.in_features, self.out_features)
+        new.weight, new.bias, new.was_asked = memo[id(self.weight)], memo[id(self.bias)], True
+        return new
+
+
+class Sharing(nn.Module):
+    """What modules may have beside parameters: things that several share, and plain references to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.own = nn.Linear(4, 4), nn.Dropout(0.1), SaysHow(4, 4)
+        self.first.seen = self.second.seen = {}
+        self.first.names = self.second.names = ["x"]
+        self.in_a_list = [self.first, self.own]
+        self.first.others, self.function, self.count = {"next": self.second}, torch.tanh, 3
+
+
+def test_a_copy_has_all_that_the_model_has_and_shares_only_its_tensors():
+    """Catches attributes that are lost or shared with the model, and what two modules share that falls apart."""
+    model = Sharing()
+    copy = lanes.copied(lanes.Lane(model, None)).model
+    ours, theirs = set(map(id, model.modules())), set(map(id, copy.modules()))
+    assert not ours & theirs and len(ours) == len(theirs)
+    for (name, module), new in zip(model.named_modules(), copy.modules(), strict=True):
+        assert type(module) is type(new) and vars(module).keys() <= vars(new).keys(), name
+    assert all(p.data_ptr() == q.data_ptr() and p is not q for p, q in zip(model.parameters(), copy.parameters(), strict=True))
+    assert copy.in_a_list[0] is copy.first and copy.first.others["next"] is copy.second
+    assert copy.first.seen is copy.second.seen is not model.first.seen
+    assert copy.first.names is copy.second.names is not model.first.names and copy.first.names == ["x"]
+    assert copy.own.was_asked and not model.own.was_asked and copy.in_a_list[1] is copy.own
+    assert (copy.function, copy.count, copy.second.p) == (torch.tanh, 3, 0.1)
+    copy.eval()
+    assert model.first.training

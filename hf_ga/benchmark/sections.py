@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_ga.benchmark import logits, planning, speed, speed_tables, steps
+from hf_ga.benchmark import logits, planning, profiles, speed, speed_tables, steps
 from hf_ga.benchmark.apart import run_apart
-from hf_ga.benchmark.arms import COMPARED
+from hf_ga.benchmark.arms import COMPARED, HF_GA
 from hf_ga.benchmark.figures import Section
 from hf_ga.benchmark.samples import count_targets, ragged_samples, uniform_samples
 from hf_ga.benchmark.setting import Sample, Setting
@@ -99,6 +99,18 @@ def run_logits(plan: Plan) -> list[Section]:
     return found
 
 
+def run_profile(plan: Plan) -> list[Section]:
+    """Where the time of a window goes."""
+    found = []
+    for setting in plan.settings:
+        setting, samples = plan.ragged(profiles.on_one_thread(setting))
+        num_windows = min(profiles.NUM_WINDOWS, len(samples) // setting.window_size)
+        some = samples[: num_windows * setting.window_size]
+        seen = {arm: run_apart(profiles.profile_arm, setting, arm, some, as_finetune=arm in HF_GA) for arm in profiles.PROFILED}
+        found.append(profiles.profile_section(setting, seen, num_windows))
+    return found
+
+
 def run_plan(plan: Plan) -> list[Section]:
     """From a thousand samples to ten million."""
     sizes = [10**k for k in range(3, len(str(plan.most_samples)))]
@@ -112,5 +124,6 @@ SECTIONS: dict[str, Callable[[Plan], list[Section]]] = {
     "splits": run_splits,
     "dropout": run_dropout,
     "logits": run_logits,
+    "profile": run_profile,
     "plan": run_plan,
 }
