@@ -56,12 +56,11 @@ def run_speed(plan: Plan) -> list[Section]:
 
 
 def run_uniform(plan: Plan) -> list[Section]:
-    """Lengths within 10 % of each other, half as many samples."""
+    """Lengths within 10 % of each other."""
     found = []
     for setting in plan.settings:
         setting, samples = plan.ragged(replace(setting, max_length=min(UNIFORM_LENGTH, setting.max_length)))
-        half = max(len(samples) // 2 // setting.window_size, 1) * setting.window_size
-        samples = uniform_samples(samples[:half], setting.max_length)
+        samples = uniform_samples(samples, setting.max_length)
         targets, rounds = count_targets(setting, samples), dict.fromkeys(plan.arms, plan.rounds)
         measured = speed.run_arms(setting, samples, targets, rounds, f"{setting.model}, nearly one length")
         found.append(speed_tables.uniform_section(measured))
