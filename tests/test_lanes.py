@@ -342,6 +342,7 @@ class Sharing(nn.Module):
         self.first.names = self.second.names = ["x"]
         self.in_a_list = [self.first, self.own]
         self.first.others, self.function, self.count = {"next": self.second}, torch.tanh, 3
+        self.config = {"hidden_size": 4}
 
 
 def test_a_copy_has_all_that_the_model_has_and_shares_only_its_tensors():
@@ -358,5 +359,6 @@ def test_a_copy_has_all_that_the_model_has_and_shares_only_its_tensors():
     assert copy.first.names is copy.second.names is not model.first.names and copy.first.names == ["x"]
     assert copy.own.was_asked and not model.own.was_asked and copy.in_a_list[1] is copy.own
     assert (copy.function, copy.count, copy.second.p) == (torch.tanh, 3, 0.1)
+    assert copy.config is model.config, "settings are the model's own"
     copy.eval()
     assert model.first.training
