@@ -164,6 +164,7 @@ class KeyedPlaces:
                 setattr(owner, name, partial(keyed, self, original))
             stack.callback(self._stack.clear)
             stack.callback(self._recorded.clear)
+            stack.callback(self._entered.clear)
             stack.callback(self._drawn.clear)
             stack.callback(self.last_bias.forget)
             yield
