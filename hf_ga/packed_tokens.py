@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_ga.dropped_attention import Span
-from hf_ga.keyed import kept_columns, mixed, seeds_of
+from hf_ga.keyed import along_next_axis, kept_columns, mixed, seeds_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,10 @@ def packed_keep_masks(
         bool tensor of shape (places, *shape).
     """
     rows = mixed(mixed(seeds_of(keys, places)))  # as there: the sample, then its single row
-    rows = mixed(rows.index_select(1, tokens.samples) ^ tokens.columns)
+    samples, columns = tokens.samples, tokens.columns
+    if isinstance(rows, np.ndarray):
+        samples, columns = samples.numpy(), columns.numpy().view(np.uint64)
+    rows = mixed(rows[:, samples] ^ columns)
     for size in shape[2:-1]:
-        rows = mixed(rows.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
+        rows = mixed(along_next_axis(rows, size))
     return kept_columns(rows, shape[-1], drop_probability).view(len(places), *shape)
