@@ -1,10 +1,12 @@
 """The benchmark measures what it says: counts against counts by hand, bounds that break, and the script from outside."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_ga.benchmark import cli, meters, planning, profiles, samples, speed_tables, steps
+from hf_ga.benchmark import apart, cli, lap, meters, planning, profiles, samples, speed, speed_tables, steps
 from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
 from hf_ga.benchmark.figures import Bound, Section, markdown_table
 from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
@@ -34,8 +36,11 @@ def make_samples(label: bool = False) -> list[dict]:
     "arm", [TRAINER, REBALANCED, "TRL SFTTrainer, padding-free", "raw Accelerate loop", UNSORTED, BY_LENGTH, PACKED]
 )
 @pytest.mark.filterwarnings("ignore")  # TRL's, of padding-free attention
-def test_every_arm_sees_each_sample_once(arm):
-    measured = measure_arm(SETTING, arm, make_samples())
+def test_every_arm_sees_each_sample_once_and_waits_for_its_turn_before_each_window(monkeypatch, arm):
+    waited = []
+    monkeypatch.setattr(lap, "wait_for_turn", waited.append)
+    measured = measure_arm(SETTING, arm, make_samples(), "turn")
+    assert waited == ["turn"] * (1 + len(LENGTHS) // SETTING.window_size)
     assert not measured.refused
     assert measured.each_once
     assert (measured.samples, measured.real_tokens) == (len(LENGTHS), sum(LENGTHS))
@@ -130,6 +135,76 @@ def test_what_is_nested_counts_once():
     time.sleep(0.02)
     watch.stop()
     assert 0.04 <= watch.inside_seconds <= watch.seconds - 0.02
+
+
+def test_a_stopwatch_leaves_out_what_lies_between_stop_and_go_on():
+    watch = meters.Stopwatch("cpu")
+    watch.start()
+    with watch.counted():
+        time.sleep(0.02)
+    watch.stop()
+    time.sleep(0.5)
+    watch.go_on()
+    with watch.counted():
+        time.sleep(0.02)
+    watch.stop()
+    assert 0.04 <= watch.inside_seconds <= watch.seconds < 0.4
+    watch.start()
+    watch.stop()
+    assert watch.inside_seconds == 0 and watch.seconds < 0.02, "start forgets"
+
+
+def write_in_turns(name: str, log: Path, count: int, turn: Connection) -> str:
+    """A line in the log when it starts and in each of its turns; ends its process if there are none."""
+    for what in ["starts", *range(count)]:
+        with log.open("a") as file:
+            file.write(f"{name} {what}\n")
+        if not count:
+            os._exit(1)
+        apart.wait_for_turn(turn)
+    return name
+
+
+@pytest.mark.launch
+def test_processes_take_turns_until_each_has_ended(tmp_path):
+    log = tmp_path / "log"
+    calls = [("a", log, 2), ("b", log, 0), ("c", log, 1), ("d", log, 2)]
+    first, killed, *others = apart.run_in_turns(write_in_turns, calls, [False] * 4)
+    assert first == "a" and isinstance(killed, apart.ProcessEnded) and others == ["c", "d"]
+    starts, turns = ["a starts", "b starts", "c starts", "d starts"], ["a 0", "c 0", "d 0", "a 1", "d 1"]
+    assert log.read_text().splitlines() == [*starts, *turns]
+
+
+@pytest.mark.launch
+def test_processes_that_wait_for_their_turns_end_with_an_error_of_their_parent(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(*of):
+        asked.append(of)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return until(*of)
+
+    until = apart._until_it_waits
+    monkeypatch.setattr(apart, "_until_it_waits", fail)
+    with pytest.raises(KeyboardInterrupt):
+        apart.run_in_turns(write_in_turns, [("a", tmp_path / "log", 2), ("b", tmp_path / "log", 2)], [False] * 2)
+
+
+@pytest.mark.parametrize(("in_turns", "together"), [(False, [1, 1, 1, 1, 1]), (True, [3, 2])])
+def test_arms_of_a_round_are_measured_together_where_they_take_turns(monkeypatch, in_turns, together):
+    """An arm that is refused is asked once."""
+    asked = []
+
+    def measured(function, calls, as_finetune):
+        asked.append([arm for _, arm, _ in calls])
+        return [Measurement(refused="no" if arm == TRAINER else "") for arm in asked[-1]]
+
+    monkeypatch.setattr(speed, "run_in_turns", measured)
+    monkeypatch.setattr(speed, "run_apart", lambda *_: 1.0)
+    found = speed.run_arms(Setting("gpt"), [], 1, dict.fromkeys([UNSORTED, TRAINER, PACKED], 2), "", in_turns=in_turns)
+    assert list(map(len, asked)) == together
+    assert {arm: len(of) for arm, of in found.rounds.items()} == {UNSORTED: 2, TRAINER: 1, PACKED: 2}
 
 
 def test_forwards_and_backwards_are_counted_and_nothing_stays_behind():

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -62,14 +63,18 @@ class Measurement:
         return asdict(self)
 
 
-def measure_arm(setting: Setting, arm: str, samples: Sequence[Sample]) -> Measurement:
-    """Run an arm in this process, which should be its own: peak memory is that of the process."""
+def measure_arm(setting: Setting, arm: str, samples: Sequence[Sample], turn: Connection | None = None) -> Measurement:
+    """Run an arm in this process, which should be its own: peak memory is that of the process.
+
+    Args:
+        turn: given, each window waits for it: see `run_in_turns`.
+    """
     torch.set_num_threads(setting.num_threads)
     model = build_model(setting)
     num_body, num_head = count_parameters(model)
     gc.collect()
     before = memory_now(setting.device)
-    lap = Lap(setting, model, list(samples), collate_function(setting))
+    lap = Lap(setting, model, list(samples), collate_function(setting), turn)
     try:
         ARMS[arm](lap)
     except Refused as refusal:

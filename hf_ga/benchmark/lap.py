@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 
 import torch
 from torch import nn
 
+from hf_ga.benchmark.apart import wait_for_turn
 from hf_ga.benchmark.meters import CountedCollate, Stopwatch, peak_memory
 from hf_ga.benchmark.setting import Sample, Setting
 
@@ -16,7 +18,7 @@ class Refused(Exception):
 
 
 class Lap:
-    """One arm's run: a warm-up, then one epoch between `begin` and `end`.
+    """One arm's run: a warm-up, then one epoch between `begin` and `end`, with `step_done` after each window.
 
     Attributes:
         collate: counts what it hands out; every arm must use it, or put its own function into it.
@@ -24,8 +26,10 @@ class Lap:
         warmup_peak: most bytes that the process held before the timed part (proofs are made in the warm-up).
     """
 
-    def __init__(self, setting: Setting, model: nn.Module, samples: list[Sample], collate: Callable) -> None:
-        self.setting, self.model, self.samples = setting, model, samples
+    def __init__(
+        self, setting: Setting, model: nn.Module, samples: list[Sample], collate: Callable, turn: Connection | None = None
+    ) -> None:
+        self.setting, self.model, self.samples, self._turn = setting, model, samples, turn
         self.collate, self.stopwatch = CountedCollate(collate), Stopwatch(setting.device)
         self.cpu_seconds, self.warmup_peak = 0.0, 0
 
@@ -39,7 +43,16 @@ class Lap:
         self.collate.restart()
         self.warmup_peak = peak_memory(self.setting.device)
         self._cpu_began = time.process_time()
+        if self._turn is not None:
+            wait_for_turn(self._turn)
         self.stopwatch.start()
+
+    def step_done(self) -> None:
+        """A window is done: where arms take turns, it is the others' now."""
+        if self._turn is not None:
+            self.stopwatch.stop()
+            wait_for_turn(self._turn)
+            self.stopwatch.go_on()
 
     def end(self) -> None:
         """The last step of the epoch is done."""

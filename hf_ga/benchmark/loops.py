@@ -21,7 +21,7 @@ def accelerate_loop(lap: Lap) -> None:
     accelerator = make_accelerator(lap)
     model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
 
-    def epoch(samples: list[Any]) -> None:
+    def steps(samples: list[Any]) -> Iterator[None]:
         loader = DataLoader(samples, batch_size=lap.setting.micro_batch_size, shuffle=True, collate_fn=lap.collate)
         for batch in accelerator.prepare(loader):
             with accelerator.accumulate(model):
@@ -30,10 +30,14 @@ def accelerate_loop(lap: Lap) -> None:
                     accelerator.clip_grad_norm_(model.parameters(), lap.setting.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                yield
 
-    epoch(lap.warmup_samples)
+    for _ in steps(lap.warmup_samples):
+        pass
     with forwards_and_backwards(lap.stopwatch, model), lap.measured():
-        epoch(lap.samples)
+        for _ in steps(lap.samples):
+            lap.step_done()
 
 
 def unsorted(lap: Lap) -> None:
@@ -81,6 +85,7 @@ def _hf_ga(lap: Lap, padding_free: bool = False, **loading: Any) -> None:
     with forwards_and_backwards(lap.stopwatch, model), lap.measured():
         for window in windows:
             train(window)
+            lap.step_done()
 
 
 def _pack(model: nn.Module, window: hf_ga.Window) -> None:

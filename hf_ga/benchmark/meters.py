@@ -43,7 +43,7 @@ class CountedCollate:
 
 
 class Stopwatch:
-    """Seconds of the clock from `start` to `stop`, and of these the seconds in forward and backward, of whichever thread.
+    """Seconds of the clock from `start` or `go_on` to `stop`, and of these those in forward and backward, of whichever thread.
 
     On a CUDA device both are told by events of its own clock, so that nothing is waited for in between.
     """
@@ -51,6 +51,7 @@ class Stopwatch:
     def __init__(self, device: str) -> None:
         self.device = device
         self.inside: list[tuple[Any, Any]] = []
+        self._runs: list[tuple[Any, Any]] = []
         self._depths: Counter[int] = Counter()  # of each thread
 
     def now(self) -> Any:
@@ -63,23 +64,29 @@ class Stopwatch:
 
     def start(self) -> None:
         """Forget what was measured so far."""
-        synchronize(self.device)
         self.inside.clear()
+        self._runs.clear()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """What comes now is added to what was measured."""
+        synchronize(self.device)
         self._began = self.now()
 
     def stop(self) -> None:
-        """The last window is done."""
-        self._ended = self.now()
+        """A window is done, and what follows is not measured."""
+        self._runs.append((self._began, self.now()))
         synchronize(self.device)
 
     @property
     def seconds(self) -> float:
-        return _between(self._began, self._ended)
+        return sum(_between(began, ended) for began, ended in self._runs)
 
     @property
     def inside_seconds(self) -> float:
         """Those in which two threads are inside count once."""
-        spans = sorted((_between(self._began, begin), _between(self._began, end)) for begin, end in self.inside)
+        first = self._runs[0][0]
+        spans = sorted((_between(first, begin), _between(first, end)) for begin, end in self.inside)
         total = covered = 0.0
         for begin, end in spans:
             total += max(0.0, end - max(begin, covered))

@@ -10,8 +10,10 @@ from hf_ga.benchmark.figures import Section
 from hf_ga.benchmark.samples import count_targets, ragged_samples, uniform_samples
 from hf_ga.benchmark.setting import Sample, Setting
 
-UNIFORM_LENGTH, SPLIT_LENGTH = 64, 64
-STEPS_OF_SPLITS = 12  # of each split, a round: of a second each, and their ratio is to be told to a few hundredths
+UNIFORM_LENGTH = 64
+# Tokens a sample: the corpus's mean, where so many micro-batches are smallest, and what samples are cut at. Steps of each split a
+# round, some of a second each: their ratio is to be told to a few hundredths.
+STEPS_OF_SPLITS = {64: 12, 256: 3}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def run_uniform(plan: Plan) -> list[Section]:
         setting, samples = plan.ragged(replace(setting, max_length=min(UNIFORM_LENGTH, setting.max_length)))
         samples = uniform_samples(samples, setting.max_length)
         targets, rounds = count_targets(setting, samples), dict.fromkeys(plan.arms, plan.rounds)
-        measured = speed.run_arms(setting, samples, targets, rounds, f"{setting.model}, nearly one length")
+        title, in_turns = f"{setting.model}, nearly one length", setting.device == "cpu"  # a GPU may not hold all arms at once
+        measured = speed.run_arms(setting, samples, targets, rounds, title, in_turns=in_turns)
         found.append(speed_tables.uniform_section(measured))
     return found
 
@@ -70,10 +73,11 @@ def run_uniform(plan: Plan) -> list[Section]:
 def run_splits(plan: Plan) -> list[Section]:
     """One window in 1, 4 and 16 micro-batches."""
     found = []
-    for setting in plan.settings:
-        setting, samples = plan.even(setting, SPLIT_LENGTH, setting.window_size)
-        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SPLITS * plan.rounds, as_finetune=True)
-        found.append(steps.splits_section(setting, times))
+    for whole in plan.settings:
+        for length, number in {min(k, whole.max_length): n for k, n in STEPS_OF_SPLITS.items()}.items():
+            setting, samples = plan.even(whole, length, whole.window_size)
+            times = run_apart(steps.measure_splits, setting, samples, number * plan.rounds, as_finetune=True)
+            found.append(steps.splits_section(setting, times))
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from tqdm.auto import tqdm
 
-from hf_ga.benchmark.apart import ProcessEnded, run_apart
+from hf_ga.benchmark.apart import ProcessEnded, run_apart, run_in_turns
 from hf_ga.benchmark.arms import HF_GA, Measurement, measure_arm
 from hf_ga.benchmark.meters import matrix_product_rate
 from hf_ga.benchmark.setting import Sample, Setting
@@ -28,22 +28,27 @@ class Speed:
     product_rates: list[float]
 
 
-def run_arms(setting: Setting, samples: Sequence[Sample], targets: int, rounds: dict[str, int], title: str) -> Speed:
+def run_arms(
+    setting: Setting, samples: Sequence[Sample], targets: int, rounds: dict[str, int], title: str, *, in_turns: bool = False
+) -> Speed:
     """Arm after arm, round after round; an arm that is refused is not asked again.
 
     Args:
         rounds: of each arm, in how many rounds it is measured.
+        in_turns: the arms of a round take turns window by window, instead of epoch by epoch: for small differences.
     """
     result = Speed(setting, len(samples), targets, {arm: [] for arm in rounds}, [])
     with tqdm(total=sum(rounds.values()), desc=title, unit="arm", dynamic_ncols=True) as bar:
         for number in range(max(rounds.values())):
             result.product_rates.append(run_apart(product_rate, setting))
-            for arm in [arm for arm, wanted in rounds.items() if number < wanted]:
-                bar.set_postfix_str(arm)
-                measured = result.rounds[arm]
-                if not (measured and measured[0].refused):
-                    measured.append(_measured(setting, arm, samples))
-                bar.update()
+            due = [arm for arm, wanted in rounds.items() if number < wanted]
+            running = [arm for arm in due if not any(m.refused for m in result.rounds[arm][:1])]
+            bar.update(len(due) - len(running))
+            for arms in [running] if in_turns else [[arm] for arm in running]:
+                bar.set_postfix_str(", ".join(arms))
+                for arm, measured in zip(arms, _measured(setting, arms, samples), strict=True):
+                    result.rounds[arm].append(measured)
+                bar.update(len(arms))
     return result
 
 
@@ -53,8 +58,7 @@ def product_rate(setting: Setting) -> float:
     return matrix_product_rate(setting.device, setting.mixed_precision)
 
 
-def _measured(setting: Setting, arm: str, samples: Sequence[Sample]) -> Measurement:
-    try:
-        return run_apart(measure_arm, setting, arm, samples, as_finetune=arm in HF_GA)
-    except ProcessEnded as error:
-        return Measurement(refused=str(error))
+def _measured(setting: Setting, arms: Sequence[str], samples: Sequence[Sample]) -> list[Measurement]:
+    """Of these arms, window by window in turn."""
+    found = run_in_turns(measure_arm, [(setting, arm, samples) for arm in arms], [arm in HF_GA for arm in arms])
+    return [Measurement(refused=str(each)) if isinstance(each, ProcessEnded) else each for each in found]

@@ -48,7 +48,7 @@ def splits_section(setting: Setting, times: Times) -> Section:
     first, last = str(SPLITS[0]), str(SPLITS[-1])
     title = f"{setting.model}: one window of {setting.window_size} samples of {setting.max_length} tokens, in so many micro-batches"
     section = _compared(title, times, first)
-    what = f"{setting.model}: {last} micro-batches against {first}"
+    what = f"{setting.model}: {last} micro-batches against {first}, samples of {setting.max_length} tokens"
     section.bounds.append(Bound(what, _medians(times)[last] / _medians(times)[first], MOST_SPLIT, at_most=True))
     return section
 

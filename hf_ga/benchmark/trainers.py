@@ -22,6 +22,7 @@ class _Meter(TrainerCallback):
         self.lap.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.lap.step_done()
         if state.global_step == state.max_steps:
             self.lap.end()
 
@@ -82,7 +83,7 @@ def _train(lap: Lap, trainer_class: type[Trainer], arguments_class: type[Trainin
                 model=lap.model,
                 args=settings,
                 train_dataset=Dataset.from_list(samples) if is_sft else samples,
-                callbacks=[_Meter(lap)],
+                callbacks=[_Meter(lap)] if samples is lap.samples else [],
                 **given,
             )
             if is_sft:  # it refuses another collator where there is no padding
