@@ -71,6 +71,10 @@ def seeds_of(keys: Tensor, places: Sequence[int]) -> Keys:
     """Shape (places, keys): where the bits of a key and a place begin."""
     if keys.device.type == "cpu":
         return keys.numpy().view(np.uint64) ^ np.array(places, dtype=np.uint64)[:, None]
+    return _seeds_on_device(keys, places)
+
+
+def _seeds_on_device(keys: Tensor, places: Sequence[int]) -> Tensor:
     return torch.stack([keys ^ _signed(place) for place in places])
 
 
@@ -100,7 +104,7 @@ def kept_columns(rows: Keys, size: int, drop_probability: float) -> Tensor:
         return torch.from_numpy(_uniform_uint32(flat, size).view(np.int32) >= threshold).view(*rows.shape, size)
     # Parts that stay in a processor's cache; a GPU takes all at once.
     part = max(1, CACHED_ELEMENTS // max(1, size)) if on_cpu else max(1, len(flat))
-    kept = torch.empty((len(flat), size), dtype=torch.uint8, device=None if on_cpu else rows.device)
+    kept = torch.empty((len(flat), size), dtype=torch.uint8, device="cpu" if on_cpu else rows.device)
     for start in range(0, len(flat), part):
         # The comparison in place, on int32: torch has no vector code for one that returns bool on a CPU (an eighth of its speed).
         kept[start : start + part] = _uniform_int32(flat[start : start + part], size).ge_(threshold)

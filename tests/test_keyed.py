@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
+from hf_ga import keyed
 from hf_ga.hashing import name_key
 from hf_ga.keyed import (
     CACHED_ELEMENTS,
     SMALL_ELEMENTS,
     keep_mask,
+    keep_masks,
     keyed_dropout,
     sample_keys,
     whole_mask,
@@ -154,6 +156,18 @@ def test_the_compiled_mask_is_the_same_bit_for_bit(compiler):
             assert not torch.equal(drawn, keep_mask(keys, place + 7, shape, 0, p)), "control"
     assert counters["stats"]["unique_graphs"] <= 6
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((6,), 0), ((12, 5, 9), 0), ((4, 6, 33), 1), ((3, 40), None), ((6, 80, 200), 0)], ids=str
+)
+def test_masks_that_torch_draws_on_a_device_are_those_of_a_cpu(monkeypatch, shape, axis):
+    keys, places = window_key(0, 1, 2) if axis is None else keys_of(6), [PLACE, 2**64 - 5, 7]
+    expected = keep_masks(keys, places, shape, axis, 0.3)
+    monkeypatch.setattr(keyed, "seeds_of", keyed._seeds_on_device)
+    drawn = keep_masks(keys, places, shape, axis, 0.3)
+    assert torch.equal(drawn, expected)
+    assert not torch.equal(drawn, keep_masks(keys, [PLACE, 5, 8], shape, axis, 0.3)), "control"
 
 
 def test_parts_do_not_change_a_mask(monkeypatch):

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_ga
 import hf_ga.dropped_attention
 import hf_ga.packing
+from hf_ga import keyed
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.keyed import keep_mask, sample_keys, window_key
 from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
@@ -277,8 +278,12 @@ def test_linear_layers_see_real_tokens_only():
 # --------------------------------------------------------------------------------------------------------------- masks
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("inner", [(5,), (3, 7), (1,), (2, 1, 4)])
-def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
+def test_masks_are_those_of_padded_samples_bit_for_bit(monkeypatch, inner, on_device):
+    """`on_device`: as torch draws them where keys are not on a CPU."""
+    if on_device:
+        monkeypatch.setattr("hf_ga.packed_tokens.seeds_of", keyed._seeds_on_device)
     mask = pad_right(samples_of("tokens"))["attention_mask"]
     tokens, keys = PackedTokens.of(mask, CPU), sample_keys(1, 2, np.arange(len(mask)))
     places = [12345, 2**64 - 5]
