@@ -302,7 +302,7 @@ def test_what_is_computed_at_once_is_one_micro_batchs(plan):
 
 def test_time_inside_of_two_threads_counts_once():
     watch = meters.Stopwatch("cpu")
-    watch._began, watch._ended = 0.0, 10.0
+    watch._runs = [(0.0, 10.0)]
     watch.inside = [(1.0, 4.0), (2.0, 3.0), (3.5, 5.0), (7.0, 8.0)]
     assert watch.inside_seconds == pytest.approx(4.0 + 1.0)
 
