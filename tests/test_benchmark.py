@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import hf_ga
 from hf_ga.benchmark import apart, cli, lap, meters, planning, profiles, samples, speed, speed_tables, steps
 from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
 from hf_ga.benchmark.figures import Bound, Section, markdown_table
@@ -293,7 +294,7 @@ def test_bounds_are_about_what_finetune_does_by_itself(device, bounded):
 @pytest.mark.parametrize(("seconds", "holds"), [(2.1, True), (2.3, False)])
 def test_steps_in_turn_are_compared_by_the_clock(seconds, holds):
     times = {"1": [(2.0, 9.0), (50.0, 9.0), (1.0, 9.0)], "4": [(2.0, 1.0)], "16": [(seconds, 1.0)]}
-    (bound,) = steps.splits_section(SETTING, times).bounds
+    bound = steps.splits_bound(SETTING, times)
     assert (bound.value, bound.holds) == (pytest.approx(seconds / 2), holds)
     (bound,) = steps.dropout_section(SETTING, {steps.KEYED: [(1.0, 1.0)], steps.NATIVE: [(1.0, 1.0)]}).bounds
     assert bound.holds
@@ -308,9 +309,18 @@ def test_only_one_of_the_two_steps_draws_from_torchs_generator(monkeypatch, kind
     assert torch.equal(torch.get_rng_state(), before) == (kind == steps.KEYED)
 
 
-def test_a_window_is_split_into_1_4_and_16_micro_batches():
+def test_a_window_is_split_into_1_4_and_16_micro_batches_of_the_same_padded_tokens(monkeypatch):
+    shapes, step = [], hf_ga.train_step
+
+    def watched(*of, **more):
+        shapes.append([tuple(batch["input_ids"].shape) for batch in of[3].batches])
+        return step(*of, **more)
+
+    monkeypatch.setattr(hf_ga, "train_step", watched)
     times = steps.measure_splits(SETTING, make_samples(), 2)
     assert {name: len(measured) for name, measured in times.items()} == {"1": 2, "4": 2, "16": 2}
+    assert [len(each) for each in shapes[:3]] == [1, 4, 16]
+    assert len({(sum(rows for rows, _ in each), *{width for _, width in each}) for each in shapes}) == 1
 
 
 def test_the_first_window_and_its_plan_are_timed():

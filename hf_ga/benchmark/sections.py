@@ -11,9 +11,9 @@ from hf_ga.benchmark.samples import count_targets, ragged_samples, uniform_sampl
 from hf_ga.benchmark.setting import Sample, Setting
 
 UNIFORM_LENGTH = 64
-# Tokens a sample: the corpus's mean, where so many micro-batches are smallest, and what samples are cut at. Steps of each split a
-# round, some of a second each: their ratio is to be told to a few hundredths.
-STEPS_OF_SPLITS = {64: 12, 256: 3}
+# Steps of each split a round: of the setting's own samples, and of short ones, some of a second each, whose ratio is to be told to
+# a few hundredths.
+STEPS_OF_OWN, STEPS_OF_SHORT = 3, 12
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,16 @@ def run_uniform(plan: Plan) -> list[Section]:
 
 
 def run_splits(plan: Plan) -> list[Section]:
-    """One window in 1, 4 and 16 micro-batches."""
+    """One window in 1, 4 and 16 micro-batches: of the setting's samples, which the bound is about, and of short ones."""
     found = []
     for whole in plan.settings:
-        for length, number in {min(k, whole.max_length): n for k, n in STEPS_OF_SPLITS.items()}.items():
-            setting, samples = plan.even(whole, length, whole.window_size)
-            times = run_apart(steps.measure_splits, setting, samples, number * plan.rounds, as_finetune=True)
-            found.append(steps.splits_section(setting, times))
+        setting, samples = plan.ragged(whole)
+        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_OWN * plan.rounds, as_finetune=True)
+        found.append(steps.splits_section(setting, times, "samples padded to the longest of the window"))
+        found[-1].bounds.append(steps.splits_bound(setting, times))
+        setting, samples = plan.even(whole, UNIFORM_LENGTH, whole.window_size)
+        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SHORT * plan.rounds, as_finetune=True)
+        found.append(steps.splits_section(setting, times, f"samples of {setting.max_length} tokens"))
     return found
 
 
