@@ -1,9 +1,11 @@
 """The benchmark measures what it says: counts against counts by hand, bounds that break, and the script from outside."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -186,10 +188,18 @@ def test_processes_that_wait_for_their_turns_end_with_an_error_of_their_parent(t
             raise KeyboardInterrupt
         return until(*of)
 
-    until = apart._until_it_waits
+    def end_what_still_waits():
+        late.append(True)
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    until, late, timer = apart._until_it_waits, [], threading.Timer(60, end_what_still_waits)
     monkeypatch.setattr(apart, "_until_it_waits", fail)
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         apart.run_in_turns(write_in_turns, [("a", tmp_path / "log", 2), ("b", tmp_path / "log", 2)], [False] * 2)
+    timer.cancel()
+    assert not late
 
 
 @pytest.mark.parametrize(("in_turns", "together"), [(False, [1, 1, 1, 1, 1]), (True, [3, 2])])

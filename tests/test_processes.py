@@ -33,11 +33,10 @@ SCENARIOS = {
     3: ["gradients", "steps", "heads"],
     4: ["gradients", "steps", "counted", "few_samples"],
 }
-OF_FOUR_IN_FULL = ("steps", "counted")  # two processes show it too, and four wait for the cores
+OF_FOUR_IN_FULL = ("gradients", "steps", "counted")  # two processes show it too, and four wait for the cores
 LAUNCHES = [(kind, n) for n in SCENARIOS for kind in (KINDS if n > 1 else KINDS[:1])]  # one process shards nothing
-# Three processes add little to two and four.
-LAYOUTS = [pytest.param(kind, n, marks=[pytest.mark.full] * (n == 3)) for kind, n in LAUNCHES]
-LAYOUTS_OF_STEPS = [pytest.param(kind, n, marks=[pytest.mark.full] * (n > 2)) for kind, n in LAUNCHES]
+# More processes than two show the same.
+LAYOUTS = [pytest.param(kind, n, marks=[pytest.mark.full] * (n > 2)) for kind, n in LAUNCHES]
 TWO_AND_THREE = [2, pytest.param(3, marks=pytest.mark.full)]
 TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.full)]
 
@@ -243,7 +242,7 @@ def thirty_steps():
     return losses, norms, copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), LAYOUTS_OF_STEPS)
+@pytest.mark.parametrize(("kind", "num_processes"), LAYOUTS)
 def test_thirty_steps_of_adamw(found, thirty_steps, kind, num_processes):
     losses, norms, weights = thirty_steps
     everybody = facts(found(num_processes), f"steps {kind}")
