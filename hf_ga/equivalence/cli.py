@@ -19,6 +19,7 @@ from hf_ga.equivalence.layouts import AUTO, LEAST_SAMPLES
 from hf_ga.equivalence.report import EquivalenceReport
 from hf_ga.equivalence.subjects import Step, check_one_process
 from hf_ga.errors import ConfigError
+from hf_ga.host_memory import keep_freed_memory
 from hf_ga.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.optimizers import OPTIMIZERS
 from hf_ga.order import epoch_order
@@ -83,6 +84,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
     check_peft(config)
     check_one_process()
     accelerator = Accelerator()
+    keep_freed_memory(accelerator.device)  # as `finetune` does
     tokenizer = load_tokenizer(config)
     base = load_base_config(config)
     data = prepare_data(config, tokenizer, known_labels(base))
