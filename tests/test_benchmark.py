@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ga
-from hf_ga.benchmark import apart, cli, lap, meters, planning, profiles, samples, speed, speed_tables, steps
+from hf_ga.benchmark import apart, cli, lap, meters, planning, profiles, samples, sections, speed, speed_tables, steps
 from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
 from hf_ga.benchmark.figures import Bound, Section, markdown_table
 from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
@@ -331,6 +331,21 @@ def test_a_window_is_split_into_1_4_and_16_micro_batches_of_the_same_padded_toke
     assert {name: len(measured) for name, measured in times.items()} == {"1": 2, "4": 2, "16": 2}
     assert [len(each) for each in shapes[:3]] == [1, 4, 16]
     assert len({(sum(rows for rows, _ in each), *{width for _, width in each}) for each in shapes}) == 1
+
+
+def test_the_bound_of_splits_is_about_the_settings_own_samples(monkeypatch):
+    """Not about short ones, nor both."""
+    asked = []
+
+    def measured(function, setting, rows, rounds, *, as_finetune):
+        asked.append({len(row["input_ids"]) for row in rows})
+        return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.0 + len(asked), 1.0)]}
+
+    monkeypatch.setattr(sections, "ragged_samples", lambda *_: (make_samples(), 0))
+    monkeypatch.setattr(sections, "run_apart", measured)
+    own, short = sections.run_splits(sections.Plan([SETTING], len(LENGTHS), [], 1, 1, 0))
+    assert asked == [set(LENGTHS), {SETTING.max_length}]
+    assert [bound.value for bound in own.bounds] == [2.0] and not short.bounds
 
 
 def test_the_first_window_and_its_plan_are_timed():
