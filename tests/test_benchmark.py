@@ -304,7 +304,7 @@ def test_bounds_are_about_what_finetune_does_by_itself(device, bounded):
 @pytest.mark.parametrize(("seconds", "holds"), [(2.1, True), (2.3, False)])
 def test_steps_in_turn_are_compared_by_the_clock(seconds, holds):
     times = {"1": [(2.0, 9.0), (50.0, 9.0), (1.0, 9.0)], "4": [(2.0, 1.0)], "16": [(seconds, 1.0)]}
-    bound = steps.splits_bound(SETTING, times)
+    (bound,) = steps.splits_section(SETTING, times, "samples").bounds
     assert (bound.value, bound.holds) == (pytest.approx(seconds / 2), holds)
     (bound,) = steps.dropout_section(SETTING, {steps.KEYED: [(1.0, 1.0)], steps.NATIVE: [(1.0, 1.0)]}).bounds
     assert bound.holds
@@ -333,8 +333,7 @@ def test_a_window_is_split_into_1_4_and_16_micro_batches_of_the_same_padded_toke
     assert len({(sum(rows for rows, _ in each), *{width for _, width in each}) for each in shapes}) == 1
 
 
-def test_the_bound_of_splits_is_about_the_settings_own_samples(monkeypatch):
-    """Not about short ones, nor both."""
+def test_splits_of_the_settings_own_samples_and_of_short_ones_have_a_bound_each(monkeypatch):
     asked = []
 
     def measured(function, setting, rows, rounds, *, as_finetune):
@@ -345,7 +344,7 @@ def test_the_bound_of_splits_is_about_the_settings_own_samples(monkeypatch):
     monkeypatch.setattr(sections, "run_apart", measured)
     own, short = sections.run_splits(sections.Plan([SETTING], len(LENGTHS), [], 1, 1, 0))
     assert asked == [set(LENGTHS), {SETTING.max_length}]
-    assert [bound.value for bound in own.bounds] == [2.0] and not short.bounds
+    assert [bound.value for bound in (*own.bounds, *short.bounds)] == [2.0, 3.0]
 
 
 def test_the_first_window_and_its_plan_are_timed():
