@@ -77,12 +77,16 @@ def attention(
 
 def stochastic_depth(places: "KeyedPlaces", original: Callable, *size: Any, **kwargs: Any) -> Tensor:
     """For `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang et al. 2016), as transformers writes
-    it: floor(rand + 1 - p) is 0 or 1. All other calls go to torch.
+    it: floor(rand + 1 - p) is 0 or 1. And where a module asks whether to skip a layer (`rand < layerdrop`), but skips none: before
+    5.23, transformers drew there with probability 0 too. All other calls go to torch.
     """
+    shape = torch.Size(size[0] if size and isinstance(size[0], Sequence) else size)
+    if not shape and getattr(places.running, "layerdrop", None) == 0:
+        places.mask(shape, 0.0)  # a place, so that this module is known when it runs
+        return torch.ones(shape, **kwargs)
     p = getattr(places.running, "drop_prob", 0.0) if type(places.running).__name__.endswith("DropPath") else 0.0
     if not places.is_keyed(p):
         return original(*size, **kwargs)
-    shape = torch.Size(size[0] if isinstance(size[0], Sequence) else size)
     kept = places.mask(shape, p)
     # (1 + p) / 2 lies in the middle of [p, 1), the numbers by which torch would keep it: far enough from both ends in bf16 too.
     drawn = torch.full(shape, (1 + p) / 2, **kwargs)

@@ -20,7 +20,11 @@ Span = tuple[int, int, int]  # of a sample: where its tokens begin and end among
 
 
 class LastBias:
-    """What a mask adds to the scores, kept as long as layer after layer comes with the same mask."""
+    """What a mask adds to the scores, kept as long as layer after layer comes with the same mask.
+
+    Not of a trained one (T5's relative positions): its operations belong to the graph of each layer, and checkpointing, which runs
+    the last layer again first, must find as many of them as before.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -32,7 +36,7 @@ class LastBias:
     def of(self, attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """See `bias_of`; None in place of the rows with keys if all of them have some."""
         state = attn_mask._version, dtype, torch.is_grad_enabled()  # made without a graph, a trained bias would get no gradient
-        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != state:
+        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != state or attn_mask.requires_grad:
             bias, has_keys = bias_of(attn_mask, dtype)
             self._of, self._found = (attn_mask, *state), (bias, None if has_keys.all() else has_keys)
         return self._found

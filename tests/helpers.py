@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
+from packaging.version import Version
 from torch import nn
 
 VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
@@ -19,6 +20,8 @@ IGNORED = -100
 FLOOR = 1e-6  # of the global norm, as promise 1 says
 CAUSAL = (tf.GPT2LMHeadModel, tf.LlamaForCausalLM, tf.MixtralForCausalLM)  # column 0 is not predicted
 Gradients = dict[str, torch.Tensor]
+# What fails in older versions that are supported, without hf_ga.
+BEFORE_5_23 = Version(tf.__version__) < Version("5.23")
 
 
 def seeded(build: Callable) -> Callable:

@@ -4,6 +4,7 @@ Negative controls: dropout without its factor, a bias that is left out, samples 
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from hf_ga import draws
 from hf_ga.dropped_attention import DroppedAttention, LastBias, attention_weights, bias_of, dropped_attention
@@ -287,3 +289,24 @@ def test_the_factor_of_dropout_keeps_the_mean():
     exact = F.scaled_dot_product_attention(query[0], key[0], value[0], scale=0.4)
     sigma = output.std(0) / math.sqrt(400)
     assert ((output.mean(0) - exact).abs() < 5 * sigma).all()
+
+
+def test_checkpointed_layers_share_a_trained_bias():
+    """Two layers with one bias, a third with another: run again, the last layer first, each has as many operations as before."""
+    last, kept = LastBias(), mask((2, 2, 8, 8))
+    biases = [torch.zeros(1, 2, 8, 8, requires_grad=True) for _ in range(2)]
+
+    def layer(x, bias):
+        return dropped_attention(last, x, x, x, bias, False, 0.4, kept, P)
+
+    def gradients(call):
+        x = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        shared, other = (bias.abs() + bias for bias in biases)
+        y = x
+        for bias in (shared, shared, other):
+            y = call(layer, y, bias)
+        return torch.autograd.grad(y.square().sum(), [x, *biases])
+
+    plain = gradients(lambda function, *arguments: function(*arguments))
+    again = gradients(partial(checkpoint, use_reentrant=False))
+    assert all(map(torch.equal, plain, again))

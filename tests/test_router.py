@@ -55,6 +55,9 @@ def granite():
 
 
 FAMILIES = {"Mixtral": mixtral, "Qwen2-MoE": qwen2_moe, "OLMoE": olmoe, "Granite-MoE": granite}
+NO_ROUTER_LOSS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=AttributeError)
+NO_ROUTER_LOGITS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=(TypeError, ValueError))
+NAMES = [pytest.param(name, marks=[NO_ROUTER_LOSS] * (name == "Granite-MoE")) for name in FAMILIES]
 
 
 def full_gradient(model, batch, dtype):
@@ -90,7 +93,7 @@ def router_part(gradients):
     return {name: g for name, g in gradients.items() if ".gate." in name or "router" in name}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_any_split_is_the_full_batch(family):
     samples, build = h.token_samples(12), FAMILIES[family]
     batch = h.pad_right(samples)
@@ -102,7 +105,7 @@ def test_any_split_is_the_full_batch(family):
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_balancing_each_micro_batch_is_wrong(family):
     """The control: the right weights of the mean loss, the balancing loss of every micro-batch by itself; the router's gradient."""
     samples, build = h.token_samples(12), FAMILIES[family]
@@ -180,6 +183,7 @@ def doge():
     return tf.DogeForCausalLM(tf.DogeConfig(**sizes(**experts)))
 
 
+@NO_ROUTER_LOGITS
 @pytest.mark.parametrize(("build", "family"), [(switch, "switch_transformers"), (doge, "doge")])
 def test_another_balancing_loss_is_refused_by_name(build, family):
     with pytest.raises(LossNotAdditive, match=f"auxiliary loss of modeling_{family}.*output_router_logits=False"):

@@ -8,10 +8,12 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
+from torch import nn
 from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.swin.modeling_swin import SwinDropPath
 
 import hf_ga
+from hf_ga.errors import UnkeyedRandomness
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.places import KeyedPlaces
 
@@ -103,3 +105,62 @@ def test_other_calls_of_rand_go_to_torch():
         drawn = torch.rand(2, 3)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(2, 3))
+
+
+class SkippingLayers(nn.Module):
+    """As transformers before 5.23 writes LayerDrop (Fan et al. 2020): it draws a number for each layer, also to skip none."""
+
+    def __init__(self, layerdrop):
+        super().__init__()
+        self.layerdrop = layerdrop
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = layer(x)
+        return x
+
+
+class Skipping(nn.Module):
+    def __init__(self, layerdrop):
+        super().__init__()
+        self.body = SkippingLayers(layerdrop)
+
+    def forward(self, x, labels):
+        return (self.body(x).mean(-1) - labels).square().mean()
+
+
+@h.seeded
+def skipping(layerdrop):
+    return Skipping(layerdrop)
+
+
+def numbers(n):
+    rng = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=rng), "labels": torch.randn((), generator=rng)} for _ in range(n)]
+
+
+def numbers_gradient(model, size):
+    accelerator = Accelerator()
+    loader = hf_ga.WindowLoader(numbers(12), h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
+    hf_ga.backward_window(accelerator, model, next(iter(loader)))
+    return h.gradients(model)
+
+
+def test_a_draw_that_skips_no_layer_is_nobodys():
+    """Layouts agree, no generator moves, and the layers' own dropout is drawn."""
+    state = torch.get_rng_state()
+    whole = numbers_gradient(skipping(0.0), 12)
+    for size in (1, 5):
+        assert h.relative_error(numbers_gradient(skipping(0.0), size), whole) < 2e-6
+    assert torch.equal(torch.get_rng_state(), state)
+    model = skipping(0.0).eval()
+    model(**h.pad_right(numbers(12))).backward()
+    assert h.relative_error(h.gradients(model), whole) > 0.1, "the control: without dropout"
+
+
+def test_skipping_layers_by_chance_is_refused():
+    with pytest.raises(UnkeyedRandomness, match=r"body \(SkippingLayers\) draws from torch"):
+        numbers_gradient(skipping(0.5), 12)

@@ -207,8 +207,11 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
                 assert_promise_1(precision, usual, full, grads64)
 
 
+ONE_TYPE = pytest.mark.xfail(h.BEFORE_5_23, reason="a regression head of transformers 5.17 has no float64", raises=RuntimeError)
+
+
 @pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[ONE_TYPE] * (name == "numbers")) for name in JOBS])
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
     """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
     this = job(place, name, precision, dropout=True)

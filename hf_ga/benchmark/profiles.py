@@ -48,7 +48,7 @@ class ProfiledLap(Lap):
 
     def begin(self) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.setting.device == "cuda" else [])]
-        self.profiler = profile(activities=kinds)
+        self.profiler = profile(activities=kinds, acc_events=True)  # torch 2.11 warns that it would forget those of other cycles
         self.profiler.start()
         super().begin()
 

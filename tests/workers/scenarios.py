@@ -317,9 +317,13 @@ def heads(folder: Path, kind: str) -> None:
         model, _, rule = prepare(accelerator, kind, build(), samples, loss_fn)
         for window in make_windows(accelerator, samples, global_batch_size=18, planner=all_to_the_last):  # 18 and 3
             model.zero_grad(set_to_none=True)
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
-            never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
             name = f"heads {kind} {head} {window.index}"
+            try:
+                result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
+            except hf_ga.ConfigError as refusal:
+                save(accelerator, folder, name, refusal=str(refusal))
+                continue
+            never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
