@@ -19,6 +19,7 @@ from processes import (
     SEED,
     WINDOW,
     Collectives,
+    end_process,
     h,
     make_accelerator,
     make_windows,
@@ -339,7 +340,7 @@ def main() -> None:
     for name in names:
         for kind in kinds:
             SCENARIOS[name](folder, kind)
-    PartialState().destroy_process_group()  # else gloo's threads may abort a process that ends
+    end_process()
 
 
 if __name__ == "__main__":
