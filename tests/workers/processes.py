@@ -49,8 +49,8 @@ def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator
 
 
 def end_process() -> None:
-    """All is written: leave without taking the interpreter apart, in which threads of gloo that are left abort one process of some
-    hundred (`terminate called without an active exception`, no Python frame), though the process group was destroyed.
+    """All is written: leave without taking the interpreter apart, in which a process now and then aborts (`terminate called without
+    an active exception`, no Python frame; one of 40 on a busy machine), though the process group was destroyed.
     """
     PartialState().destroy_process_group()
     sys.stdout.flush()
