@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -166,11 +167,7 @@ def set_keys(rule: TargetRule, window: Window, micro_batch: MicroBatch, device: 
     """The next forward on `device` computes these samples: their tokens, packed where that gains, and their dropout."""
     if rule.packing is not None:
         rule.packing.set_batch(micro_batch.batch, device)
-    keys, for_window = (
-        sample_keys(window.seed, window.epoch, micro_batch.positions),
-        window_key(window.seed, window.epoch, window.index),
-    )
-    rule.places.set_keys(keys.to(device, non_blocking=True), for_window.to(device, non_blocking=True))
+    rule.places.set_keys(*_keys(window, [micro_batch], device))
 
 
 def keyed_batches(
@@ -180,12 +177,32 @@ def keyed_batches(
     micro_batches: Iterable[MicroBatch],
     share: Share | None = None,
 ) -> Iterator[dict]:
-    """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward; `share` is told of it."""
-    for micro_batch in micro_batches:
-        if share is not None:
-            share.in_hand = micro_batch
-        set_keys(rule, window, micro_batch, accelerator.device)
-        yield send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
+    """Each micro-batch on the device, with its samples' keys set for the dropout of the next forward; `share` is told of it.
+
+    Those of one shape that follow each other are told of at once, so that their masks can be drawn together.
+    """
+    device = accelerator.device
+    for alike in [list(group) for _, group in groupby(micro_batches, _shape)]:
+        keys, for_window = _keys(window, alike, device)
+        for i, micro_batch in enumerate(alike):
+            if share is not None:
+                share.in_hand = micro_batch
+            if rule.packing is not None:
+                rule.packing.set_batch(micro_batch.batch, device)
+            rule.places.set_keys(keys[i * len(micro_batch) :], for_window, len(micro_batch))
+            yield send_to_device(micro_batch.batch, device, non_blocking=True)
+
+
+def _keys(window: Window, micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of all their samples, and of the window."""
+    positions = np.concatenate([micro_batch.positions for micro_batch in micro_batches])
+    keys, for_window = sample_keys(window.seed, window.epoch, positions), window_key(window.seed, window.epoch, window.index)
+    return keys.to(device, non_blocking=True), for_window.to(device, non_blocking=True)
+
+
+def _shape(micro_batch: MicroBatch) -> dict[str, torch.Size]:
+    """Of each entry of its batch."""
+    return {name: value.shape for name, value in micro_batch.batch.items() if isinstance(value, Tensor)}
 
 
 def _totals(accelerator: Accelerator, window: Window, share: Share) -> Counts:

@@ -21,13 +21,10 @@ from hf_ga.dropped_attention import LastBias
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import preserved_random_states
 from hf_ga.hashing import make_key, name_key
-from hf_ga.keyed import keep_masks
-from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
-from hf_ga.place_probe import LARGE, SMALL, Place, Recorder, alike_places, refuse_other_shapes, sample_axis
+from hf_ga.masks_ahead import MasksAhead
+from hf_ga.packed_tokens import PackedTokens
+from hf_ga.place_probe import LARGE, SMALL, Place, Recorder, refuse_other_shapes, sample_axis
 
-# Masks of equal shape are drawn together, up to so many elements of a byte each. In two lanes of a CPU, which wait for each other's
-# calls of torch and numpy, a mask of 65,000 elements took 0.83 ms by itself, 0.20 among 9 and 0.15 among 64.
-DRAWN_TOGETHER = 1 << 22
 cached_key = lru_cache(1 << 16)(make_key)  # each forward asks for the same ones
 
 
@@ -67,10 +64,8 @@ class KeyedPlaces:
         self._recorded: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # calls of the last forward
         self._recorder: Recorder | None = None
         self._sample_keys: Tensor | None = None
-        self._window_key: Tensor | None = None
-        self._alike: dict[int, tuple[list[int], int]] = {}  # of each place: all places whose masks are alike, and its index there
+        self.ahead = MasksAhead({})
         self.last_bias = LastBias()
-        self._drawn: dict[int, tuple[tuple, Tensor]] = {}  # masks of places yet to come, and what they were drawn for
 
     @property
     def is_empty(self) -> bool:
@@ -114,7 +109,7 @@ class KeyedPlaces:
             )
         self.unkeyed = [*recorder.unkeyed, *(place.module for place in recorder.places.values() if not place.can_be_keyed)]
         self.places = recorder.places
-        self._alike = alike_places(recorder.places)
+        self.ahead = MasksAhead(recorder.places)
         self._path_keys = path_keys
         self._hooked = [m for m in self._hooked if m in (path_keys or recorder.on_the_way)]
 
@@ -127,16 +122,22 @@ class KeyedPlaces:
     def _is_of_this_thread(self) -> bool:
         return self.thread is None or self.thread is current_thread()
 
-    def set_keys(self, sample_keys: Tensor, window_key: Tensor) -> None:
-        """Whose masks the next forward draws: int64 keys of shape (samples of the micro-batch,) and (1,), on the model's device."""
-        self._sample_keys, self._window_key = sample_keys, window_key
-        self._drawn.clear()
+    def set_keys(self, sample_keys: Tensor, window_key: Tensor, num_samples: int | None = None) -> None:
+        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the model's device.
+
+        Args:
+            num_samples: how many of the samples are in the next forward; the others follow in forwards of as many samples and of
+                the same shapes, for which it is set anew, with what is left of the same tensor. None: all.
+        """
+        self._sample_keys = sample_keys[:num_samples]
+        self.ahead.set_keys(sample_keys, len(self._sample_keys), window_key)
         self.last_bias.forget()
 
     def set_packed(self, tokens: PackedTokens | None, modules: frozenset[nn.Module]) -> None:
         """In the next forward `modules` see these tokens as (1, T, ...); None: padded samples."""
+        if tokens is not None or self.packed is not None:
+            self.ahead.forget()
         self.packed, self._packed_modules = tokens, modules
-        self._drawn.clear()
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -165,7 +166,7 @@ class KeyedPlaces:
             stack.callback(self._stack.clear)
             stack.callback(self._recorded.clear)
             stack.callback(self._entered.clear)
-            stack.callback(self._drawn.clear)
+            stack.callback(self.ahead.forget)
             stack.callback(self.last_bias.forget)
             yield
 
@@ -265,26 +266,7 @@ class KeyedPlaces:
             )
         packed = self.packed if frame.module in self._packed_modules else None
         refuse_other_shapes(place, shape, self._sample_keys, packed)
-        drawn_for, kept = self._drawn.pop(key, (None, None))
-        if drawn_for != (shape, drop_probability, packed is not None):
-            kept = self._draw(key, shape, drop_probability, packed)
-        return kept
-
-    def _draw(self, key: int, shape: torch.Size, drop_probability: float, packed: PackedTokens | None) -> Tensor:
-        """The mask of a place, and along with it those of the next places that are alike, which wait in `_drawn`."""
-        alike, index = self._alike[key]
-        together = alike[index : index + max(1, DRAWN_TOGETHER // max(1, shape.numel()))]
-        if torch._C._current_graph_task_id() != -1:  # checkpointing runs the last modules first: the next ones are done
-            together = [key]
-        axis = self.places[key].axis
-        if packed is not None:
-            masks = packed_keep_masks(self._sample_keys, together, packed, shape, drop_probability)
-        else:
-            keys = self._window_key if axis is None else self._sample_keys
-            masks = keep_masks(keys, together, shape, axis, drop_probability)
-        drawn_for = shape, drop_probability, packed is not None
-        self._drawn |= {place: (drawn_for, mask) for place, mask in zip(together, masks.unbind(), strict=True)}
-        return self._drawn.pop(key)[1]
+        return self.ahead.mask(key, shape, drop_probability, packed)
 
 
 @contextmanager

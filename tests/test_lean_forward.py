@@ -1,12 +1,14 @@
 """Forwards of a window are the model's own function with less work: against the formula as transformers writes it out."""
 
 import contextlib
+import inspect
 
 import helpers as h
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from transformers import pytorch_utils
 from transformers.activations import NewGELUActivation
 
 import hf_ga
@@ -66,3 +68,24 @@ def test_a_window_has_the_same_gradient_and_keeps_less(monkeypatch):
     theirs, kept_by_own = window_gradients(monkeypatch, lean=False)
     assert 0 < h.relative_error(ours, theirs) < 1e-6, "another rounding, or nothing was replaced"
     assert kept < 0.9 * kept_by_own
+
+
+@pytest.mark.parametrize("chunk_size", [0, 2])
+def test_feed_forwards_look_at_no_signature_unless_cut(chunk_size, monkeypatch):
+    model, looks = h.bert_classifier(), []
+    for layer in model.bert.encoder.layer:
+        layer.chunk_size_feed_forward = chunk_size
+    batch = {"input_ids": torch.arange(2, 10).view(2, 4)}
+    monkeypatch.setattr(pytorch_utils.inspect, "signature", lambda f, look=inspect.signature: looks.append(f) or look(f))
+
+    def looks_in_layers():
+        looks.clear()
+        logits = model(**batch).logits
+        return logits, sum(getattr(f, "__name__", "") == "feed_forward_chunk" for f in looks)
+
+    expected, in_own_forward = looks_in_layers()
+    with lean_forwards(model):
+        logits, found = looks_in_layers()
+    assert torch.equal(logits, expected)
+    assert in_own_forward == len(model.bert.encoder.layer) and found == (in_own_forward if chunk_size else 0)
+    assert looks_in_layers()[1] == in_own_forward, "nothing is left behind"

@@ -19,7 +19,7 @@ import transformers as tf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import hf_ga.places
+import hf_ga.masks_ahead
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.keyed import sample_keys, window_key
@@ -410,9 +410,9 @@ def captured_masks(bench, monkeypatch, num_windows=1):
             masks[place][1].append(kept)
         return drawn
 
-    original = hf_ga.places.keep_masks
+    original = hf_ga.masks_ahead.keep_masks
     with monkeypatch.context() as patch, bench.places.active(), torch.no_grad():
-        patch.setattr("hf_ga.places.keep_masks", capturing)
+        patch.setattr("hf_ga.masks_ahead.keep_masks", capturing)
         for index in range(num_windows):
             bench.set_keys(EVERYONE, index=index)
             bench.forward(EVERYONE)
@@ -491,16 +491,16 @@ class Draws:
         self.monkeypatch, self.at_once, self.calls = monkeypatch, at_once, []
 
     def __enter__(self):
-        original, self.patch = hf_ga.places.keep_masks, self.monkeypatch.context()
+        original, self.patch = hf_ga.masks_ahead.keep_masks, self.monkeypatch.context()
         patch = self.patch.__enter__()
 
         def counted(keys, places, shape, *more):
             self.calls.append((len(places), math.prod(shape)))
             return original(keys, places, shape, *more)
 
-        patch.setattr("hf_ga.places.keep_masks", counted)
+        patch.setattr("hf_ga.masks_ahead.keep_masks", counted)
         if self.at_once is not None:
-            patch.setattr("hf_ga.places.DRAWN_TOGETHER", self.at_once)
+            patch.setattr("hf_ga.masks_ahead.DRAWN_TOGETHER", self.at_once)
         return self.calls
 
     def __exit__(self, *error):
@@ -518,7 +518,7 @@ def test_masks_drawn_together_are_those_drawn_alone(name, monkeypatch):
     assert sum(number for number, _ in together) == len(alone), "none is drawn in vain"
     kinds = {(*place.shapes, place.axis, place.drop_probability) for place in bench.places.places.values()}
     assert len(together) == len(kinds) < len(alone)
-    assert not bench.places._drawn, "none is kept"
+    assert not bench.places.ahead._waiting, "none is kept"
 
 
 @pytest.mark.parametrize(("limit", "at_once"), [(3_000, {1}), (4_700, {1, 2})])
@@ -582,11 +582,11 @@ def test_masks_that_nobody_took_are_not_those_of_the_next_samples():
     with places.active():
         expected = drawn(ours, 1)
         drawn(others, 0)
-        assert len(places._drawn) == 1, "the second one's, for the others"
+        assert len(places.ahead._waiting) == 1, "the second one's, for the others"
         assert torch.equal(drawn(ours, 1), expected)
         assert not torch.equal(drawn(others, 1), expected), "control"
         drawn(others, 0)
-    assert not places._drawn
+    assert not places.ahead._waiting
 
 
 # ------------------------------------------------------------------------------------------------------------------- refusals
