@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_ga.dropped_attention import DroppedAttention, attention_weights
+from hf_ga.dropped_attention import DroppedAttentionBySample, attention_weights
 from hf_ga.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def separate_attention(
         kept = places.mask(torch.Size((tokens.num_samples, len(query), tokens.width, tokens.width)), dropout)
     bias = tokens.causal_bias if is_causal(module, **more) else None
     scale = more.get("scaling") or query.shape[-1] ** -0.5
-    return DroppedAttention.apply(query, key, value, kept, bias, tokens.spans, scale, dropout).transpose(0, 1).unsqueeze(0), None
+    output = DroppedAttentionBySample.apply(query, key, value, kept, bias, tokens.spans, scale, dropout)
+    return output.transpose(0, 1).unsqueeze(0), None
 
 
 def in_groups(heads: Heads) -> Heads:

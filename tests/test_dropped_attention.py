@@ -15,7 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_ga import draws
-from hf_ga.dropped_attention import DroppedAttention, LastBias, attention_weights, bias_of, dropped_attention
+from hf_ga.dropped_attention import (
+    DroppedAttention,
+    DroppedAttentionBySample,
+    LastBias,
+    attention_weights,
+    bias_of,
+    dropped_attention,
+)
 from hf_ga.hashing import name_key
 from hf_ga.keyed import keep_mask, keyed_dropout, sample_keys
 from hf_ga.packed_tokens import PackedTokens
@@ -134,7 +141,9 @@ def test_first_and_second_gradients(trained, spans):
         inputs[0].requires_grad_()
 
     def attention(query, key, value, bias):
-        return DroppedAttention.apply(query, key, value, kept, bias, spans, 0.4, P)
+        if spans:
+            return DroppedAttentionBySample.apply(query, key, value, kept, bias, spans, 0.4, P)
+        return DroppedAttention.apply(query, key, value, kept, bias, 0.4, P)
 
     assert torch.autograd.gradcheck(attention, inputs)
     assert torch.autograd.gradgradcheck(attention, inputs)
@@ -152,7 +161,7 @@ def test_samples_one_after_the_other_are_padded_samples(left, causal):
 
     def packed(*inputs, spans=tokens.spans):
         rows = (tokens.pack(x)[0].transpose(0, 1) for x in inputs)
-        return DroppedAttention.apply(*rows, kept, bias, spans, 0.4, P).transpose(0, 1)[None]
+        return DroppedAttentionBySample.apply(*rows, kept, bias, spans, 0.4, P).transpose(0, 1)[None]
 
     def padded(*inputs):
         allowed = real.bool()[:, None, None, :].expand(3, 1, width, width)
@@ -204,14 +213,16 @@ def test_neither_dropped_weights_nor_copies_are_kept():
     given = [torch.randn(4, tokens, 8, requires_grad=True) for _ in range(3)]
     kept, spans = mask((2, 4, 6, 6)), [(0, 6, 0), (6, 12, 0)]
 
-    def own_bytes(function):
-        saved, known = {}, {x.data_ptr() for x in (*given, kept)}
+    def own_bytes(function, *inputs):
+        saved, known = {}, {x.data_ptr() for x in (*given, kept, *inputs)}
         with saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x) if x.data_ptr() not in known else x, lambda x: x):
             function()
         return sum(x.nbytes for x in saved.values())
 
     weights = 2 * 4 * 6 * 6 * 4
-    assert own_bytes(lambda: DroppedAttention.apply(*given, kept, None, spans, 0.4, P)) == weights
+    assert own_bytes(lambda: DroppedAttentionBySample.apply(*given, kept, None, spans, 0.4, P)) == weights
+    at_once = [torch.randn(8, 6, 8, requires_grad=True) for _ in range(3)]
+    assert own_bytes(lambda: DroppedAttention.apply(*at_once, kept, None, 0.4, P), *at_once) == weights
     query, key, value = (x.unflatten(1, (2, 6)).transpose(0, 1) for x in given)
     plain = own_bytes(lambda: keyed_dropout(attention_weights(query, key, None, False, 0.4), P, kept) @ value)
     assert plain > 2 * weights, "control"
