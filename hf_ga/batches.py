@@ -67,7 +67,7 @@ def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[
     for name in names:
         value = batch[name]
         if isinstance(value, Tensor):
-            taken[name] = value[torch.as_tensor(np.asarray(rows))]
+            taken[name] = value[torch.as_tensor(np.array(rows))]  # a copy: torch knows no negative strides
         else:
             taken[name] = value[np.asarray(rows)] if isinstance(value, np.ndarray) else [value[int(row)] for row in rows]
     return taken

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.generators import moved_generators, random_states
@@ -26,12 +26,12 @@ class Place:
     can_be_keyed: bool = True
 
 
-def refuse_other_shapes(place: Place, shape: torch.Size, sample_keys: Tensor, packed: PackedTokens | None) -> None:
+def refuse_other_shapes(place: Place, shape: torch.Size, num_samples: int, packed: PackedTokens | None) -> None:
     """Raises UnkeyedRandomness where a mask of this shape has no whole samples, or no tokens of packed ones, at its sample axis."""
     if packed is None:
-        if place.axis is not None and shape[place.axis] % len(sample_keys):
+        if place.axis is not None and shape[place.axis] % num_samples:
             raise UnkeyedRandomness(
-                f"{place.name} draws a mask of shape {list(shape)} for {len(sample_keys)} samples: axis {place.axis} does not hold "
+                f"{place.name} draws a mask of shape {list(shape)} for {num_samples} samples: axis {place.axis} does not hold "
                 "whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
     elif place.axis != 0 or len(shape) < 3 or shape[:2] != packed.packed_shape or len(shape) != len(place.shapes[0]):

@@ -63,7 +63,7 @@ class KeyedPlaces:
         self._stack: list[Frame] = []
         self._recorded: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # calls of the last forward
         self._recorder: Recorder | None = None
-        self._sample_keys: Tensor | None = None
+        self._num_samples = 0  # of the next forward
         self.ahead = MasksAhead({})
         self.last_bias = LastBias()
 
@@ -129,8 +129,8 @@ class KeyedPlaces:
             num_samples: how many of the samples are in the next forward; the others follow in forwards of as many samples and of
                 the same shapes, for which it is set anew, with what is left of the same tensor. None: all.
         """
-        self._sample_keys = sample_keys[:num_samples]
-        self.ahead.set_keys(sample_keys, len(self._sample_keys), window_key)
+        self._num_samples = len(sample_keys) if num_samples is None else num_samples
+        self.ahead.set_keys(sample_keys, self._num_samples, window_key)
         self.last_bias.forget()
 
     def set_packed(self, tokens: PackedTokens | None, modules: frozenset[nn.Module]) -> None:
@@ -265,7 +265,7 @@ class KeyedPlaces:
                 "or changed since. Prove the model again, or set this dropout to 0."
             )
         packed = self.packed if frame.module in self._packed_modules else None
-        refuse_other_shapes(place, shape, self._sample_keys, packed)
+        refuse_other_shapes(place, shape, self._num_samples, packed)
         return self.ahead.mask(key, shape, drop_probability, packed)
 
 

@@ -116,6 +116,20 @@ def test_the_same_dropout(name, used):
             assert h.relative_error(gradient(model, rule, samples)[0], plain) > 1e-3
 
 
+def test_masks_of_samples_yet_to_come_in_each_lane(used):
+    """Micro-batches of one shape: each lane draws ahead for its own. Control: for those of the other lane it is another gradient."""
+    model, samples = h.bert_masked_lm(0.1), [{k: v[:4] for k, v in s.items()} for s in h.token_samples(NUM_SAMPLES)]
+    rule = proven(model, samples)
+    for plan in PLANS:
+        plain = gradient(model, without(rule, ()), samples, plan, count=1)[0]
+        assert h.relative_error(gradient(model, rule, samples, plan)[0], plain) < 1e-6
+    assert used == [2] * len(PLANS)
+    with pytest.MonkeyPatch.context() as patch:
+        keys = gradients.sample_keys
+        patch.setattr(gradients, "sample_keys", lambda seed, epoch, positions: keys(seed, epoch, NUM_SAMPLES - 1 - positions))
+        assert h.relative_error(gradient(model, rule, samples, plan)[0], plain) > 1e-3
+
+
 def test_activation_checkpointing_draws_the_same_again(used):
     model, samples = h.gpt2(0.1), h.token_samples(NUM_SAMPLES)
     plain = gradient(model, proven(model, samples), samples, count=1)[0]

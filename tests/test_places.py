@@ -543,6 +543,51 @@ def test_what_is_run_again_draws_its_own_masks_only(checkpointing, monkeypatch):
     assert sum(number for number, _ in calls) == len(bench.places.places) + in_layers
 
 
+class Even(Bench):
+    """Samples of one length, so that micro-batches have one shape; their keys are told of at once, or one by one."""
+
+    def __init__(self, *more):
+        super().__init__(*more)
+        self.samples = [sample.repeat(6)[:6] for sample in self.samples]
+
+    def in_pairs(self, at_once):
+        """The gradient of all samples in micro-batches of two."""
+        keys, shared, pairs = sample_keys(0, 0, np.array(EVERYONE)), window_key(0, 0, 0), torch.tensor(EVERYONE).split(2)
+        self.model.zero_grad()
+        with self.places.active():
+            for i, ids in enumerate(pairs):
+                if at_once:
+                    self.places.set_keys(keys[2 * i :], shared, 2)
+                else:
+                    self.places.set_keys(keys[2 * i : 2 * i + 2], shared)
+                self.forward(ids.tolist()).loss.backward()
+        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("name", "checkpointing"), SUPPORTED)
+def test_masks_of_samples_yet_to_come_are_those_drawn_for_them(name, checkpointing, monkeypatch):
+    bench = Even(name, checkpointing)
+    with Draws(monkeypatch) as one_by_one:
+        expected = bench.in_pairs(at_once=False)
+    with Draws(monkeypatch) as ahead:
+        assert torch.equal(bench.in_pairs(at_once=True), expected)
+    drawn, drawn_ahead = (sum(number * size for number, size in calls) for calls in (one_by_one, ahead))
+    assert len(ahead) < len(one_by_one) and drawn_ahead == drawn, "in fewer calls, and none in vain"
+    assert not bench.places.ahead._waiting, "none is kept"
+
+
+@pytest.mark.parametrize(("limit", "forwards"), [(1, {1}), (10 * 2 * 6 * 32, {1, 2}), (1 << 22, {3})])
+def test_masks_of_samples_yet_to_come_are_no_more_than_a_limit(limit, forwards, monkeypatch):
+    """2 x 6 x 32 elements at five places alike, in three micro-batches."""
+    bench = Even("bert sdpa")
+    expected = bench.in_pairs(at_once=False)
+    with Draws(monkeypatch, at_once=limit) as calls:
+        assert torch.equal(bench.in_pairs(at_once=True), expected)
+    assert {size // (2 * 6 * 32) for _, size in calls if not size % (2 * 6 * 32)} == forwards
+    assert limit == 1 or max(number * size for number, size in calls) <= limit
+
+
 def test_a_probability_that_changed_since_the_probe(monkeypatch):
     """The masks of its place are drawn anew, the others' stay what they were."""
     bench = Bench("bert sdpa")
@@ -587,6 +632,49 @@ def test_masks_that_nobody_took_are_not_those_of_the_next_samples():
         assert not torch.equal(drawn(others, 1), expected), "control"
         drawn(others, 0)
     assert not places.ahead._waiting
+
+
+class Table(nn.Module):
+    """Dropout of a table that all samples share, and of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_table, self.of_samples = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.of_samples(x) + 4 * self.of_table(torch.ones(1, 40))
+
+
+def test_masks_of_samples_yet_to_come_are_not_those_of_others():
+    """Where a forward leaves a place out, where other samples come instead, and in another window."""
+    model, keys = TwoPaths().train(), sample_keys(0, 0, np.arange(12))
+    places, x, shared = KeyedPlaces(model), torch.ones(4, 40), window_key(0, 0, 0)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
+
+    def drawn(model, *keys, used=(0, 1)):
+        model.used = used
+        places.set_keys(*keys)
+        return model(x)
+
+    with places.active():
+        expected = [drawn(model, part, shared) for part in keys.split(4)]
+        drawn(model, keys, shared, 4)
+        drawn(model, keys[4:], shared, 4, used=(0,))
+        assert torch.equal(drawn(model, keys[8:], shared, 4), expected[2]), "the second one's are those of the last samples"
+        drawn(model, keys, shared, 4)
+        assert torch.equal(drawn(model, keys[8:], shared, 4), expected[2]), "samples were left out"
+        assert torch.equal(drawn(model, keys, shared, 4), expected[0]), "others, again"
+        assert not torch.equal(expected[0], expected[1]), "control"
+    assert not places.ahead._waiting
+    model = Table().train()
+    places = KeyedPlaces(model)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
+    with places.active():
+        windows = [window_key(0, 0, index) for index in range(2)]
+        expected = [drawn(model, keys[4:8], window) for window in windows]
+        drawn(model, keys, windows[0], 4)
+        assert torch.equal(drawn(model, keys[4:], windows[1], 4), expected[1])
+        assert not torch.equal(*expected), "control"
 
 
 # ------------------------------------------------------------------------------------------------------------------- refusals

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import helpers as h
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import hf_ga
+import hf_ga.masks_ahead
 from hf_ga.plan import plan_by_sizes
 from hf_ga.reduce import check_supported
 
@@ -229,6 +231,29 @@ def test_layouts_agree_with_dropout(case):
     print(f"MEASURED dropout {case}: layouts differ by {max(errors):.1e}, native dropout {control:.1e}")
     assert max(errors) <= 1e-5
     assert control > 1e-2
+
+
+def test_samples_of_one_length_draw_their_masks_together(monkeypatch):
+    """Micro-batches of one shape that follow each other: in fewer draws, and still the full batch, in each order."""
+    samples = [{name: values[:4] for name, values in s.items()} for s in h.token_samples(WINDOW)]
+    assert {len(s["input_ids"]) for s in samples} == {4}
+    model, draws = h.bert_masked_lm(0.1), []
+    original = hf_ga.masks_ahead.keep_masks
+    monkeypatch.setattr(hf_ga.masks_ahead, "keep_masks", lambda *args: draws.append(1) or original(*args))
+    (window,) = make_loader(samples)
+    _, full = window_gradient(model, window.split([np.arange(WINDOW)]))
+    counts = {}
+    for sizes in ([4, 4, 4, 4], [5, 5, 5, 1], [2] * 8, [1] * 16, [1, 3, 1, 3, 4, 4]):
+        bounds = np.cumsum(sizes)[:-1]
+        for offsets in (np.arange(WINDOW), np.arange(WINDOW)[::-1]):
+            draws.clear()
+            _, found = window_gradient(model, window.split(np.split(offsets, bounds)))
+            assert h.relative_error(found, full) <= 1e-5, sizes
+            counts[str(sizes)] = len(draws)
+    print(f"MEASURED draws: {counts}")
+    once = counts["[4, 4, 4, 4]"]
+    assert counts[str([2] * 8)] == counts[str([1] * 16)] == once, "one draw for all micro-batches of each kind of place"
+    assert counts["[5, 5, 5, 1]"] == 2 * once and counts["[1, 3, 1, 3, 4, 4]"] == 5 * once, "one for each shape in turn"
 
 
 def test_layouts_agree_with_masks_drawn_by_the_collator():
