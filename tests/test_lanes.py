@@ -117,7 +117,7 @@ def test_the_same_dropout(name, used):
 
 
 def test_masks_of_samples_yet_to_come_in_each_lane(used):
-    """Micro-batches of one shape: each lane draws ahead for its own. Control: for those of the other lane it is another gradient."""
+    """Micro-batches of one shape: each lane draws ahead for its own. Control: other samples' keys."""
     model, samples = h.bert_masked_lm(0.1), [{k: v[:4] for k, v in s.items()} for s in h.token_samples(NUM_SAMPLES)]
     rule = proven(model, samples)
     for plan in PLANS:
