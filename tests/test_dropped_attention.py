@@ -21,6 +21,7 @@ from hf_ga.dropped_attention import (
     LastBias,
     attention_weights,
     bias_of,
+    causal_bias,
     dropped_attention,
 )
 from hf_ga.hashing import name_key
@@ -269,6 +270,18 @@ def test_a_bias_is_made_once_for_the_layers_of_a_forward():
     last.of(allowed, torch.float32)
     last.forget()
     assert last.of(allowed, torch.float32)[0] is not bias
+
+
+def test_what_causal_attention_adds_is_made_once_for_its_layers():
+    last, like = LastBias(), torch.zeros((), dtype=torch.float64)
+    first = last.causal(4, 4, like)
+    assert torch.equal(first.exp(), torch.ones(4, 4, dtype=torch.float64).tril()) and last.causal(4, 4, like) is first
+    for other in (last.causal(5, 5, like), last.causal(5, 5, like.float()), last.causal(2, 5, like.float())):
+        assert torch.equal(other, causal_bias(*other.shape, other))
+    assert other.shape == (2, 5) and other.dtype == torch.float32
+    first = last.causal(4, 4, like)
+    last.forget()
+    assert last.causal(4, 4, like) is not first
 
 
 @pytest.mark.parametrize("threads", [1, 2])

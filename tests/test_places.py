@@ -634,15 +634,11 @@ def test_masks_that_nobody_took_are_not_those_of_the_next_samples():
     assert not places.ahead._waiting
 
 
-class Table(nn.Module):
-    """Dropout of a table that all samples share, and of samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_table, self.of_samples = nn.Dropout(0.5), nn.Dropout(0.5)
+class Tables(TwoPaths):
+    """Dropout of tables that all samples share."""
 
     def forward(self, x):
-        return self.of_samples(x) + 4 * self.of_table(torch.ones(1, 40))
+        return x + super().forward(torch.ones(1, 40))
 
 
 def test_masks_of_samples_yet_to_come_are_not_those_of_others():
@@ -665,15 +661,19 @@ def test_masks_of_samples_yet_to_come_are_not_those_of_others():
         assert torch.equal(drawn(model, keys[8:], shared, 4), expected[2]), "samples were left out"
         assert torch.equal(drawn(model, keys, shared, 4), expected[0]), "others, again"
         assert not torch.equal(expected[0], expected[1]), "control"
-    assert not places.ahead._waiting
-    model = Table().train()
+        drawn(model, keys, shared, 4)
+        assert len(places.ahead._waiting) == 2
+        places.set_keys(keys[8:], shared, 4)
+        assert not places.ahead._waiting, "those of samples that were left out are dropped"
+    model = Tables().train()
     places = KeyedPlaces(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
     with places.active():
         windows = [window_key(0, 0, index) for index in range(2)]
-        expected = [drawn(model, keys[4:8], window) for window in windows]
-        drawn(model, keys, windows[0], 4)
-        assert torch.equal(drawn(model, keys[4:], windows[1], 4), expected[1])
+        expected = [drawn(model, keys, window, used=(1,)) for window in windows]
+        drawn(model, keys, windows[0], used=(0,))
+        assert places.ahead._waiting, "the second table's"
+        assert torch.equal(drawn(model, keys, windows[1], used=(1,)), expected[1])
         assert not torch.equal(*expected), "control"
 
 
