@@ -276,9 +276,9 @@ def test_what_causal_attention_adds_is_made_once_for_its_layers():
     last, like = LastBias(), torch.zeros((), dtype=torch.float64)
     first = last.causal(4, 4, like)
     assert torch.equal(first.exp(), torch.ones(4, 4, dtype=torch.float64).tril()) and last.causal(4, 4, like) is first
-    for other in (last.causal(5, 5, like), last.causal(5, 5, like.float()), last.causal(2, 5, like.float())):
-        assert torch.equal(other, causal_bias(*other.shape, other))
-    assert other.shape == (2, 5) and other.dtype == torch.float32
+    for shape, of in (((5, 5), like), ((5, 5), like.float()), ((2, 5), like.float())):
+        other = last.causal(*shape, of)
+        assert other.dtype == of.dtype and torch.equal(other, causal_bias(*shape, of))
     first = last.causal(4, 4, like)
     last.forget()
     assert last.causal(4, 4, like) is not first
