@@ -111,7 +111,7 @@ def dropped_attention(
         rows = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (query, key, value))  # models lay them out so: no copy
         output = DroppedAttentionBySample.apply(*rows, kept, bias, spans, scale, drop_probability)
         return output.transpose(0, 1).unflatten(0, (shape[0], num_queries)).transpose(1, 2)
-    query, key, value = query.flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3)
+    query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
     return DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability).view(*shape[:-1], value.shape[-1])
 
 

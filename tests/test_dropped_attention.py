@@ -272,6 +272,17 @@ def test_a_bias_is_made_once_for_the_layers_of_a_forward():
     assert last.of(allowed, torch.float32)[0] is not bias
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 2, 5, 8)], ids=str)
+def test_any_number_of_axes(shape):
+    inputs, kept = [torch.randn(shape, dtype=torch.float64) for _ in range(3)], mask((*shape[:-1], 5))
+    ours = results(lambda *x: dropped_attention(LastBias(), *x, None, True, 0.4, kept, P), inputs, torch.ones(shape).double())
+    defined = results(
+        lambda q, k, v: keyed_dropout(attention_weights(q, k, None, True, 0.4), P, kept) @ v, inputs, torch.ones(shape)
+    )
+    for got, true in zip(ours, defined, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-14)
+
+
 def test_what_causal_attention_adds_is_made_once_for_its_layers():
     last, like = LastBias(), torch.zeros((), dtype=torch.float64)
     first = last.causal(4, 4, like)
