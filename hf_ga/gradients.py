@@ -18,6 +18,7 @@ from hf_ga.keyed import sample_keys, window_key
 from hf_ga.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
+from hf_ga.row_gradients import make_dense, row_gradients
 from hf_ga.sharding import gradient_sync
 from hf_ga.targets import TargetRule
 from hf_ga.terms import Counts, add_counts, count_targets, window_term
@@ -74,18 +75,20 @@ def _add_terms(
     """Forward and backward of these micro-batches, one after the other. `is_over` tells that the result will not be used."""
     rule, module, accepted = lane.rule, callable_module(lane.model), argument_filter(lane.model)
     batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
-    for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
-        if is_over():
-            return
-        with gradient_sync(accelerator, lane.model, sync_each or i == len(forwards) - 1):
-            rule.expect(forward.counts)
-            with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
-                if rule.router is not None:
-                    term = term + rule.router.term(rule.router.take(), balance)
-            _backward(accelerator, term, forward.weight)
-        if forward.weight:
-            share.loss += term.detach()
+    with row_gradients(accelerator, lane.model) as tables:
+        for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
+            if is_over():
+                return
+            with gradient_sync(accelerator, lane.model, sync_each or i == len(forwards) - 1):
+                rule.expect(forward.counts)
+                with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+                    term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
+                    if rule.router is not None:
+                        term = term + rule.router.term(rule.router.take(), balance)
+                _backward(accelerator, term, forward.weight)
+            make_dense(tables)
+            if forward.weight:
+                share.loss += term.detach()
 
 
 def _add_in_lanes(lanes: Sequence[Lane], forwards: Sequence[Forward], share: Share, add: Callable[..., None]) -> None:
@@ -126,22 +129,24 @@ def summed_gradients(
     forwards = as_many_as_others(accelerator, window, [Forward(m, ()) for m in window.micro_batches])
     module, accepted, total = callable_module(model), argument_filter(model), 0.0
     batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
-    for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
-        with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
-            with accelerator.autocast():
-                loss, number = loss_of(module(**accepted(batch)), batch, loss_fn)
-            weight = forward.weight if (count := float(number)) else 0
-            if not weight and not is_sharded(accelerator):
-                continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
-            if not count and not (loss.requires_grad and torch.isfinite(loss)):
-                raise LossNotAdditive(
-                    "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without "
-                    f"targets (0 times a logit), got {loss}."
-                )
-            _backward(accelerator, loss / window.num_samples, weight)
-        if weight:
-            share.loss += loss.detach().to(share.loss.dtype)
-            total += count
+    with row_gradients(accelerator, model) as tables:
+        for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
+            with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
+                with accelerator.autocast():
+                    loss, number = loss_of(module(**accepted(batch)), batch, loss_fn)
+                weight = forward.weight if (count := float(number)) else 0
+                if not weight and not is_sharded(accelerator):
+                    continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
+                if not count and not (loss.requires_grad and torch.isfinite(loss)):
+                    raise LossNotAdditive(
+                        "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without "
+                        f"targets (0 times a logit), got {loss}."
+                    )
+                _backward(accelerator, loss / window.num_samples, weight)
+            make_dense(tables)
+            if weight:
+                share.loss += loss.detach().to(share.loss.dtype)
+                total += count
     share.counts = (total,)
 
 

@@ -1,0 +1,157 @@
+"""Embeddings whose gradients are the rows that were used: the same gradient, in tables at the end, and only where nobody minds."""
+
+import contextlib
+from types import SimpleNamespace
+
+import helpers as h
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.utils import parametrize
+
+import hf_ga
+from hf_ga import gradients
+from hf_ga.row_gradients import make_dense, row_gradients
+
+CPU = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+PADDING = 1
+WINDOWS = {
+    "bert": (h.bert_classifier, h.class_samples, None),
+    "tied": (h.gpt2, h.token_samples, None),
+    "routed": (lambda: h.mixtral(router_coefficient=0.1), h.token_samples, None),
+    "own loss": (h.plain_tagger, h.weighted_samples, h.weighted_token_loss),
+}
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """The layouts that gradients of embeddings had behind each backward."""
+    seen = []
+
+    def watched(weights):
+        seen.append({w.grad.layout for w in weights if w.grad is not None})
+        make_dense(weights)
+
+    monkeypatch.setattr(gradients, "make_dense", watched)
+    return seen
+
+
+def table(**options):
+    torch.manual_seed(0)
+    return nn.Embedding(50, 6, dtype=torch.float64, **options)
+
+
+def added(embedding, context):
+    """The gradient of four batches of ids, some of which occur more than once in a batch; each use has a weight of its own."""
+    torch.manual_seed(1)
+    with context as weights:
+        for _ in range(4):
+            vectors = embedding(torch.randint(0, 9, (3, 7)))
+            (vectors * torch.randn_like(vectors)).sum().backward()
+            make_dense(weights)
+    return embedding.weight.grad
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": PADDING}], ids=["plain", "padding"])
+def test_rows_are_the_table(options):
+    """Against the dense gradient. Control: without `make_dense`, as torch leaves it, the gradient is no table."""
+    embedding, control = table(**options), table(**options)
+    rows = added(embedding, row_gradients(CPU, embedding))
+    assert not rows.is_sparse and not embedding.sparse
+    torch.testing.assert_close(rows, added(table(**options), contextlib.nullcontext([])), rtol=1e-14, atol=1e-14)
+    assert bool((rows[PADDING] == 0).all()) == bool(options) and not rows[9:].any() and rows[0].any()
+    with row_gradients(CPU, control):
+        assert added(control, contextlib.nullcontext([])).is_sparse
+
+
+def backward_window(name):
+    build, samples, loss_fn = WINDOWS[name]
+    model = build()
+    loader = hf_ga.WindowLoader(
+        samples(12), h.pad_right, accelerator=Accelerator(cpu=True), per_device_batch_size=3, global_batch_size=12
+    )
+    hf_ga.backward_window(Accelerator(cpu=True), model, next(iter(loader)), loss_fn=loss_fn)
+    return model
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_give_tables(name, layouts, monkeypatch):
+    """The first backward leaves rows, unless the table is an output layer's too; later ones add to a table. Control: without."""
+    model = backward_window(name)
+    rows = h.gradients(model)
+    assert all(p.grad is None or p.grad.layout is torch.strided for p in model.parameters())
+    assert not any(m.sparse for m in model.modules() if isinstance(m, nn.Embedding))
+    assert (torch.sparse_coo in layouts[0], len(layouts)) == (name != "own loss", 4) and layouts[1:] == [{torch.strided}] * 3
+    monkeypatch.setattr(gradients, "row_gradients", lambda accelerator, model: contextlib.nullcontext([]))
+    assert h.relative_error(rows, h.gradients(backward_window(name))) < 1e-6
+    assert layouts[4] == set(), "control: no table was asked for rows"
+
+
+def test_a_tied_table_gets_both_parts():
+    """Of the output layer and of the rows that went in: against float64. Control: either part alone is another gradient."""
+    model, batch = backward_window("tied"), h.pad_right(h.token_samples(12))
+    truth, full = h.full_batch_gradient(model, batch), h.full_batch_gradient(model, batch, torch.float32)
+    h.assert_promise_1(h.gradients(model), full, truth)
+    name, inputs = "transformer.wte.weight", model.transformer.wte
+    inputs.weight = nn.Parameter(inputs.weight.detach().clone())
+    assert h.relative_error({name: h.full_batch_gradient(model, batch)[name]}, {name: truth[name]}) > 0.01
+
+
+def hooked(embedding):
+    embedding.weight.register_hook(lambda gradient: gradient)
+    return embedding
+
+
+def watched(embedding):
+    embedding.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return embedding
+
+
+def computed(embedding):
+    parametrize.register_parametrization(embedding, "weight", nn.Identity())
+    return embedding
+
+
+def compiled(embedding):
+    embedding.compile()
+    return embedding
+
+
+@pytest.mark.parametrize(
+    "embedding",
+    [
+        table(scale_grad_by_freq=True),
+        table().requires_grad_(False),
+        table().bfloat16(),
+        hooked(table()),
+        watched(table()),
+        computed(table()),
+        compiled(table()),
+    ],
+    ids=["frequency", "frozen", "bfloat16", "hook", "hook behind", "computed", "compiled"],
+)
+def test_tables_that_stay_dense(embedding):
+    with row_gradients(CPU, nn.Sequential(embedding)) as weights:
+        assert weights == [] and not embedding.sparse
+
+
+@pytest.mark.parametrize(
+    "accelerator",
+    [SimpleNamespace(num_processes=2, device=CPU.device), SimpleNamespace(num_processes=1, device=torch.device("cuda"))],
+    ids=["processes", "gpu"],
+)
+def test_one_process_on_a_cpu_only(accelerator):
+    with row_gradients(accelerator, embedding := table()) as weights:
+        assert weights == [] and not embedding.sparse
+    with row_gradients(CPU, embedding) as weights:
+        assert weights[0] is embedding.weight and embedding.sparse, "control"
+
+
+def test_what_was_asked_for_stays():
+    """Somebody's own sparse embedding is left alone, and after an error nothing is left behind."""
+    model = nn.ModuleList([table(sparse=True), table()])
+    with pytest.raises(KeyError), row_gradients(CPU, model) as weights:
+        assert len(weights) == 1 and weights[0] is model[1].weight
+        raise KeyError
+    assert model[0].sparse and not model[1].sparse
