@@ -271,7 +271,7 @@ def test_medians_ratios_and_bounds_by_hand():
     assert ours["efficiency"] == pytest.approx((6 * 50 * 1000 + 6 * 20 * 990) / 5e5)
     assert (ours["peak"], ours["above"]) == (300.0, 200.0)
     assert all(bound.holds for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds)
-    assert len(speed_tables.ragged_section(fake_speed(rounds)).bounds) == 6
+    assert [bound.is_aim for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds] == [False] * 6 + [True]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_medians_ratios_and_bounds_by_hand():
 )
 def test_each_bound_can_break(arm, measured, broken):
     rounds = {TRAINER: [one(4.0)], GROUPED: [one(1.5)], REBALANCED: [one(1.2)], BY_LENGTH: [one(1.0)]} | {arm: [measured]}
-    names = [bound.what for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds if not bound.holds]
+    names = [bound.what for bound in speed_tables.ragged_section(fake_speed(rounds)).bounds if bound.is_broken]
     assert any(broken in name for name in names)
 
 
@@ -333,18 +333,36 @@ def test_a_window_is_split_into_1_4_and_16_micro_batches_of_the_same_padded_toke
     assert len({(sum(rows for rows, _ in each), *{width for _, width in each}) for each in shapes}) == 1
 
 
-def test_splits_of_the_settings_own_samples_and_of_short_ones_have_a_bound_each(monkeypatch):
+def test_windows_of_an_epoch_are_split_one_after_the_other(monkeypatch):
+    """All splits of a window before the next one: ratios are of the same samples."""
+    seen, step = [], hf_ga.train_step
+
+    def watched(*of, **more):
+        seen.append((of[3].index, len(of[3].batches)))
+        return step(*of, **more)
+
+    monkeypatch.setattr(hf_ga, "train_step", watched)
+    setting = replace(SETTING, window_size=16)
+    steps.measure_splits(setting, [*make_samples(), *make_samples()][:32], 3)
+    assert [{index for index, _ in seen[i : i + 3]} for i in range(0, 12, 3)] == [{0}, {1}, {0}, {1}]
+    assert all({number for _, number in seen[i : i + 3]} == {1, 4, 16} for i in range(0, 12, 3))
+
+
+def test_splits_of_own_samples_have_the_bound_and_of_short_ones_an_aim_and_a_limit(monkeypatch):
     asked = []
 
     def measured(function, setting, rows, rounds, *, as_finetune):
         asked.append({len(row["input_ids"]) for row in rows})
-        return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.0 + len(asked), 1.0)]}
+        return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.2 + 0.05 * len(asked), 1.0)]}
 
     monkeypatch.setattr(sections, "ragged_samples", lambda *_: (make_samples(), 0))
     monkeypatch.setattr(sections, "run_apart", measured)
     own, short = sections.run_splits(sections.Plan([SETTING], len(LENGTHS), [], 1, 1, 0))
     assert asked == [set(LENGTHS), {SETTING.max_length}]
-    assert [bound.value for bound in (*own.bounds, *short.bounds)] == [2.0, 3.0]
+    told = [(round(bound.value, 2), bound.limit, bound.is_aim, bound.is_broken) for bound in (*own.bounds, *short.bounds)]
+    assert told == [(1.25, 1.1, False, True), (1.3, 1.1, True, False), (1.3, 1.3, False, False)]
+    worse = {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.31, 1.0)]}
+    assert [bound.is_broken for bound in steps.splits_section(SETTING, worse, "short", short=True).bounds] == [False, True]
 
 
 def test_the_first_window_and_its_plan_are_timed():
@@ -378,11 +396,14 @@ def test_a_figure_that_is_no_number_keeps_no_bound():
 
 @pytest.mark.parametrize(("value", "flags", "code"), [(2.0, ["--assert"], 0), (0.5, ["--assert"], 1), (0.5, [], 0)])
 def test_assert_names_the_bound_that_is_broken(tmp_path, monkeypatch, capsys, value, flags, code):
-    section = Section("t", ("arm", "s"), [["x", 1.0]], [Bound("the speed of x", value, 1.0)])
+    aim = Bound("an aim of x", value, 3.0, is_aim=True)
+    section = Section("t", ("arm", "s"), [["x", 1.0]], [Bound("the speed of x", value, 1.0), aim])
     monkeypatch.setitem(cli.SECTIONS, "plan", lambda plan: [section])
     output = tmp_path / "out"
     assert cli.main(["--quick", "--sections", "plan", "--output_dir", str(output), *flags]) == code
-    assert ("the speed of x" in capsys.readouterr().err) == (code == 1)
+    printed = capsys.readouterr()
+    assert ("the speed of x" in printed.err) == (code == 1) and "an aim of x" not in printed.err
+    assert f"AIM MISSED: an aim of x: {value:.4g}, aimed at: at least 3" in printed.out
     figures = json.loads((output / "benchmark.json").read_text())
     assert figures["sections"][0]["bounds"][0]["holds"] == (value >= 1)
     assert "| x | 1 |" in (output / "benchmark.md").read_text()

@@ -7,25 +7,33 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bound:
-    """What must show: `value` at least (or, if `at_most`, at most) `limit`."""
+    """What must show: `value` at least (or, if `at_most`, at most) `limit`. A missed aim fails nothing, but is told."""
 
     what: str
     value: float
     limit: float
     at_most: bool = False
+    is_aim: bool = False
 
     @property
     def holds(self) -> bool:
         """False for a value that is not a number, too."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
+    @property
+    def is_broken(self) -> bool:
+        return not (self.holds or self.is_aim)
+
     def __str__(self) -> str:
         """
         >>> print(Bound("speed", 2.5, 3.0))
         BROKEN: speed: 2.5, must be at least 3
+        >>> print(Bound("speed", 2.5, 3.0, is_aim=True))
+        AIM MISSED: speed: 2.5, aimed at: at least 3
         """
+        missed, verb = ("AIM MISSED", "aimed at:") if self.is_aim else ("BROKEN", "must be")
         kind = "at most" if self.at_most else "at least"
-        return f"{'holds' if self.holds else 'BROKEN'}: {self.what}: {self.value:.4g}, must be {kind} {self.limit:.4g}"
+        return f"{'holds' if self.holds else missed}: {self.what}: {self.value:.4g}, {verb} {kind} {self.limit:.4g}"
 
 
 @dataclass

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hf_ga.places import KeyedPlaces
 
 SPLITS = (1, 4, 16)  # micro-batches of a window
 MOST_SPLIT, MOST_KEYED = 1.10, 1.05
+MOST_SHORT_SPLIT = 1.30  # nobody asked for it: so that short samples, whose 1.10 is an aim, do not become worse unseen
 Times = dict[str, list[tuple[float, float]]]  # of each run (seconds of the clock, CPU seconds of all threads)
 KEYED, NATIVE = "keyed dropout", "torch's own dropout"
 
@@ -35,24 +37,35 @@ class _TorchsOwnDropout(KeyedPlaces):
 
 
 def measure_splits(setting: Setting, samples: Sequence[Sample], rounds: int) -> Times:
-    """Times of a step on the first window in each split; all in turn, the first turn is not counted.
+    """Times of a step in each split, on the windows of an epoch one after the other; all splits of a window in turn, and the first
+    turn is not counted.
 
-    Micro-batches are padded to the longest sample of the window, so all splits compute the same tokens.
+    Micro-batches are padded to the longest sample of their window, so all splits compute the same tokens.
     """
-    accelerator, model, optimizer, windows = _prepared(setting, samples)
-    window = next(iter(windows))
-    split = {k: window.split(np.array_split(np.arange(window.num_samples), k), whole_window=True) for k in SPLITS}
-    step = _stepper(accelerator, model, optimizer, setting)
-    return _in_turn(setting, {str(k): lambda part=part: step(part) for k, part in split.items()}, rounds)
+    accelerator, model, optimizer, loader = _prepared(setting, samples)
+    windows, step = list(loader), _stepper(accelerator, model, optimizer, setting)
+
+    def steps_of(num_micro_batches: int) -> Callable[[], float]:
+        parts = [np.array_split(np.arange(window.num_samples), num_micro_batches) for window in windows]
+        following = cycle([window.split(of_it, whole_window=True) for window, of_it in zip(windows, parts, strict=True)])
+        return lambda: step(next(following))
+
+    return _in_turn(setting, {str(k): steps_of(k) for k in SPLITS}, rounds)
 
 
-def splits_section(setting: Setting, times: Times, samples: str) -> Section:
-    """Times and their ratio to one micro-batch. samples: which, in words."""
+def splits_section(setting: Setting, times: Times, samples: str, *, short: bool = False) -> Section:
+    """Times and their ratio to one micro-batch.
+
+    Args:
+        samples: which, in words. short: they are shorter than the setting's own, and the limit is an aim.
+    """
     first, last = str(SPLITS[0]), str(SPLITS[-1])
-    title = f"{setting.model}: one window of {setting.window_size} {samples}, in so many micro-batches"
-    section = _compared(title, times, first)
+    title = f"{setting.model}: windows of {setting.window_size} {samples}, in so many micro-batches"
+    section, ratio = _compared(title, times, first), _medians(times)[last] / _medians(times)[first]
     what = f"{setting.model}: {last} micro-batches against {first}, {samples}"
-    section.bounds.append(Bound(what, _medians(times)[last] / _medians(times)[first], MOST_SPLIT, at_most=True))
+    section.bounds.append(Bound(what, ratio, MOST_SPLIT, at_most=True, is_aim=short))
+    if short:
+        section.bounds.append(Bound(f"{what}, hf_ga's own limit", ratio, MOST_SHORT_SPLIT, at_most=True))
     return section
 
 
