@@ -27,7 +27,9 @@ def row_gradients(accelerator: Accelerator, model: nn.Module) -> Iterator[list[n
     modules = list(model.modules())
     alone = accelerator.num_processes == 1 and accelerator.device.type == "cpu"
     compiled = any(m._compiled_call_impl is not None for m in modules)  # it would be compiled again for this
-    embeddings = [m for m in modules if isinstance(m, nn.Embedding) and _takes_rows(m)] if alone and not compiled else []
+    wrapped = {id(m._modules.get("base_layer")) for m in modules}  # by PEFT, which looks other tables up in the way of this one
+    embeddings = [m for m in modules if isinstance(m, nn.Embedding) and id(m) not in wrapped and _takes_rows(m)]
+    embeddings = embeddings if alone and not compiled else []
     for embedding in embeddings:
         embedding.sparse = True
     try:

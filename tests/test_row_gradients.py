@@ -118,8 +118,14 @@ def compiled(embedding):
     return embedding
 
 
+def wrapped(embedding):
+    outer = nn.Module()
+    outer.base_layer = embedding
+    return outer
+
+
 @pytest.mark.parametrize(
-    "embedding",
+    "module",
     [
         table(scale_grad_by_freq=True),
         table().requires_grad_(False),
@@ -128,12 +134,13 @@ def compiled(embedding):
         watched(table()),
         computed(table()),
         compiled(table()),
+        wrapped(table()),
     ],
-    ids=["frequency", "frozen", "bfloat16", "hook", "hook behind", "computed", "compiled"],
+    ids=["frequency", "frozen", "bfloat16", "hook", "hook behind", "computed", "compiled", "wrapped"],
 )
-def test_tables_that_stay_dense(embedding):
-    with row_gradients(CPU, nn.Sequential(embedding)) as weights:
-        assert weights == [] and not embedding.sparse
+def test_tables_that_stay_dense(module):
+    with row_gradients(CPU, nn.Sequential(module)) as weights:
+        assert weights == [] and not any(m.sparse for m in module.modules() if isinstance(m, nn.Embedding))
 
 
 @pytest.mark.parametrize(
