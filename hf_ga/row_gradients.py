@@ -7,6 +7,7 @@ first is made dense, to which the next are added in place. The sums are the same
 the micro-batches in their order.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,15 +22,17 @@ EXACT = (torch.float32, torch.float64)  # narrower types round sums of rows in a
 def row_gradients(accelerator: Accelerator, model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """The backwards inside give the model's embeddings gradients of rows; call `make_dense` with what is yielded after each.
 
-    One process on a CPU only: on a GPU rows that occur twice are found with a wait for the device, and what sums gradients over
-    processes wants them dense.
+    Not those whose weight is the output layer's too: its part of the gradient is a table anyway, and torch makes another one to add
+    rows to it. One process on a CPU only: on a GPU rows that occur twice are found with a wait for the device, and what sums
+    gradients over processes wants them dense.
     """
     modules = list(model.modules())
     alone = accelerator.num_processes == 1 and accelerator.device.type == "cpu"
     compiled = any(m._compiled_call_impl is not None for m in modules)  # it would be compiled again for this
     wrapped = {id(m._modules.get("base_layer")) for m in modules}  # by PEFT, which looks other tables up in the way of this one
+    owners = Counter(id(p) for m in modules for p in m._parameters.values())
     embeddings = [m for m in modules if isinstance(m, nn.Embedding) and id(m) not in wrapped and _takes_rows(m)]
-    embeddings = embeddings if alone and not compiled else []
+    embeddings = [m for m in embeddings if owners[id(m.weight)] == 1] if alone and not compiled else []
     for embedding in embeddings:
         embedding.sparse = True
     try:
