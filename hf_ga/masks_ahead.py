@@ -25,9 +25,8 @@ class MasksAhead:
         self.places = places
         self._alike = alike_places(places)  # of each place: all places whose masks are alike, and its index there
         self._waiting: dict[int, list[tuple[tuple, Tensor]]] = {}  # of each place: what masks were drawn for, and they; last first
-        self._keys: Tensor | None = (
-            None  # what waits is known by the address of its keys: nothing else gets it as long as they are kept
-        )
+        # What waits is known by the address of its keys: nothing else gets it as long as they are kept.
+        self._keys: Tensor | None = None
         self._num_samples = 0
         self._window_key: Tensor | None = None
 

@@ -99,6 +99,21 @@ def test_a_tied_table_gets_both_parts():
     assert h.relative_error({name: h.full_batch_gradient(model, batch)[name]}, {name: truth[name]}) > 0.01
 
 
+def test_a_table_that_is_also_multiplied():
+    """By a function, so that no module tells of it: rows and a whole table in one backward, against the dense way."""
+    found = []
+    for context in (row_gradients(CPU, embedding := table()), contextlib.nullcontext([])):
+        embedding.weight.grad = None
+        with context as weights:
+            for ids in (torch.tensor([[1, 2, 1]]), torch.tensor([[2, 5]])):
+                (embedding(ids) @ embedding.weight.T).square().sum().backward()
+                make_dense(weights)
+        found.append(embedding.weight.grad)
+        assert weights == [] or weights[0] is embedding.weight
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+    assert not found[0].is_sparse and found[0].all(), "the product reaches all rows"
+
+
 def hooked(embedding):
     embedding.weight.register_hook(lambda gradient: gradient)
     return embedding
