@@ -348,21 +348,19 @@ def test_windows_of_an_epoch_are_split_one_after_the_other(monkeypatch):
     assert all({number for _, number in seen[i : i + 3]} == {1, 4, 16} for i in range(0, 12, 3))
 
 
-def test_splits_of_own_samples_have_the_bound_and_of_short_ones_an_aim_and_a_limit(monkeypatch):
+def test_splits_of_the_settings_own_samples_and_of_short_ones_have_a_bound_each(monkeypatch):
     asked = []
 
     def measured(function, setting, rows, rounds, *, as_finetune):
         asked.append({len(row["input_ids"]) for row in rows})
-        return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.2 + 0.05 * len(asked), 1.0)]}
+        return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.0 + len(asked), 1.0)]}
 
     monkeypatch.setattr(sections, "ragged_samples", lambda *_: (make_samples(), 0))
     monkeypatch.setattr(sections, "run_apart", measured)
     own, short = sections.run_splits(sections.Plan([SETTING], len(LENGTHS), [], 1, 1, 0))
     assert asked == [set(LENGTHS), {SETTING.max_length}]
-    told = [(round(bound.value, 2), bound.limit, bound.is_aim, bound.is_broken) for bound in (*own.bounds, *short.bounds)]
-    assert told == [(1.25, 1.1, False, True), (1.3, 1.1, True, False), (1.3, 1.3, False, False)]
-    worse = {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.31, 1.0)]}
-    assert [bound.is_broken for bound in steps.splits_section(SETTING, worse, "short", short=True).bounds] == [False, True]
+    assert [(bound.value, bound.limit) for bound in (*own.bounds, *short.bounds)] == [(2.0, 1.1), (3.0, 1.1)]
+    assert all(bound.is_broken for bound in (*own.bounds, *short.bounds))
 
 
 def test_the_first_window_and_its_plan_are_timed():

@@ -35,8 +35,8 @@ threads. CPU seconds are of all threads, waiting ones included. hf_ga's arms do 
 CPU: plan by cost, compute two micro-batches at once (`lanes.py`), keep freed memory, and start with its settings of glibc
 (`start.py`), so they are not forked. On lengths within 10 %, where arms differ little, on a CPU they take turns window by
 window: all processes of a round live at the same time, and one of them is at work. Splits of a window compute the same
-padded tokens: its micro-batches are padded to its longest sample. The bound is about windows of the setting's own samples;
-for shorter ones, where what comes with a micro-batch weighs most, it is an aim, whose miss is printed.
+padded tokens: its micro-batches are padded to its longest sample. Beside them a window of short samples, where what
+comes with a micro-batch weighs most.
 "hf_ga, packed" is what it does by itself on a CPU, and bounds are about that: layers compute real tokens, so the plan
 pads more for fewer micro-batches; "padded / real" is that of the batches as collated."""
 QUICK = {"size": "tiny", "num_samples": 48, "max_length": 32, "rounds": 1, "window": 16, "micro_batch": 4, "most_samples": 10_000}

@@ -71,7 +71,7 @@ def run_uniform(plan: Plan) -> list[Section]:
 
 
 def run_splits(plan: Plan) -> list[Section]:
-    """Windows in 1, 4 and 16 micro-batches: of the setting's samples, which the bound is about, and of short ones."""
+    """Windows in 1, 4 and 16 micro-batches: of the setting's samples, and of short ones."""
     found = []
     for whole in plan.settings:
         setting, samples = plan.ragged(whole)
@@ -79,7 +79,7 @@ def run_splits(plan: Plan) -> list[Section]:
         found.append(steps.splits_section(setting, times, "samples padded to the longest of the window"))
         setting, samples = plan.even(whole, UNIFORM_LENGTH, whole.window_size)
         times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SHORT * plan.rounds, as_finetune=True)
-        found.append(steps.splits_section(setting, times, f"samples of {setting.max_length} tokens", short=True))
+        found.append(steps.splits_section(setting, times, f"samples of {setting.max_length} tokens"))
     return found
 
 
