@@ -7,7 +7,7 @@ so the numbers do not depend on who computed what, and every process has all of 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 
 from hf_ga.errors import OutOfMemory
 from hf_ga.forward import LossFunction, accepted_arguments, callable_module, head_loss, restored_modes
+from hf_ga.known_padding import known_padding
+from hf_ga.lean_forward import lean_forwards
 from hf_ga.memory import is_out_of_memory, size_of, too_large_for
 from hf_ga.metrics import METRICS, entries_per_sample, predictions_and_references
 from hf_ga.parts import PARTS
@@ -115,7 +117,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Share:
-    """What one micro-batch adds, on the host. Only ever exchanged between the processes of one run.
+    """What one micro-batch adds, on the host (sums: when all are computed). Only ever exchanged between processes of one run.
 
     Attributes:
         positions: int64, shape (n,): of its samples.
@@ -137,17 +139,17 @@ def _own_shares(
     accelerator: Accelerator, windows: WindowLoader, share_of: Callable[[MicroBatch], _Share]
 ) -> "list[_Share | OutOfMemory]":
     """Of this process's micro-batches, or why there are none: the others wait for them. (Under FSDP they wait in each forward.)"""
-    shares: list[_Share | OutOfMemory] = []
+    shares: list[_Share] = []
     try:
         for window in windows:
             for micro_batch, counts in _equal_in_number(accelerator, window):
                 of_one = _in_parts(accelerator, window, micro_batch, share_of)
                 shares += of_one if counts else []
+        return [replace(share, sums=tuple(map(float, share.sums))) for share in shares]  # waits for the device, once
     except OutOfMemory as error:
         if is_sharded(accelerator):
             raise
         return [error]
-    return shares
 
 
 def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
@@ -164,7 +166,8 @@ def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
 
 def _share_of(accelerator: Accelerator, module: nn.Module, losses: "_Losses", read: Callable, micro_batch: MicroBatch) -> _Share:
     batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-    with losses.active():  # not where a reader generates
+    with losses.active(), lean_forwards(module), known_padding(batch, micro_batch.batch):  # not where a reader generates
+        losses.expect(micro_batch)
         outputs = module(**accepted_arguments(module, batch))
         loss = losses.of(outputs, batch, micro_batch)
     return _Share(micro_batch.positions, *loss, *read(outputs, batch, micro_batch))
@@ -209,9 +212,14 @@ class _Losses:
             return nullcontext()
         return self.rule.active(without_logits=self.without_logits)
 
+    def expect(self, micro_batch: MicroBatch) -> None:
+        """What the next forward computes."""
+        if self.loss_fn is None and self.without_logits:
+            self.rule.expect(count_targets(self.rule.name, micro_batch.batch, len(micro_batch)))
+
     def of(
         self, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[tuple[float, ...], tuple[float, ...], list[tuple[np.ndarray, ...]]]:
+    ) -> tuple[tuple[Any, ...], tuple[float, ...], list[tuple[np.ndarray, ...]]]:
         """Sums, counts and balance of a batch that lies on the device."""
         if self.loss_fn is None:
             counts = count_targets(self.rule.name, micro_batch.batch, len(micro_batch))
@@ -222,7 +230,7 @@ class _Losses:
             sums, counts = (total,), (float(count),)
         calls = [] if self.router is None else self.router.take()
         balance = [tuple(t.cpu().double().numpy() for t in (c.chosen, c.probability, c.num_tokens)) for c in calls]
-        return tuple(map(float, sums)), counts, balance
+        return sums, counts, balance
 
     def mean(self, shares: Sequence[_Share]) -> dict[str, float]:
         """The mean over all targets (of each part, added up), NaN without targets, and their number."""

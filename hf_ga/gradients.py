@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.forward import LossFunction, argument_filter, callable_module, loss_of
 from hf_ga.keyed import sample_keys, window_key
+from hf_ga.known_padding import known_padding
 from hf_ga.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
@@ -82,7 +83,9 @@ def _add_terms(
             with gradient_sync(accelerator, lane.model, sync_each or i == len(forwards) - 1):
                 rule.expect(forward.counts)
                 with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                    term = window_term(rule.name, module(**accepted(batch)), batch, forward.counts, totals)
+                    with known_padding(batch, forward.micro_batch.batch):
+                        outputs = module(**accepted(batch))
+                    term = window_term(rule.name, outputs, batch, forward.counts, totals)
                     if rule.router is not None:
                         term = term + rule.router.term(rule.router.take(), balance)
                 _backward(accelerator, term, forward.weight)
@@ -133,7 +136,9 @@ def summed_gradients(
         for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
             with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
                 with accelerator.autocast():
-                    loss, number = loss_of(module(**accepted(batch)), batch, loss_fn)
+                    with known_padding(batch, forward.micro_batch.batch):
+                        outputs = module(**accepted(batch))
+                    loss, number = loss_of(outputs, batch, loss_fn)
                 weight = forward.weight if (count := float(number)) else 0
                 if not weight and not is_sharded(accelerator):
                     continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
@@ -161,8 +166,10 @@ def choices_of_experts(
 ) -> list[list[BalanceCall]]:
     """What experts the tokens of each micro-batch choose, by forwards that are done again with gradients: the same dropout."""
     module, accepted, calls = callable_module(model), argument_filter(model), []
-    for batch in keyed_batches(accelerator, window, rule, micro_batches, share):
-        with accelerator.autocast():
+    batches = keyed_batches(accelerator, window, rule, micro_batches, share)
+    for batch, micro_batch in zip(batches, micro_batches, strict=True):
+        rule.expect(count_targets(rule.name, micro_batch.batch, len(micro_batch)))
+        with accelerator.autocast(), known_padding(batch, micro_batch.batch):
             module(**accepted(batch))
         calls.append(rule.router.take() if rule.router is not None else [])
     return calls
