@@ -42,7 +42,7 @@ def known_padding(batch: Batch, on_host: Batch) -> Iterator[None]:
 
 
 def _is_elsewhere(tensor: Any, on_host: Any) -> bool:
-    return all(isinstance(t, Tensor) and t.ndim == 2 for t in (tensor, on_host)) and tensor.device.type != "cpu"
+    return isinstance(tensor, Tensor) and isinstance(on_host, Tensor) and tensor.device.type != "cpu"
 
 
 def _noting(original: Callable, masks: list[tuple[Tensor, int, Tensor]], prepared: list[tuple[Tensor, Tensor]]) -> Callable:
@@ -52,15 +52,16 @@ def _noting(original: Callable, masks: list[tuple[Tensor, int, Tensor]], prepare
         found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
         for mask, version, on_host in masks:
             if isinstance(found[1], Tensor) and _is_same(attention_mask, mask) and mask._version == version:
-                prepared.append((found[1], on_host.bool()))
+                prepared.append((found[1], on_host.reshape(attention_mask.shape).bool()))
         return found
 
     return prepare
 
 
 def _is_same(tensor: Tensor, mask: Tensor) -> bool:
-    """Also for a view of all of it, as GPT-2 makes one."""
-    return tensor.data_ptr() == mask.data_ptr() and (tensor.shape, tensor.stride()) == (mask.shape, mask.stride())
+    """Also for a view of all of it in the same order: GPT-2 makes one, and heads for multiple choice one of other rows."""
+    in_order = tensor.is_contiguous() and mask.is_contiguous()
+    return in_order and (tensor.data_ptr(), tensor.numel()) == (mask.data_ptr(), mask.numel())
 
 
 def _asking(original: Callable[..., bool], prepared: list[tuple[Tensor, Tensor]]) -> Callable[..., bool]:

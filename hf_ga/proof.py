@@ -89,8 +89,8 @@ class Prover:
     def forward_copies(self, num_samples: int) -> None:
         """A forward on equal samples; what the collate function draws is not the model's doing."""
         with preserved_random_states():
-            batch = self.collate([self.by_length[-1]] * num_samples)
-        loss_of(self.model(**accepted_arguments(self.model, self._on_device(batch))), batch, self.loss_fn)
+            batch = self._on_device(self.collate([self.by_length[-1]] * num_samples))
+        loss_of(self.model(**accepted_arguments(self.model, batch)), batch, self.loss_fn)
 
     def find_router(self) -> None:
         """Learn whether the head adds a router's balancing loss, and how much it weighs."""

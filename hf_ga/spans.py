@@ -198,12 +198,12 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     probability is the softmax over all of them.
 
     Args:
-        start_logits, end_logits: of shape (width,); what lies behind the sample's tokens is padding. sample: with `starts`, `ends`
-            and `context` of `tokenize_questions`, and `no_answer`, the token that stands for none.
+        start_logits, end_logits: of shape (width,), on the CPU; what lies behind the sample's tokens is padding.
+        sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token that stands for none.
     """
     starts, ends = np.asarray(sample["starts"]), np.asarray(sample["ends"])
     places = torch.from_numpy(np.flatnonzero(starts >= 0))
-    first, last = (logits.double().cpu() for logits in (start_logits, end_logits))
+    first, last = start_logits.double(), end_logits.double()
     spans = (first[places].unsqueeze(1) + last[places]).masked_fill(
         torch.ones(len(places), len(places)).tril(-1).bool(), -torch.inf
     )
@@ -222,4 +222,5 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
 
 def read_answers(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Answer]:
     """The best answer of each sample, from what a question answering head returned."""
-    return [best_answer(*row) for row in zip(outputs.start_logits.float(), outputs.end_logits.float(), samples, strict=True)]
+    starts, ends = (logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits))  # waits for the device
+    return [best_answer(*row) for row in zip(starts, ends, samples, strict=True)]
