@@ -27,6 +27,7 @@ from hf_ga.exact_checks import check_trainer
 from hf_ga.forward import module_modes
 from hf_ga.generators import moved_generators, random_states
 from hf_ga.gradients import choices_of_experts, set_keys
+from hf_ga.known_padding import known_padding
 from hf_ga.known_rules import NUM_PROOF_SAMPLES
 from hf_ga.parts import parts_known_by
 from hf_ga.precision import full_precision
@@ -145,8 +146,11 @@ class WindowLoss:
             self._begin_forwards()
         if not any(current.counts[index] if rule.router is None else current.totals):  # no target, no mean: it adds nothing
             return torch.zeros((), device=self.device, requires_grad=True)
-        set_keys(rule, current.window, current.window.micro_batches[index], self.device)
-        term = window_term(rule.name, self.module(**inputs), inputs, current.counts[index], current.totals)
+        micro_batch = current.window.micro_batches[index]
+        set_keys(rule, current.window, micro_batch, self.device)
+        with known_padding(inputs, micro_batch.batch):
+            outputs = self.module(**inputs)
+        term = window_term(rule.name, outputs, inputs, current.counts[index], current.totals)
         if rule.router is not None:
             term = term + rule.router.term(rule.router.take(), current.balance)
         if not self._reaches_backward:

@@ -101,8 +101,8 @@ def loss_of(outputs: Any, batch: Batch, loss_fn: LossFunction | None) -> tuple[T
     """Loss of a model's outputs.
 
     Returns:
-        (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor; without, the loss is the
-        head's own mean and the number is None.
+        (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor, on the CPU if it was a
+        number: no device is asked for it; without, the loss is the head's own mean and the number is None.
 
     Raises:
         ValueError: `loss_fn` returned something else than a scalar and a number.
@@ -112,9 +112,7 @@ def loss_of(outputs: Any, batch: Batch, loss_fn: LossFunction | None) -> tuple[T
     total, count = loss_fn(outputs, batch)
     if not isinstance(total, Tensor) or total.dim():
         raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
-    return at_least_float32(total), torch.as_tensor(
-        count, device=total.device, dtype=torch.float64 if _has_float64(total) else None
-    )
+    return at_least_float32(total), torch.as_tensor(count, dtype=torch.float64 if _has_float64(total) else None)
 
 
 def _has_float64(tensor: Tensor) -> bool:

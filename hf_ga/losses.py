@@ -42,8 +42,8 @@ def cross_entropy_sum(
         logits, labels = logits[:, :-1], labels[:, 1:]
     logits, labels = at_least_float32(logits.reshape(-1, logits.shape[-1])), labels.reshape(-1)
     if weights is not None:
-        weights = weights.to(logits.device, logits.dtype)
+        weights = weights.to(logits.device, logits.dtype, non_blocking=True)
         labels = labels.masked_fill(weights[labels.clamp(min=0)] == 0, IGNORED_LABEL)
     loss = F.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=label_smoothing)
     counted = labels != IGNORED_LABEL
-    return loss, counted.sum() if weights is None else weights[labels[counted]].sum()
+    return loss, counted.sum() if weights is None else (weights[labels.clamp(min=0)] * counted).sum()

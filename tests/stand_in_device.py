@@ -7,13 +7,14 @@ another way, its kernels, its memory and its speed are not to be seen here.
 `set_up` is for a whole process: it makes torch's "PrivateUse1" this device, and Accelerate takes it as it would take a GPU.
 """
 
+import copy
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -49,11 +50,36 @@ class DeviceTensor(Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def tolist(self) -> Any:
+        _note()
+        return self.inner.tolist()
+
     def storage(self) -> Any:
         return self.inner.storage()
 
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: "DeviceTensor") -> None:
+        Tensor.data.__set__(self, value)
+        self.inner = value.inner
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Saved as a tensor of the CPU: whoever loads a file says where to."""
+        return self.inner.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTensor":
+        if id(self) not in memo:
+            copied = DeviceTensor(self.inner.detach().clone())
+            copied = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
+            copied.requires_grad_(self.requires_grad).grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = copied
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

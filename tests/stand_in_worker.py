@@ -3,6 +3,7 @@
 python tests/stand_in_worker.py OUTPUT_DIR
 """
 
+import copy
 import json
 import sys
 from contextlib import nullcontext
@@ -16,10 +17,13 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.nn import functional as F
 
 import hf_ga
 from hf_ga import gradients
 from hf_ga.evaluation import evaluate, evaluation_windows
+from hf_ga.exact_trainer import WindowLoss
+from hf_ga.known_padding import known_padding
 from hf_ga.windows import WindowLoader
 
 CPU, DROPOUT = torch.device("cpu"), 0.3
@@ -63,6 +67,13 @@ MODELS = {
     "choices": (chooser, partial(choices, 24)),
     "one length": (helpers.gpt2, partial(same_length, 16)),
 }
+
+
+def sum_over_samples(outputs, batch):
+    """Its count is a number, which the host knows."""
+    return F.cross_entropy(outputs.logits, batch["labels"], reduction="sum"), len(batch["labels"])
+
+
 OWN_LOSS = (helpers.plain_tagger, partial(helpers.weighted_samples, 24))
 # name -> (model, samples, how windows are planned and proven, more)
 CASES = {
@@ -70,6 +81,7 @@ CASES = {
     **{f"{name}, packed": (*MODELS[name], {"padding_free": True}, {}) for name in ("GPT-2", "Llama", "BERT")},
     **{f"{name}, by length": (*MODELS[name], {"by_length": True}, {}) for name in ("GPT-2", "BERT")},
     "own loss": (*OWN_LOSS, {}, {"loss_fn": helpers.weighted_token_loss}),
+    "own loss that counts on the host": (*MODELS["classes"], {}, {"loss_fn": sum_over_samples}),
 }
 
 
@@ -137,6 +149,38 @@ def asking_the_device(device):
         return {name: computed(device, *CASES[name])["waits"] for name in ("GPT-2", "BERT", "choices", "one length")}
 
 
+@torch.no_grad()
+def changed_masks(device):
+    """What a model gives where a mask is not that of the batch any more: (distance from the CPU, whether it waited), by how.
+
+    On the host no token is padding, so a mask that is taken for the batch's would be left out.
+    """
+
+    def written(mask):
+        mask[:, -2:] = 0
+        return mask
+
+    def another(mask):
+        return mask * (torch.arange(mask.shape[1], device=mask.device) < mask.shape[1] - 2)
+
+    def reversed_view(mask):
+        written(mask)
+        return mask.flip(1)
+
+    found, model = {}, helpers.bert_classifier().eval()
+    there, ids = copy.deepcopy(model).to(device), torch.arange(2, 22).reshape(2, 10)
+    for name, change in (("as it was", lambda mask: mask), ("written", written), ("another", another), ("reversed", reversed_view)):
+        on_host = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        batch = {key: value.to(device) for key, value in on_host.items()}
+        stand_in_device.waits.clear()
+        with known_padding(batch, on_host):
+            logits = there(input_ids=batch["input_ids"], attention_mask=change(batch["attention_mask"])).logits
+        waited = len(stand_in_device.waits)
+        right = model(input_ids=ids, attention_mask=change(on_host["attention_mask"].clone())).logits
+        found[name] = (float((logits.cpu() - right).norm() / right.norm()), waited)
+    return found
+
+
 def usual_loop(device):
     """The control: a loop that adds up the losses of micro-batches as numbers."""
     accelerator = accelerator_on(device)
@@ -149,6 +193,49 @@ def usual_loop(device):
         accelerator.backward(loss)
         total += loss.item()
     return list(stand_in_device.waits)
+
+
+def equivalence(device):
+    """Whether the check passes for hf_ga and for a mean of means."""
+
+    def mean_of_means(model, micro_batches):
+        for batch in micro_batches:
+            (helpers.mean_loss(model, batch) / len(micro_batches)).backward()
+
+    found = {}
+    for name, step in (("hf_ga", None), ("mean of means", mean_of_means)):
+        model = helpers.gpt2(DROPOUT if step is None else 0.0).to(device)
+        report = hf_ga.check_equivalence(model, helpers.token_samples(16), helpers.pad_right, quick=True, step=step)
+        found[name] = {"passed": report.passed, "text": str(report)}
+    return found
+
+
+def trainers(device, folder):
+    """Losses of ExactTrainer with two sizes of micro-batches, and what the second of two windows waited for in its forwards."""
+    losses, waits = {}, []
+    part = WindowLoss.part
+
+    def noted(self, *args, **kwargs):
+        before = len(stand_in_device.waits)
+        term = part(self, *args, **kwargs)
+        waits.extend(stand_in_device.waits[before:])
+        return term
+
+    fget = tf.TrainingArguments.device.fget
+    with (
+        mock.patch.object(tf.TrainingArguments, "device", property(lambda self: (fget(self), device)[1])),
+        mock.patch.object(WindowLoss, "part", noted),
+    ):
+        for size in (2, 4):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 2}
+            quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+            arguments = tf.TrainingArguments(folder, dataloader_pin_memory=False, **sizes, **quiet)
+            data = {"train_dataset": helpers.token_samples(24), "data_collator": helpers.pad_right}
+            trainer = hf_ga.ExactTrainer(model=helpers.gpt2(DROPOUT), args=arguments, **data)
+            trainer.train()
+            losses[size] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "waits": waits}
 
 
 def mixed_devices(device):
@@ -165,6 +252,11 @@ if __name__ == "__main__":
     tf.logging.set_verbosity_error()
     device = stand_in_device.set_up()
     results = {name: compared(device, *case) for name, case in CASES.items()}
-    results |= {"steps": steps(device), "asking": asking_the_device(device), "usual loop": usual_loop(device)}
-    results["mixed"] = mixed_devices(device)
+    results |= {
+        "changed masks": changed_masks(device),
+        "steps": steps(device),
+        "asking": asking_the_device(device),
+        "usual loop": usual_loop(device),
+    }
+    results |= {"mixed": mixed_devices(device), "equivalence": equivalence(device), "trainers": trainers(device, sys.argv[1])}
     Path(sys.argv[1], "found.json").write_text(json.dumps(results))
