@@ -14,7 +14,7 @@ from hf_ga.sharding import clip_gradients
 
 @dataclass
 class StepResult:
-    """What a step did. The numbers stay on the device until they are read: `loss` and `grad_norm` wait for it.
+    """What a step did. Before an update, and under fp16, `loss` and `grad_norm` wait for the device when they are read.
 
     Attributes:
         num_targets: targets of the window over all processes.
@@ -92,25 +92,28 @@ def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parame
 
 
 def _is_finite(accelerator: Accelerator, parameters: Sequence[nn.Parameter], result: StepResult) -> bool:
-    """Of loss and gradients, the same on all processes. Where they are, the device is waited for once.
+    """Of loss and gradients, the same on all processes. Where they are, the device is waited for once, and what a step tells of is
+    read by the way: behind the optimizer's step, whoever reads it would wait for that too.
 
     A norm to clip to must be finite itself: one that overflows float32 would clip every gradient to zero. Without clipping a norm
     is only the quickest question, and one that overflows is no answer.
     """
-    loss = result.loss_tensor.isfinite()
+    loss = result.loss_tensor
     if result.grad_norm_tensor is not None:
-        return bool(loss & result.grad_norm_tensor.to(loss.device).isfinite())
+        result.loss_tensor, result.grad_norm_tensor = numbers = torch.stack([loss, result.grad_norm_tensor.to(loss)]).cpu()
+        return bool(numbers.isfinite().all())
     gradients = [part for p in parameters if (part := own_part(p.grad)).numel()]
-    if _everywhere(accelerator, loss & torch.nn.utils.get_total_norm(gradients).to(loss.device).isfinite()):
+    result.loss_tensor, _ = numbers = torch.stack([loss, torch.nn.utils.get_total_norm(gradients).to(loss)]).cpu()
+    if _everywhere(accelerator, numbers.isfinite().all()):
         return True
-    return _everywhere(accelerator, torch.stack([loss, *(g.isfinite().all().to(loss.device) for g in gradients)]).all())
+    return _everywhere(accelerator, torch.stack([loss.isfinite(), *(g.isfinite().all().to(loss.device) for g in gradients)]).all())
 
 
 def _everywhere(accelerator: Accelerator, is_true: Tensor) -> bool:
     """Without FSDP all processes have the same gradients; with it, each knows of its own shards."""
     if not is_sharded(accelerator):
         return bool(is_true)
-    return not sum_tensors(accelerator, [is_true.logical_not()])[0]
+    return not sum_tensors(accelerator, [is_true.logical_not().to(accelerator.device)])[0]
 
 
 def own_part(gradient: Tensor) -> Tensor:

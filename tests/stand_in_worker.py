@@ -129,8 +129,8 @@ def compared(device, *case):
     return {**there, "error": max(errors), "error of another window": another, "results on the CPU": on_cpu["results"]}
 
 
-def steps(device):
-    """What one optimizer step waits for after its window."""
+def steps(device, max_grad_norm):
+    """What one optimizer step waits for after its window, and whoever reads what it did."""
     accelerator = accelerator_on(device)
     model = accelerator.prepare(helpers.gpt2(DROPOUT))
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -138,7 +138,8 @@ def steps(device):
     found = []
     for window in windows:
         stand_in_device.waits.clear()
-        hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+        result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=max_grad_norm)
+        assert result.loss > 0 and (result.grad_norm or 1) > 0
         found.append(list(stand_in_device.waits))
     return found[1:]  # the first one proves the model
 
@@ -254,7 +255,7 @@ if __name__ == "__main__":
     results = {name: compared(device, *case) for name, case in CASES.items()}
     results |= {
         "changed masks": changed_masks(device),
-        "steps": steps(device),
+        "steps": [steps(device, norm) for norm in (1.0, None)],
         "asking": asking_the_device(device),
         "usual loop": usual_loop(device),
     }
