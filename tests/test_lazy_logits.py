@@ -327,7 +327,7 @@ def test_layers_that_are_left_alone(monkeypatch):
 
 def peak_bytes(function) -> int:
     """The most memory that tensors had at a time, above what they had before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:  # torch 2.11 warns else
         function()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     level = top = 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import pytest
 import runs
 import stand_in_runs
@@ -20,6 +21,7 @@ SAME, ANOTHER = 2e-6, 0.5  # relative errors of a gradient: rounding, and that o
 COUNTED_THERE = {"own loss": 1}
 COUNTED_IN_RUNS = {"class weights": 1, "smoothed and weighted tags": 1, "smoothed causal LM": 1}
 MICRO_BATCHES = 12  # of the three windows of a case
+ASKED_BY_ITSELF = {"width"} if helpers.BEFORE_5_23 else set()  # XLNet made a mask on the host
 
 
 def found_by(script, folder: Path) -> dict:
@@ -54,7 +56,7 @@ def test_gradients_are_those_of_the_cpu(name, found):
 
 @pytest.mark.parametrize("name", stand_in_worker.CASES)
 def test_no_window_waits_for_the_device(name, found):
-    allowed = COUNTED_THERE.get(name, 0) * MICRO_BATCHES
+    allowed = (COUNTED_THERE.get(name, 0) + (name in ASKED_BY_ITSELF)) * MICRO_BATCHES
     assert len(found[name]["waits"]) == allowed, "\n".join(found[name]["waits"])
 
 
@@ -68,7 +70,8 @@ def test_evaluations_agree(name, found):
 def test_evaluations_wait_once_they_are_done(name, found):
     """Each batch's sum is read when all batches are computed."""
     waits, batches = found[name]["waits of evaluation"], found[name]["forwards of evaluation"]
-    assert len(waits) == batches and all("_own_shares" in wait and "_share_of" not in wait for wait in waits), "\n".join(waits)
+    early = [wait for wait in waits if "_share_of" in wait and name not in ASKED_BY_ITSELF]
+    assert not early and sum("_own_shares" in wait and "_share_of" not in wait for wait in waits) == batches, "\n".join(waits)
 
 
 @pytest.mark.parametrize("clips", [True, False])
