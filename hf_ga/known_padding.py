@@ -42,7 +42,9 @@ def known_padding(batch: Batch, on_host: Batch) -> Iterator[None]:
 
 
 def _is_elsewhere(tensor: Any, on_host: Any) -> bool:
-    return isinstance(tensor, Tensor) and isinstance(on_host, Tensor) and tensor.device.type != "cpu"
+    if not isinstance(tensor, Tensor) or not isinstance(on_host, Tensor):
+        return False
+    return tensor.device.type != "cpu" and not tensor.is_inference()  # tensors of inference mode have no version
 
 
 def _noting(original: Callable, masks: list[tuple[Tensor, int, Tensor]], prepared: list[tuple[Tensor, Tensor]]) -> Callable:

@@ -14,6 +14,9 @@ import pytest
 import runs
 import stand_in_runs
 import stand_in_worker
+import torch
+
+from hf_ga.known_padding import known_padding
 
 LIMIT = 400  # seconds; a script takes 60 to 90
 SAME, ANOTHER = 2e-6, 0.5  # relative errors of a gradient: rounding, and that of another window
@@ -96,6 +99,16 @@ def test_only_the_mask_of_the_batch_is_looked_up_on_the_host(found):
     waited = {name: waits > 0 for name, (_, waits) in found["changed masks"].items()}
     assert waited == {"as it was": False, "written": True, "another": True, "reversed": True}
     assert all(error < SAME for error, _ in found["changed masks"].values()), found["changed masks"]
+
+
+def test_tensors_of_inference_mode_are_let_through():
+    """They have no version, so the device is asked about them."""
+    on_host = {"attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+    with torch.inference_mode():
+        batch = {"attention_mask": torch.ones(2, 5, dtype=torch.int64, device="meta")}
+    assert batch["attention_mask"].is_inference()
+    with known_padding(batch, on_host):
+        pass
 
 
 def test_the_stand_in_sees_what_waits_and_what_is_mixed(found):
