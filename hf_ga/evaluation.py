@@ -30,7 +30,7 @@ from hf_ga.plan import plan_by_sizes
 from hf_ga.reduce import gather_rows, is_sharded
 from hf_ga.router import BalanceCall
 from hf_ga.targets import TargetRule
-from hf_ga.terms import count_targets, loss_sums
+from hf_ga.terms import Counts, count_targets, loss_sums
 from hf_ga.windows import MicroBatch, Window, WindowLoader
 
 # Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the layout.
@@ -167,9 +167,9 @@ def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
 def _share_of(accelerator: Accelerator, module: nn.Module, losses: "_Losses", read: Callable, micro_batch: MicroBatch) -> _Share:
     batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
     with losses.active(), lean_forwards(module), known_padding(batch, micro_batch.batch):  # not where a reader generates
-        losses.expect(micro_batch)
+        counts = losses.expected(micro_batch)
         outputs = module(**accepted_arguments(module, batch))
-        loss = losses.of(outputs, batch, micro_batch)
+        loss = losses.of(outputs, batch, counts)
     return _Share(micro_batch.positions, *loss, *read(outputs, batch, micro_batch))
 
 
@@ -212,17 +212,16 @@ class _Losses:
             return nullcontext()
         return self.rule.active(without_logits=self.without_logits)
 
-    def expect(self, micro_batch: MicroBatch) -> None:
-        """What the next forward computes."""
-        if self.loss_fn is None and self.without_logits:
-            self.rule.expect(count_targets(self.rule.name, micro_batch.batch, len(micro_batch)))
+    def expected(self, micro_batch: MicroBatch) -> Counts:
+        """The targets of the next forward, counted on the host; of an own loss, which counts by itself, nothing."""
+        counts = () if self.loss_fn is not None else count_targets(self.rule.name, micro_batch.batch, len(micro_batch))
+        if self.without_logits:  # only then is the rule asked how many there are
+            self.rule.expect(counts)
+        return counts
 
-    def of(
-        self, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[tuple[Any, ...], tuple[float, ...], list[tuple[np.ndarray, ...]]]:
-        """Sums, counts and balance of a batch that lies on the device."""
+    def of(self, outputs: Any, batch: dict[str, Any], counts: tuple[float, ...]) -> tuple[tuple, tuple, list[tuple]]:
+        """Sums (on the device), counts and balance of a batch that lies there."""
         if self.loss_fn is None:
-            counts = count_targets(self.rule.name, micro_batch.batch, len(micro_batch))
             mean = None if self.rule.name in PARTS else head_loss(outputs).double()
             sums = loss_sums(self.rule.name, outputs, batch, counts, mean)
         else:

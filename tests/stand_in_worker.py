@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import helpers
@@ -24,6 +25,7 @@ from hf_ga import gradients
 from hf_ga.evaluation import evaluate, evaluation_windows
 from hf_ga.exact_trainer import WindowLoss
 from hf_ga.known_padding import known_padding
+from hf_ga.spans import read_answers
 from hf_ga.windows import WindowLoader
 
 CPU, DROPOUT = torch.device("cpu"), 0.3
@@ -182,6 +184,15 @@ def changed_masks(device):
     return found
 
 
+def answers(device):
+    """What reading the answers of four samples waits for."""
+    sample = {"starts": [-1, 0, 4, 8], "ends": [-1, 3, 7, 12], "context": "one two four", "no_answer": 0}
+    logits = torch.arange(16.0).reshape(4, 4).to(device)
+    stand_in_device.waits.clear()
+    assert [a.text for a in read_answers(SimpleNamespace(start_logits=logits, end_logits=logits), [sample] * 4)] == ["four"] * 4
+    return list(stand_in_device.waits)
+
+
 def usual_loop(device):
     """The control: a loop that adds up the losses of micro-batches as numbers."""
     accelerator = accelerator_on(device)
@@ -254,6 +265,7 @@ if __name__ == "__main__":
     device = stand_in_device.set_up()
     results = {name: compared(device, *case) for name, case in CASES.items()}
     results |= {
+        "answers": answers(device),
         "changed masks": changed_masks(device),
         "steps": [steps(device, norm) for norm in (1.0, None)],
         "asking": asking_the_device(device),

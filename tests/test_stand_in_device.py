@@ -19,7 +19,7 @@ import torch
 from hf_ga.known_padding import known_padding
 
 LIMIT = 400  # seconds; a script takes 60 to 90
-SAME, ANOTHER = 2e-6, 0.5  # relative errors of a gradient: rounding, and that of another window
+SAME, ANOTHER = helpers.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
 # Cases whose loss counts on the device, so that its number has to be waited for: how often in a micro-batch.
 COUNTED_THERE = {"own loss": 1}
 COUNTED_IN_RUNS = {"class weights": 1, "smoothed and weighted tags": 1, "smoothed causal LM": 1}
@@ -66,7 +66,7 @@ def test_no_window_waits_for_the_device(name, found):
 @pytest.mark.parametrize("name", stand_in_worker.CASES)
 def test_evaluations_agree(name, found):
     case = found[name]
-    assert case["results"] == pytest.approx(case["results on the CPU"], rel=1e-5)
+    assert case["results"] == pytest.approx(case["results on the CPU"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in stand_in_worker.CASES if name not in ("router", *COUNTED_THERE)])
@@ -86,12 +86,14 @@ def test_a_step_waits_once_for_the_device(clips, found):
 
 def test_transformers_asks_the_device_for_padding(found):
     """The control: without what is known on the host, each forward of these waits."""
-    assert {name: len(waits) >= MICRO_BATCHES for name, waits in found["asking"].items() if name != "one length"} == {
-        "GPT-2": True,
-        "BERT": True,
-        "choices": True,
-    }
-    assert len(found["asking"]["one length"]) >= 8
+    asking = found["asking"]
+    assert all(len(asking[name]) >= MICRO_BATCHES for name in ("GPT-2", "BERT", "choices"))
+    assert len(asking["one length"]) >= 8
+
+
+def test_answers_are_read_at_once(found):
+    """Start and end logits of all samples: two copies to the host."""
+    assert len(found["answers"]) == 2, found["answers"]
 
 
 def test_only_the_mask_of_the_batch_is_looked_up_on_the_host(found):
@@ -133,13 +135,13 @@ def test_exact_trainer_runs_there(found):
 
 @pytest.mark.parametrize("name", runs.JOBS)
 def test_every_task_trains_there_as_on_the_cpu(name, whole_runs):
-    """Whole runs with evaluations and checkpoints: loading, training, saving."""
+    """Whole runs with evaluations and checkpoints: loading, training, saving. Weights up to rounding, of which Adam makes much."""
     folder, waits = whole_runs
     there, on_cpu = folder / f"{name} there", folder / f"{name} on the CPU"
-    moved = runs.relative_distance(on_cpu / "checkpoint-3", on_cpu / "checkpoint-2")  # by one step
-    assert runs.relative_distance(there / "checkpoint-3", on_cpu / "checkpoint-3") < moved / 20
+    moved = runs.relative_distance(on_cpu / "checkpoint-3", on_cpu / "checkpoint-2")  # by one step; a hundredth of it was seen
+    assert runs.relative_distance(there / "checkpoint-3", on_cpu / "checkpoint-3") < moved / 50
     summaries = [json.loads((place / "summary.json").read_text()) for place in (there, on_cpu)]
-    assert summaries[0]["test_loss"] == pytest.approx(summaries[1]["test_loss"], rel=1e-5)
+    assert summaries[0]["test_loss"] == pytest.approx(summaries[1]["test_loss"], rel=1e-6)
     in_a_step = 1 + 2 * COUNTED_IN_RUNS.get(name, 0)  # two micro-batches
     assert [len(of_step) for of_step in waits[name]] == [in_a_step] * stand_in_runs.STEPS, waits[name]
 
