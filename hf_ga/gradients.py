@@ -17,6 +17,7 @@ from hf_ga.forward import LossFunction, argument_filter, callable_module, loss_o
 from hf_ga.keyed import sample_keys, window_key
 from hf_ga.known_padding import known_padding
 from hf_ga.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
+from hf_ga.losses import CrossEntropySum
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
 from hf_ga.row_gradients import make_dense, row_gradients
@@ -124,7 +125,7 @@ def summed_gradients(
     """Of an own loss, which counts during its forward: the divisor is known at the end, so gradients are divided by the samples of
     the window (which keeps their size), and the caller corrects that once.
 
-    A count that is a number, not a tensor on the device, saves waiting for the device.
+    A count that is a number, not a tensor on the device, saves waiting for the device; hf_ga's own losses count on the host.
 
     Args:
         share: gets the loss, summed over the targets, and their number.
@@ -139,7 +140,9 @@ def summed_gradients(
                     with known_padding(batch, forward.micro_batch.batch):
                         outputs = module(**accepted(batch))
                     loss, number = loss_of(outputs, batch, loss_fn)
-                weight = forward.weight if (count := float(number)) else 0
+                known = isinstance(loss_fn, CrossEntropySum)
+                count = loss_fn.count(forward.micro_batch.batch) if known else float(number)
+                weight = forward.weight if count else 0
                 if not weight and not is_sharded(accelerator):
                     continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
                 if not count and not (loss.requires_grad and torch.isfinite(loss)):

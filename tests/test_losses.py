@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 import hf_ga
-from hf_ga.losses import cross_entropy_sum, make_loss_fn
+from hf_ga.losses import CrossEntropySum, make_loss_fn
 from hf_ga.plan import plan_by_sizes
 
 WINDOW = 16
@@ -22,9 +22,9 @@ SETTINGS = {"weights": (0.0, WEIGHTS), "smoothing": (0.1, None), "both": (0.2, W
 
 def computed(logits, labels, smoothing, weights, shifted=False):
     tensor = None if weights is None else torch.tensor(weights)
-    loss, count = cross_entropy_sum(
-        SimpleNamespace(logits=logits), {"labels": labels}, label_smoothing=smoothing, weights=tensor, shifted=shifted
-    )
+    loss_fn, batch = CrossEntropySum(smoothing, tensor, shifted), {"labels": labels}
+    loss, count = loss_fn(SimpleNamespace(logits=logits), batch)
+    assert loss_fn.count(batch) == pytest.approx(float(count), rel=1e-6)
     return loss, float(count)
 
 
@@ -127,7 +127,9 @@ def test_any_cut_adds_up(smoothing, weights):
 def test_the_arguments_stay():
     logits, labels = data((8, 9))
     before, weights = (logits.clone(), labels.clone()), torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
-    cross_entropy_sum(SimpleNamespace(logits=logits), {"labels": labels}, label_smoothing=0.1, weights=weights, shifted=True)
+    loss_fn = CrossEntropySum(0.1, weights, True)
+    loss_fn(SimpleNamespace(logits=logits), {"labels": labels})
+    loss_fn.count({"labels": labels})
     assert torch.equal(logits, before[0]) and torch.equal(labels, before[1]) and weights.dtype == torch.float64
 
 

@@ -22,7 +22,6 @@ LIMIT = 400  # seconds; a script takes 60 to 90
 SAME, ANOTHER = helpers.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
 # Cases whose loss counts on the device, so that its number has to be waited for: how often in a micro-batch.
 COUNTED_THERE = {"own loss": 1}
-COUNTED_IN_RUNS = {"class weights": 1, "smoothed and weighted tags": 1, "smoothed causal LM": 1}
 MICRO_BATCHES = 12  # of the three windows of a case
 ASKED_BY_ITSELF = {"width"} if helpers.BEFORE_5_23 else set()  # XLNet made a mask on the host
 
@@ -142,8 +141,7 @@ def test_every_task_trains_there_as_on_the_cpu(name, whole_runs):
     assert runs.relative_distance(there / "checkpoint-3", on_cpu / "checkpoint-3") < moved / 50
     summaries = [json.loads((place / "summary.json").read_text()) for place in (there, on_cpu)]
     assert summaries[0]["test_loss"] == pytest.approx(summaries[1]["test_loss"], rel=1e-6)
-    in_a_step = 1 + 2 * COUNTED_IN_RUNS.get(name, 0)  # two micro-batches
-    assert [len(of_step) for of_step in waits[name]] == [in_a_step] * stand_in_runs.STEPS, waits[name]
+    assert [len(of_step) for of_step in waits[name]] == [1] * stand_in_runs.STEPS, waits[name]
 
 
 def test_a_run_that_was_stopped_there_goes_on_there(whole_runs):
