@@ -4,7 +4,8 @@ import ctypes
 
 import torch
 
-M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = 1, -1, -4, -8  # of glibc's malloc.h
+M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4  # of glibc's malloc.h
+HEAP_PART = 64 << 20  # bytes: a thread's heap grows by such parts
 
 
 def keep_freed_memory(device: torch.device) -> bool:
@@ -20,6 +21,7 @@ def keep_freed_memory(device: torch.device) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if device.type != "cpu" or mallopt is None:
         return False
-    # No block is mapped by itself, so all of them come from the heap, one for all threads, whose top is not given back.
-    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0), (M_ARENA_MAX, 1))
+    # No block is mapped by itself, so all of them come from heaps, whose top is not given back. Nor is an empty part of a thread's
+    # heap, as long as less than the pad would be left: two parts, so never. The system gives pages of the pad when they are used.
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0), (M_TOP_PAD, 2 * HEAP_PART))
     return all(mallopt(*setting) for setting in settings)

@@ -8,7 +8,7 @@ import platform
 import sys
 
 TUNABLES = "GLIBC_TUNABLES"
-SETTINGS = {"glibc.malloc.tcache_count": 0, "glibc.malloc.hugetlb": 1, "glibc.malloc.arena_max": 1}
+SETTINGS = {"glibc.malloc.tcache_count": 0, "glibc.malloc.hugetlb": 1}
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of CUDA and ROCm
 
 
@@ -40,8 +40,7 @@ def environment() -> dict[str, str]:
     glibc keeps freed small blocks for the thread that freed them, and what is kept is not joined with its neighbours: some
     hundred of them between freed tensors, and tensors of other lengths found no room there. A BERT of 4 layers x 256 added 290
     MiB in its training, without this cache 180 MiB, in the same time. Large pages, where the system gives them when asked, took
-    a tenth off the time of its windows (and of a GPT-2's) for no memory. One heap for all threads lets a lane (`lanes.py`) use
-    what another one freed: 268 MiB instead of 337. Where there is a GPU, tensors live there. What is set
+    a tenth off the time of its windows (and of a GPT-2's) for no memory. Where there is a GPU, tensors live there. What is set
     already stays.
     """
     tunables = os.environ.get(TUNABLES, "")

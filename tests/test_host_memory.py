@@ -11,28 +11,34 @@ from hf_ga import host_memory
 # The module is run as a file: the package would import much more.
 FAULTS = """
 import resource, runpy, statistics, sys, torch
+from concurrent.futures import ThreadPoolExecutor
 keep_freed_memory = runpy.run_path(sys.argv[1])["keep_freed_memory"]
 
 def faults():
     counted = []
     for _ in range(14):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.zeros(12 * 2**20).add_(1)
+        [torch.zeros(int(size) * 2**18).add_(1) for size in sys.argv[3:]]
         counted.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return int(statistics.median(counted[3:])), sum(counted[3:])
 
-left_alone = faults()
-print(keep_freed_memory(torch.device("cpu")), *left_alone, *faults())
+run = ThreadPoolExecutor(1).submit if sys.argv[2] == "a thread" else None
+left_alone = run(faults).result() if run else faults()
+print(keep_freed_memory(torch.device("cpu")), *left_alone, *(run(faults).result() if run else faults()))
 """
 
 
 @pytest.mark.launch
-def test_freed_tensors_leave_their_memory_to_the_next_ones():
-    """Of tensors of 48 MB, one after the other, the median: up to 12,288 pages if the system has to give them again.
+@pytest.mark.parametrize(
+    ("where", "sizes"),
+    [("the main thread", [48]), ("a thread", [40, 40, 40])],  # MiB; a thread's heap has parts of 64 MiB, one for each of these
+)
+def test_freed_tensors_leave_their_memory_to_the_next_ones(where, sizes):
+    """Of such tensors again and again, the median: up to 12,288 pages if the system has to give them again.
 
     The median, as a small block may come to lie behind a tensor, so that the next one does not fit into its place.
     """
-    command = [sys.executable, "-c", FAULTS, host_memory.__file__]
+    command = [sys.executable, "-c", FAULTS, host_memory.__file__, where, *map(str, sizes)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     done, left_alone, all_left_alone, kept, all_kept = run.stdout.split()
     if done != "True":
