@@ -20,7 +20,7 @@ from hf_ga.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
 from hf_ga.losses import CrossEntropySum
 from hf_ga.reduce import Share, is_sharded, meet, sum_tensors
 from hf_ga.router import BalanceCall, add_calls
-from hf_ga.row_gradients import make_dense, row_gradients
+from hf_ga.row_gradients import add_rows, row_gradients
 from hf_ga.sharding import gradient_sync
 from hf_ga.targets import TargetRule
 from hf_ga.terms import Counts, add_counts, count_targets, window_term
@@ -90,7 +90,7 @@ def _add_terms(
                     if rule.router is not None:
                         term = term + rule.router.term(rule.router.take(), balance)
                 _backward(accelerator, term, forward.weight)
-            make_dense(tables)
+            add_rows(tables)
             if forward.weight:
                 share.loss += term.detach()
 
@@ -151,7 +151,7 @@ def summed_gradients(
                         f"targets (0 times a logit), got {loss}."
                     )
                 _backward(accelerator, loss / window.num_samples, weight)
-            make_dense(tables)
+            add_rows(tables)
             if weight:
                 share.loss += loss.detach().to(share.loss.dtype)
                 total += count
