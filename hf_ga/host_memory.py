@@ -25,3 +25,18 @@ def keep_freed_memory(device: torch.device) -> bool:
     # heap, as long as less than the pad would be left: two parts, so never. The system gives pages of the pad when they are used.
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MXFAST, 0), (M_TOP_PAD, 2 * HEAP_PART))
     return all(mallopt(*setting) for setting in settings)
+
+
+def give_back_freed_memory(device: torch.device) -> bool:
+    """Give pages that hold nothing but freed blocks back to the system, once; on a CPU under glibc only.
+
+    What comes next then lies densely, however the blocks before it were strewn over the heaps.
+
+    Returns:
+        whether anything was done.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if device.type != "cpu" or trim is None:
+        return False
+    trim(0)
+    return True

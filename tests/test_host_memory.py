@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+import helpers as h
 import pytest
 import torch
 
+import hf_ga
 from hf_ga import host_memory
 
 # The module is run as a file: the package would import much more.
@@ -28,6 +30,24 @@ print(keep_freed_memory(torch.device("cpu")), *left_alone, *(run(faults).result(
 """
 
 
+GIVEN_BACK = """
+import runpy, sys, torch
+from pathlib import Path
+module = runpy.run_path(sys.argv[1])
+
+def mebibytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+cpu = torch.device("cpu")
+module["keep_freed_memory"](cpu)
+tensors = [torch.zeros(2**18 if i % 2 else 64) for i in range(400)]  # 200 MiB, with small blocks between
+held, kept = mebibytes(), [tensor for tensor in tensors if len(tensor) == 64]
+del tensors
+freed = mebibytes()
+print(module["give_back_freed_memory"](cpu), held, freed, mebibytes(), all(not tensor.any() for tensor in kept))
+"""
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("where", "sizes"),
@@ -47,5 +67,25 @@ def test_freed_tensors_leave_their_memory_to_the_next_ones(where, sizes):
     assert int(left_alone) > 400, "control: by itself glibc gives blocks of this size back"
 
 
+@pytest.mark.launch
+def test_freed_memory_is_given_back():
+    """Also what lies between blocks that are in use. Control: before, the process held it."""
+    command = [sys.executable, "-c", GIVEN_BACK, host_memory.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done, held, freed, given_back, unharmed = run.stdout.split()
+    if done != "True":
+        pytest.skip("the C library is not glibc: nothing is done here")
+    assert int(given_back) < int(held) - 150 and unharmed == "True"
+    assert int(freed) > int(held) - 50, "control: freeing alone gives nothing back"
+
+
+def test_a_proof_gives_its_memory_back(monkeypatch):
+    given_back = []
+    monkeypatch.setattr("hf_ga.targets.give_back_freed_memory", given_back.append)
+    hf_ga.prove_targets(h.bert_classifier(), h.class_samples(8), h.pad_right)
+    assert given_back == [torch.device("cpu")]
+
+
 def test_nothing_is_done_on_other_devices():
     assert not host_memory.keep_freed_memory(torch.device("meta"))
+    assert not host_memory.give_back_freed_memory(torch.device("meta"))
