@@ -1,6 +1,5 @@
 """Micro-batches side by side on a CPU: the same update, the same bits whichever thread is faster, nothing left behind."""
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -100,7 +99,9 @@ def test_the_full_batch(name, used):
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_same_dropout(name, used):
-    """As in one lane. Control: where places do not tell threads apart, a lane draws what another one should."""
+    """As in one lane. Control: where places do not tell threads apart, a lane draws what another one should, or comes upon a place
+    that is not there. Not every time (1 of 24 on a busy machine did not): that depends on which thread is where.
+    """
     build, make_samples, allowed = MODELS[name]
     model, samples = build(0.1), make_samples(NUM_SAMPLES)
     rule = proven(model, samples)
@@ -112,8 +113,14 @@ def test_the_same_dropout(name, used):
     assert used == [2] * len(PLANS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeyedPlaces, "_is_of_this_thread", True)
-        with contextlib.suppress(hf_ga.UnkeyedRandomness, RuntimeError):  # or it comes upon a place that is not there
-            assert h.relative_error(gradient(model, rule, samples)[0], plain) > 1e-3
+        assert any(goes_wrong(model, rule, samples, plain) for _ in range(10))
+
+
+def goes_wrong(model, rule, samples, plain):
+    try:
+        return h.relative_error(gradient(model, rule, samples)[0], plain) > 1e-3
+    except (hf_ga.UnkeyedRandomness, RuntimeError):
+        return True
 
 
 def test_masks_of_samples_yet_to_come_in_each_lane(used):
