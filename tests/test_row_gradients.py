@@ -171,6 +171,7 @@ def test_one_process_on_a_cpu_only(accelerator):
     weight = embedding.weight
     with row_gradients(CPU, embedding) as tables:
         assert tables[0][0] is weight and tables[0][1] is embedding.weight and embedding.sparse, "control"
+        assert embedding.weight.data_ptr() == weight.data_ptr(), "no second table"
 
 
 def test_what_was_asked_for_stays():
