@@ -36,9 +36,9 @@ def row_gradients(accelerator: Accelerator, model: nn.Module) -> Iterator[Tables
     tables = {key: (weight, nn.Parameter(weight.data)) for key, weight in weights.items()}
     with ExitStack() as stack:
         for embedding in embeddings:
-            weight, own = tables[id(embedding.weight)]
-            stack.callback(_use, embedding, weight, sparse=False)
-            _use(embedding, own, sparse=True)
+            stack.callback(_leave, embedding)
+            # Beside the registered parameter, which stays the only one for whoever goes through `parameters()`.
+            vars(embedding)["weight"], embedding.sparse = tables[id(embedding.weight)][1], True
         yield list(tables.values())
 
 
@@ -54,8 +54,9 @@ def add_rows(tables: Tables) -> None:
             weight.grad.add_(rows)
 
 
-def _use(embedding: nn.Embedding, weight: nn.Parameter, *, sparse: bool) -> None:
-    embedding._parameters["weight"], embedding.sparse = weight, sparse
+def _leave(embedding: nn.Embedding) -> None:
+    vars(embedding).pop("weight", None)
+    embedding.sparse = False
 
 
 def _takes_rows(embedding: nn.Embedding) -> bool:

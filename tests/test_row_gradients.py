@@ -200,3 +200,19 @@ def test_a_table_of_two_embeddings():
         found.append(first.weight.grad)
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][PADDING].tolist() == [6.0] * 6 and found[0][0].tolist() == [20.0] * 6
+
+
+def test_a_loss_of_all_parameters():
+    """A tied table is one parameter to a loss that goes through them. Control: what it would be if the embedding had another."""
+    found = []
+    for rows in (True, False):
+        embedding, output = table(), nn.Linear(6, 50, bias=False, dtype=torch.float64)
+        output.weight = embedding.weight
+        model, ids = nn.ModuleList([embedding, output]), torch.tensor([[0, 2, 0]])
+        with row_gradients(CPU, model) if rows else contextlib.nullcontext([]) as tables:
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (output(embedding(ids)).square().sum() + penalty).backward()
+            add_rows(tables)
+        found.append(output.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(found[0], found[0] + 2 * output.weight)
