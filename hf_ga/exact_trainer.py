@@ -30,6 +30,7 @@ from hf_ga.gradients import choices_of_experts, set_keys
 from hf_ga.known_padding import known_padding
 from hf_ga.known_rules import NUM_PROOF_SAMPLES
 from hf_ga.parts import parts_known_by
+from hf_ga.plan import plan_window
 from hf_ga.precision import full_precision
 from hf_ga.router import BalanceCall, add_calls
 from hf_ga.targets import TargetRule, prove_targets
@@ -222,6 +223,7 @@ class ExactTrainerMixin:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
+            planner=lambda lengths, processes: plan_window(len(lengths), processes, args.per_device_train_batch_size),
         )
         self._window_loss = WindowLoss(self, windows)
         return WindowedDataLoader(windows, theirs)
