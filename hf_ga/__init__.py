@@ -4,11 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `_HOMES` says, for those who read without running
-    from hf_ga.batch_arithmetic import BatchPlan, plan_batch
-    from hf_ga.batch_norm import replace_batch_norm
-    from hf_ga.config import FinetuneConfig
-    from hf_ga.equivalence.check import check_equivalence
-    from hf_ga.equivalence.report import EquivalenceReport
+    from hf_ga.check.check import check_equivalence
+    from hf_ga.check.report import EquivalenceReport
     from hf_ga.errors import (
         CheckpointError,
         ConfigError,
@@ -20,23 +17,26 @@ if TYPE_CHECKING:  # what `_HOMES` says, for those who read without running
         RunStopped,
         UnkeyedRandomness,
     )
-    from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
-    from hf_ga.finetuning import finetune
-    from hf_ga.step import StepResult, backward_window, train_step
-    from hf_ga.streaming import StreamLoader
-    from hf_ga.targets import TargetRule, prove_targets
-    from hf_ga.windows import MicroBatch, Window, WindowLoader
+    from hf_ga.exact.streaming import StreamLoader
+    from hf_ga.exact.windows import MicroBatch, Window, WindowLoader
+    from hf_ga.proof.targets import TargetRule, prove_targets
+    from hf_ga.run.batch_arithmetic import BatchPlan, plan_batch
+    from hf_ga.run.batch_norm import replace_batch_norm
+    from hf_ga.run.config import FinetuneConfig
+    from hf_ga.run.finetuning import finetune
+    from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
+    from hf_ga.training import StepResult, backward_window, train_step
 
 __version__ = "0.1.0"
 
 # Module -> its public names. They are imported when they are asked for, as a command line has something to do before torch is there
 # (`start.py`).
 _HOMES = {
-    "batch_arithmetic": ["BatchPlan", "plan_batch"],
-    "batch_norm": ["replace_batch_norm"],
-    "config": ["FinetuneConfig"],
-    "equivalence.check": ["check_equivalence"],
-    "equivalence.report": ["EquivalenceReport"],
+    "run.batch_arithmetic": ["BatchPlan", "plan_batch"],
+    "run.batch_norm": ["replace_batch_norm"],
+    "run.config": ["FinetuneConfig"],
+    "check.check": ["check_equivalence"],
+    "check.report": ["EquivalenceReport"],
     "errors": [
         "CheckpointError",
         "ConfigError",
@@ -48,12 +48,12 @@ _HOMES = {
         "RunStopped",
         "UnkeyedRandomness",
     ],
-    "exact_trainer": ["ExactTrainer", "ExactTrainerMixin"],
-    "finetuning": ["finetune"],
-    "step": ["StepResult", "backward_window", "train_step"],
-    "streaming": ["StreamLoader"],
-    "targets": ["TargetRule", "prove_targets"],
-    "windows": ["MicroBatch", "Window", "WindowLoader"],
+    "trainer.exact_trainer": ["ExactTrainer", "ExactTrainerMixin"],
+    "run.finetuning": ["finetune"],
+    "training": ["StepResult", "backward_window", "train_step"],
+    "exact.streaming": ["StreamLoader"],
+    "proof.targets": ["TargetRule", "prove_targets"],
+    "exact.windows": ["MicroBatch", "Window", "WindowLoader"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -9,7 +9,7 @@ set, or what is allocated on a CUDA device), also above what it held when import
 import sys
 from pathlib import Path
 
-from hf_ga.benchmark.cli import main
+from benchmark.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(checker=Path(__file__).with_name("benchmark_checker.py")))

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertForSequenceClassification
 
 import hf_ga
-from hf_ga.host_memory import keep_freed_memory
+from hf_ga.run.host_memory import keep_freed_memory
 
 MOST_STEPS = {"check": 12.0, "quick check": 4.0}
 VOCABULARY, NUM_SAMPLES = 30522, 64

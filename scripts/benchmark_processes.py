@@ -24,8 +24,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.reduce import is_sharded
-from hf_ga.sharding import enable_fsdp_on_cpu, prepare
+from hf_ga.exact.reduce import is_sharded
+from hf_ga.parallel.sharding import enable_fsdp_on_cpu, prepare
 
 VOCABULARY = 8192
 

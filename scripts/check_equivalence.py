@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_ga.cli import check_main
+from hf_ga.run.cli import check_main
 
 if __name__ == "__main__":
     sys.exit(check_main())

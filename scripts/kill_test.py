@@ -31,7 +31,12 @@ from killed_run import PHASES, Watch, train, write_inputs
 from tqdm.auto import tqdm
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once; each run is a process of its own all the same
-PRELOAD = ["hf_ga.finetuning", "hf_ga.corpus", "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto"]
+PRELOAD = [
+    "hf_ga.run.finetuning",
+    "hf_ga.data.corpus",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.auto.modeling_auto",
+]
 OFFLINE = {f"HF_{name}_OFFLINE": "1" for name in ("HUB", "DATASETS", "EVALUATE")}
 ENVIRONMENT = OFFLINE | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"  # killed processes leave semaphores, which it sees to

@@ -34,7 +34,7 @@ def write_inputs(folder: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from hf_ga.corpus import train_tokenizer
+    from hf_ga.data.corpus import train_tokenizer
 
     random, words = np.random.default_rng(0), TEXT.split()
     for name, count in {"train": 60, "validation": 13}.items():
@@ -65,7 +65,8 @@ def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> Non
         os.dup2(log.fileno(), 2)
     import torch
 
-    from hf_ga import FinetuneConfig, finetuning, loop
+    from hf_ga import FinetuneConfig
+    from hf_ga.run import finetuning, loop
 
     torch.set_num_threads(1)
     phases = [(finetuning, "fit", "training"), (loop, "_evaluate", "evaluating"), (loop, "save", "saving")]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hf_ga import ConfigError
-from hf_ga.batch_arithmetic import plan_batch
+from hf_ga.run.batch_arithmetic import plan_batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

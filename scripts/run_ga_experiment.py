@@ -9,11 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, ArmResult, Experiment, differences
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers.utils import logging
-
-from hf_ga.experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, ArmResult, Experiment, differences
 
 COLUMNS = ["run", "last train loss", "validation loss", "train loss, largest", "validation", "final weights", "steps/s"]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.slurm import NodeJob, node_job
-from hf_ga.slurm_executors import Resources, local_executor, minutes_of, sbatch_script, slurm_executor
+from hf_ga.run.slurm import NodeJob, node_job
+from hf_ga.run.slurm_executors import Resources, local_executor, minutes_of, sbatch_script, slurm_executor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@
 Writes heads.md and heads.json. The exit code is 1 if hf_ga is wrong for a head.
 """
 
-from hf_ga.sweep.run import main
+from heads.run import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers  # noqa: F401  (so that no process imports it by itself)
 from forked import fork
 
-from hf_ga.cli import finetune_main
+from hf_ga.run.cli import finetune_main
 
 
 def run(arguments: list[str]) -> None:

@@ -19,10 +19,10 @@ from forked import together
 from torch.utils.data import DataLoader
 
 import hf_ga
-from hf_ga.evaluation import Reader, evaluate, evaluation_windows
-from hf_ga.processes import check_agreement, of_main
-from hf_ga.targets import prove_targets
-from hf_ga.text_metrics import TEXT_METRICS
+from hf_ga.parallel.processes import check_agreement, of_main
+from hf_ga.proof.targets import prove_targets
+from hf_ga.run.evaluation import Reader, evaluate, evaluation_windows
+from hf_ga.run.text_metrics import TEXT_METRICS
 
 BATCH_SIZE = 7
 PROCESSES = (1, 2, 3, 4)

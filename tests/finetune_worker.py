@@ -14,10 +14,11 @@ from pathlib import Path
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga import fetch, finetuning
-from hf_ga.checkpoint import weights_sha256
-from hf_ga.cli import parse_config
-from hf_ga.forward import unwrapped
+from hf_ga.exact import fetch
+from hf_ga.exact.forward import unwrapped
+from hf_ga.recovery.checkpoint import weights_sha256
+from hf_ga.run import finetuning
+from hf_ga.run.cli import parse_config
 
 MESSAGE = "this process cannot read its disk"
 

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no proces
 import transformers as tf
 from launching import PORTS
 
-from hf_ga import finetuning, loop
-from hf_ga.config import FinetuneConfig
+from hf_ga.run import finetuning, loop
+from hf_ga.run.config import FinetuneConfig
 
 LIMIT = 150  # seconds for all phases of one call
 STOPPED = 9  # exit code of a process that was stopped where a phase says so

@@ -1,4 +1,6 @@
-"""What must not change by a bit when code is moved: hashes of orders, plans, masks, gradients and weights. `python tests/pins.py` writes.
+"""What must not change by a bit when code is moved: hashes of orders, plans, masks, gradients and weights.
+
+`python tests/pins.py` writes them.
 
 Integers are the same on every machine. Floats depend on the processor and the versions, so they are stored with a fingerprint of
 both, and compared only where it is the same.
@@ -74,16 +76,18 @@ def sha256(*arrays: np.ndarray | torch.Tensor) -> str:
 
 def fingerprint() -> str:
     """What the last bits of a float depend on, beside the code."""
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor()
+    )
     return f"{cpu}; {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}, transformers {tf.__version__}"
 
 
 def integers() -> dict[str, str]:
     """Orders, plans and masks."""
-    from hf_ga.keyed import keep_mask, sample_keys, window_key
-    from hf_ga.length_plan import plan_by_length
-    from hf_ga.order import epoch_order
-    from hf_ga.plan import plan_by_sizes, plan_window
+    from hf_ga.exact.keyed import keep_mask, sample_keys, window_key
+    from hf_ga.exact.length_plan import plan_by_length
+    from hf_ga.exact.order import epoch_order
+    from hf_ga.exact.plan import plan_by_sizes, plan_window
 
     lengths = np.random.default_rng(0).integers(1, 300, 256)
     pins = {f"order {seed} {epoch}": sha256(epoch_order(1000, seed, epoch)) for seed in (0, 7) for epoch in (0, 1)}

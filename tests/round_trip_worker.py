@@ -18,11 +18,11 @@ from accelerate import Accelerator, PartialState
 from forked import together
 from torch import nn
 
-from hf_ga.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.errors import CheckpointError
-from hf_ga.optimizers import build_optimizer
-from hf_ga.sharding import enable_fsdp_on_cpu, prepare
-from hf_ga.shards import load_shards, save_shards
+from hf_ga.parallel.sharding import enable_fsdp_on_cpu, prepare
+from hf_ga.parallel.shards import load_shards, save_shards
+from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.run.optimizers import build_optimizer
 
 SIZES = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 

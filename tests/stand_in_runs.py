@@ -16,7 +16,7 @@ import torch
 import transformers as tf
 from accelerate.state import AcceleratorState
 
-from hf_ga import loop
+from hf_ga.run import loop
 
 STEPS = 3
 

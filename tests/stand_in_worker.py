@@ -21,12 +21,12 @@ from accelerate.state import AcceleratorState
 from torch.nn import functional as F
 
 import hf_ga
-from hf_ga import gradients
-from hf_ga.evaluation import evaluate, evaluation_windows
-from hf_ga.exact_trainer import WindowLoss
-from hf_ga.known_padding import known_padding
-from hf_ga.spans import read_answers
-from hf_ga.windows import WindowLoader
+from hf_ga.data.spans import read_answers
+from hf_ga.exact import gradients
+from hf_ga.exact.windows import WindowLoader
+from hf_ga.run.evaluation import evaluate, evaluation_windows
+from hf_ga.speed.known_padding import known_padding
+from hf_ga.trainer.exact_trainer import WindowLoss
 
 CPU, DROPOUT = torch.device("cpu"), 0.3
 

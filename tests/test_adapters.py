@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_ga
-from hf_ga import loop
-from hf_ga.adapters import freeze
-from hf_ga.building import build_model
-from hf_ga.data import prepare_data
-from hf_ga.models import complete_config, load_base_config, load_tokenizer, own_dtype
-from hf_ga.tasks import TASKS
+from hf_ga.data.data import prepare_data
+from hf_ga.data.tasks import TASKS
+from hf_ga.run import loop
+from hf_ga.run.adapters import freeze
+from hf_ga.run.building import build_model
+from hf_ga.run.models import complete_config, load_base_config, load_tokenizer, own_dtype
 
 LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
 # What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does not have.
@@ -226,7 +226,7 @@ def test_lora_on_layers_by_name(place, tmp_path):
 
 
 def test_without_peft(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_ga.adapters.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_ga.run.adapters.find_spec", lambda name: None)
     with pytest.raises(hf_ga.ConfigError, match=r"lora_r needs the package peft: pip install 'hf_ga\[peft\]'"):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 

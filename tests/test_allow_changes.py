@@ -18,12 +18,13 @@ from runs import filled_place, lines_of, ragged_rows, train, write_rows
 from safetensors.torch import load_file
 
 import hf_ga
-from hf_ga import finetuning, loop, step
-from hf_ga.forward import unwrapped
-from hf_ga.order import epoch_order
-from hf_ga.saving import resume
-from hf_ga.shards import read_weights
-from hf_ga.shuffle_buffer import shuffled
+from hf_ga import training as step
+from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.order import epoch_order
+from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.parallel.shards import read_weights
+from hf_ga.run import finetuning, loop
+from hf_ga.run.saving import resume
 
 RATE, WARMUP, STEPS = 3e-4, 2, 8  # of `small_config`; epochs of 60 samples in windows of 16
 STOP = 6  # the checkpoint: two windows into the second epoch

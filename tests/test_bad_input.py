@@ -16,8 +16,9 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 import hf_ga
-from hf_ga import cli, corpus, finetuning
-from hf_ga.config import FinetuneConfig
+from hf_ga.data import corpus
+from hf_ga.run import cli, finetuning
+from hf_ga.run.config import FinetuneConfig
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 VALID = "--num_train_epochs 1 --per_device_train_batch_size 4 --max_length 32"

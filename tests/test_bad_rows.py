@@ -15,15 +15,16 @@ from datasets import Dataset, DatasetDict
 from test_bad_input import arguments_of, assert_one_line, files, no_model  # noqa: F401 (fixtures)
 
 import hf_ga
-from hf_ga import cli, corpus
-from hf_ga.column_checks import check_token_ids
-from hf_ga.columns import choose_columns
-from hf_ga.config import FinetuneConfig
-from hf_ga.data import prepare_data
-from hf_ga.file_checks import lines_of_rows
-from hf_ga.row_checks import RowsError
-from hf_ga.sources import load_file, load_rows
-from hf_ga.tasks import TASKS
+from hf_ga.data import corpus
+from hf_ga.data.column_checks import check_token_ids
+from hf_ga.data.columns import choose_columns
+from hf_ga.data.data import prepare_data
+from hf_ga.data.file_checks import lines_of_rows
+from hf_ga.data.row_checks import RowsError
+from hf_ga.data.sources import load_file, load_rows
+from hf_ga.data.tasks import TASKS
+from hf_ga.run import cli
+from hf_ga.run.config import FinetuneConfig
 
 WRONG, COUNT = 6, 12  # the row that is wrong, of so many
 EMPTY = "train: 1 of 11 rows left out because they are empty: row 6"

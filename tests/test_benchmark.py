@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmark import apart, cli, lap, meters, planning, profiles, samples, sections, speed, speed_tables, steps
+from benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
+from benchmark.figures import Bound, Section, markdown_table
+from benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
+from benchmark.speed import Speed
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ga
-from hf_ga.benchmark import apart, cli, lap, meters, planning, profiles, samples, sections, speed, speed_tables, steps
-from hf_ga.benchmark.arms import ARMS, BY_LENGTH, GROUPED, PACKED, REBALANCED, TRAINER, UNSORTED, Measurement, measure_arm
-from hf_ga.benchmark.figures import Bound, Section, markdown_table
-from hf_ga.benchmark.setting import SIZES, Setting, build_model, count_parameters, useful_flops
-from hf_ga.benchmark.speed import Speed
-from hf_ga.order import epoch_order
+from hf_ga.exact.order import epoch_order
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
 LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 2

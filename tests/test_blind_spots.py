@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hf_ga
-from hf_ga.batches import entries_of_samples, equal_batches, take_rows
+from hf_ga.exact.batches import entries_of_samples, equal_batches, take_rows
 
 WINDOW = 16
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
-from hf_ga.collation import collate_causal
+from hf_ga.data.collation import collate_causal
+from hf_ga.data.tokenization import cut_into_blocks
 from hf_ga.errors import ConfigError
-from hf_ga.tokenization import cut_into_blocks
 
 
 @pytest.fixture(autouse=True, scope="module")

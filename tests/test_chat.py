@@ -6,9 +6,10 @@ import pytest
 from test_data import letter_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from hf_ga import DataError, corpus
-from hf_ga.chat import chat_columns, prompts, rendered
-from hf_ga.tokenization import tokenize_completions
+from hf_ga import DataError
+from hf_ga.data import corpus
+from hf_ga.data.chat import chat_columns, prompts, rendered
+from hf_ga.data.tokenization import tokenize_completions
 
 IGNORED = -100
 CHATML = (

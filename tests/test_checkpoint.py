@@ -14,9 +14,10 @@ import torch
 from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
 
 import hf_ga
-from hf_ga import building, checkpoint, loop, saving
-from hf_ga.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
-from hf_ga.manifest import verify, write_manifest
+from hf_ga.recovery import checkpoint
+from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.recovery.manifest import verify, write_manifest
+from hf_ga.run import building, loop, saving
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 

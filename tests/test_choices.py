@@ -9,10 +9,10 @@ from test_data import ids_of
 from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.choices import collate_choices, encode_choices, tokenize_choices
-from hf_ga.columns import choose_columns
-from hf_ga.data import _renamed
-from hf_ga.tasks import TASKS
+from hf_ga.data.choices import collate_choices, encode_choices, tokenize_choices
+from hf_ga.data.columns import choose_columns
+from hf_ga.data.data import _renamed
+from hf_ga.data.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch._dynamo.utils import counters
 
 import hf_ga
-from hf_ga.compiling import compile_layers, drawing, layers_of
+from hf_ga.speed.compiling import compile_layers, drawing, layers_of
 
 MODELS = ["GPT-2", pytest.param("BERT", marks=pytest.mark.full)]
 BUILDERS = {"GPT-2": (h.gpt2, h.token_samples), "BERT": (h.bert_classifier, h.class_samples)}

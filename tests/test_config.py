@@ -7,8 +7,8 @@ import re
 import pytest
 
 import hf_ga
-from hf_ga.cli import finetune_main, main, parse_config
-from hf_ga.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
+from hf_ga.run.cli import finetune_main, main, parse_config
+from hf_ga.run.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 # One other valid value for every flag, as a command line has it, and what it must become.

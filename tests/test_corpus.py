@@ -12,7 +12,7 @@ import pytest
 from datasets import DatasetDict
 from transformers import PreTrainedTokenizerFast
 
-from hf_ga import corpus
+from hf_ga.data import corpus
 from hf_ga.errors import ConfigError, DataError
 
 
@@ -325,7 +325,7 @@ def test_the_slower_of_two_builders_keeps_the_first_result(tmp_path):
 LOADER = """
 import sys
 from pathlib import Path
-from hf_ga import corpus
+from hf_ga.data import corpus
 library, cache = map(Path, sys.argv[1:])
 corpus._stdlib_folder = lambda: library
 print("ready", flush=True)

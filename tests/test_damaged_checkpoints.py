@@ -18,13 +18,21 @@ import transformers as tf
 from torch.distributed.checkpoint.api import CheckpointException
 
 import hf_ga
-from hf_ga import checkpoint, corpus
-from hf_ga.checkpoint import begin_checkpoint, finish_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
-from hf_ga.files import tidy
-from hf_ga.latest import find_checkpoint, set_latest
-from hf_ga.manifest import read_manifest, verify, write_manifest
-from hf_ga.outputs import save_best, save_last
-from hf_ga.shards import save_shards
+from hf_ga.data import corpus
+from hf_ga.parallel.shards import save_shards
+from hf_ga.recovery import checkpoint
+from hf_ga.recovery.checkpoint import (
+    begin_checkpoint,
+    finish_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    weights_sha256,
+)
+from hf_ga.recovery.files import tidy
+from hf_ga.recovery.latest import find_checkpoint, set_latest
+from hf_ga.recovery.manifest import read_manifest, verify, write_manifest
+from hf_ga.run.outputs import save_best, save_last
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that finding needs of an Accelerator
 STEPS, DRAWS = (2, 4, 6), 200

@@ -14,14 +14,15 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_ga import DataError, FinetuneConfig, corpus, tasks
-from hf_ga.chat import prompts
-from hf_ga.collation import collate_causal, collate_classes, pad
-from hf_ga.columns import choose_columns
-from hf_ga.data import prepare_data, prepare_unlabelled
-from hf_ga.models import complete_config, load_model
-from hf_ga.sources import load_rows
-from hf_ga.tasks import TASKS
+from hf_ga import DataError, FinetuneConfig
+from hf_ga.data import corpus, tasks
+from hf_ga.data.chat import prompts
+from hf_ga.data.collation import collate_causal, collate_classes, pad
+from hf_ga.data.columns import choose_columns
+from hf_ga.data.data import prepare_data, prepare_unlabelled
+from hf_ga.data.sources import load_rows
+from hf_ga.data.tasks import TASKS
+from hf_ga.run.models import complete_config, load_model
 
 LETTERS = "abcdefghij"
 TEXTS = [" ".join(LETTERS[: 1 + i % 7]) for i in range(40)]

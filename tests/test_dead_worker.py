@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState
 from runs import filled_place, small_config
 
 import hf_ga
-from hf_ga import fetch
-from hf_ga.cli import finetune_main
+from hf_ga.exact import fetch
+from hf_ga.run.cli import finetune_main
 
 WINDOW, DEADLY = 8, 37  # sample 37 is in window 4
 LIMIT = 5.0  # seconds; so often torch looks whether its workers live, where no signal tells it

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_ga
-from hf_ga.equivalence.arms import accelerate_arm, trainer_arm
-from hf_ga.equivalence.report import OURS
+from hf_ga.check.arms import accelerate_arm, trainer_arm
+from hf_ga.check.report import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
 SHORT = ["short last window"]

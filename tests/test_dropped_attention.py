@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_ga import draws
-from hf_ga.dropped_attention import (
+from hf_ga.exact import draws
+from hf_ga.exact.dropped_attention import (
     DroppedAttention,
     DroppedAttentionBySample,
     LastBias,
@@ -24,9 +24,9 @@ from hf_ga.dropped_attention import (
     causal_bias,
     dropped_attention,
 )
-from hf_ga.hashing import name_key
-from hf_ga.keyed import keep_mask, keyed_dropout, sample_keys
-from hf_ga.packed_tokens import PackedTokens
+from hf_ga.exact.hashing import name_key
+from hf_ga.exact.keyed import keep_mask, keyed_dropout, sample_keys
+from hf_ga.exact.packed_tokens import PackedTokens
 
 P = 0.3
 LENGTH, WIDTH = 5, 7
@@ -102,7 +102,7 @@ def test_dropout_is_that_of_the_definition(kind, by_sample, monkeypatch):
     kept, inputs = mask((2, 4, length, WIDTH)), heads(length=length)
     attn_mask = None if kind in (None, "causal") else float_mask(kind, length)
     upstream = torch.randn(2, 4, length, 6, dtype=torch.float64)
-    monkeypatch.setattr("hf_ga.dropped_attention.WEIGHTS_OF_SAMPLE", 0)  # queries and keys of one number tell the way
+    monkeypatch.setattr("hf_ga.exact.dropped_attention.WEIGHTS_OF_SAMPLE", 0)  # queries and keys of one number tell the way
 
     def ours(query, key, value):
         output = dropped_attention(LastBias(), query, key, value, attn_mask, kind == "causal", 0.4, kept, P)
@@ -303,7 +303,7 @@ def test_one_sample_after_the_other_where_it_is_large(threads, monkeypatch):
     bias = torch.randn(2, 1, WIDTH, WIDTH, dtype=torch.float64)
 
     def by_sample(weights, bias):
-        monkeypatch.setattr("hf_ga.dropped_attention.WEIGHTS_OF_SAMPLE", weights)
+        monkeypatch.setattr("hf_ga.exact.dropped_attention.WEIGHTS_OF_SAMPLE", weights)
         output = dropped_attention(LastBias(), query, key, value, bias, False, 0.4, mask((2, 4, WIDTH, WIDTH)), P)
         return output.transpose(1, 2).is_contiguous()
 

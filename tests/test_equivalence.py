@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_ga
-from hf_ga.equivalence.layouts import AUTO, choose_layouts
-from hf_ga.equivalence.reference import measure_memory
-from hf_ga.equivalence.report import OURS
-from hf_ga.equivalence.subjects import own_accelerate_state
+from hf_ga.check.layouts import AUTO, choose_layouts
+from hf_ga.check.reference import measure_memory
+from hf_ga.check.report import OURS
+from hf_ga.check.subjects import own_accelerate_state
 from hf_ga.errors import ConfigError
 
 MODELS = {
@@ -368,6 +368,6 @@ def test_bad_arguments_are_refused_before_any_work(case):
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_ga.equivalence.subjects.PartialState._shared_state", {})
+    monkeypatch.setattr("hf_ga.check.subjects.PartialState._shared_state", {})
     with pytest.raises(ConfigError, match="one process, but 2 were launched"):
         hf_ga.check_equivalence(helpers.bert_classifier(), helpers.class_samples(12), helpers.pad_right)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import hf_ga
-from hf_ga.cli import check_main
-from hf_ga.equivalence.cli import CheckConfig
-from hf_ga.equivalence.html import fragment, full_page, layer_errors, layer_of
-from hf_ga.equivalence.report import OURS, Cause, EquivalenceReport, Row, sizes_text
+from hf_ga.check.cli import CheckConfig
+from hf_ga.check.html import fragment, full_page, layer_errors, layer_of
+from hf_ga.check.report import OURS, Cause, EquivalenceReport, Row, sizes_text
+from hf_ga.run.cli import check_main
 
 
 def mean_of_means(model, micro_batches):
@@ -130,7 +130,7 @@ FLAGS = ["--task", "text-classification", "--max_length", "24", "--per_device_tr
 def test_the_script_writes_its_report_and_asserts(tmp_path, capsys, monkeypatch):
     """And keeps freed memory, which is a quarter of its CPU time."""
     folder, kept = tmp_path / "check", []
-    monkeypatch.setattr("hf_ga.equivalence.cli.keep_freed_memory", kept.append)
+    monkeypatch.setattr("hf_ga.check.cli.keep_freed_memory", kept.append)
     flags = [*FLAGS, "--compare", "none", "--check_layouts", "even,uneven", "--assert", "--output_dir", str(folder)]
     assert check_main(flags) == 0
     assert kept == [torch.device("cpu")]
@@ -152,9 +152,9 @@ def test_assert_is_about_hf_ga_and_fails_where_it_does(tmp_path, monkeypatch, ca
     flags = [*FLAGS, "--compare", "accelerate", "--check_layouts", "uneven", "--assert", "--output_dir", str(tmp_path)]
     assert check_main(flags) == 0
     assert "accelerate loop: FAILED" in capsys.readouterr().out
-    monkeypatch.setattr("hf_ga.equivalence.judging.UPDATE_FLOOR", 0.0)
-    monkeypatch.setattr("hf_ga.equivalence.reference.TIMES_OWN_ERROR", 0.0)
-    monkeypatch.setattr("hf_ga.equivalence.reference.FLOOR", 0.0)  # nothing is exact to the last bit
+    monkeypatch.setattr("hf_ga.check.judging.UPDATE_FLOOR", 0.0)
+    monkeypatch.setattr("hf_ga.check.reference.TIMES_OWN_ERROR", 0.0)
+    monkeypatch.setattr("hf_ga.check.reference.FLOOR", 0.0)  # nothing is exact to the last bit
     assert check_main([*flags, "--compare", "none"]) == 1
 
 
@@ -179,7 +179,7 @@ def test_errors_are_one_line_and_exit_code_2(case, capsys, tmp_path):
 def test_the_flags_of_finetune_come_from_its_file_too(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("task: masked-lm\nlearning_rate: 0.001\nparameters: [a.*, b.*]\n")
-    from hf_ga.cli import parse_config
+    from hf_ga.run.cli import parse_config
 
     config = parse_config([str(path), "--quick"], CheckConfig)
     assert (config.task, config.quick, config.parameters, config.output_dir) == ("masked-lm", True, ["a.*", "b.*"], "outputs/check")

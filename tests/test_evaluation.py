@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from hf_ga.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
-from hf_ga.metrics import METRICS, Accuracy
-from hf_ga.targets import prove_targets
+from hf_ga.proof.targets import prove_targets
+from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.run.metrics import METRICS, Accuracy
 
 BATCH_SIZES = [1, 3, 7, 1000]
 

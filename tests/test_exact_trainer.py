@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from trainers import LAYOUTS, arguments, distance, trained, weight_error
 
-from hf_ga.exact_trainer import ExactTrainer, ExactTrainerMixin
-from hf_ga.order import epoch_order
+from hf_ga.exact.order import epoch_order
+from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
 
 
 @pytest.fixture(autouse=True)

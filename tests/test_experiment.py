@@ -4,8 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
-from hf_ga.experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, Experiment, differences
+from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, Experiment, differences
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "run_ga_experiment.py"
 

@@ -12,8 +12,8 @@ from launching import launch
 from safetensors.torch import load_file
 
 import hf_ga
-from hf_ga.keyed import sample_keys, window_key
-from hf_ga.order import epoch_order
+from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.order import epoch_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
 from failing import SAMPLES, Bomb

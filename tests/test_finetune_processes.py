@@ -19,7 +19,8 @@ from launching import PORTS
 from runs import filled_place, job_config, lines_of, ragged_rows, relative_distance, save_jobs, train_job, write_rows
 
 import hf_ga
-from hf_ga import finetuning, processes
+from hf_ga.parallel import processes
+from hf_ga.run import finetuning
 
 ROOT = Path(__file__).parent.parent
 PROFILES = ROOT / "accelerate_configs"

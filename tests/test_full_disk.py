@@ -11,10 +11,11 @@ from disk_limits import limit_at, limit_files
 from runs import filled_place, lines_of, small_config, train
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga import checkpoint, finetuning, outputs, report, saving
-from hf_ga.checkpoint import list_checkpoints
-from hf_ga.cli import finetune_main
-from hf_ga.manifest import verify
+from hf_ga.recovery import checkpoint
+from hf_ga.recovery.checkpoint import list_checkpoints
+from hf_ga.recovery.manifest import verify
+from hf_ga.run import finetuning, outputs, report, saving
+from hf_ga.run.cli import finetune_main
 
 WORKER = Path(__file__).parent / "workers" / "full_disk.py"
 PROFILE = Path(__file__).parent.parent / "accelerate_configs" / "fsdp2.yaml"

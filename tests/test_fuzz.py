@@ -21,18 +21,18 @@ from test_bad_rows import fitting
 from transformers import set_seed
 
 import hf_ga
-from hf_ga import corpus
-from hf_ga.batches import IGNORED_LABEL
-from hf_ga.cli import parse_config
-from hf_ga.config import FinetuneConfig
-from hf_ga.data import prepare_data, prepare_unlabelled
-from hf_ga.fetch import Splitter
-from hf_ga.layout import Layout
-from hf_ga.length_plan import plan_by_length
-from hf_ga.order import epoch_order
-from hf_ga.plan import check_plan, plan_by_sizes, plan_window
-from hf_ga.shuffle_buffer import shuffled
-from hf_ga.tasks import TASKS
+from hf_ga.data import corpus
+from hf_ga.data.data import prepare_data, prepare_unlabelled
+from hf_ga.data.tasks import TASKS
+from hf_ga.exact.batches import IGNORED_LABEL
+from hf_ga.exact.fetch import Splitter
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.length_plan import plan_by_length
+from hf_ga.exact.order import epoch_order
+from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
+from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.run.cli import parse_config
+from hf_ga.run.config import FinetuneConfig
 
 FULL = 20  # times as many examples
 

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from runs import JOBS, filled_place, job_config, lines_of, save_jobs, train_job, write_rows
 
 import hf_ga
-from hf_ga.building import build_run
-from hf_ga.collation import collate_ids
-from hf_ga.data import prepare_data
-from hf_ga.generation import generated_targets
-from hf_ga.models import complete_config, load_base_config, load_tokenizer
-from hf_ga.text_metrics import TEXT_METRICS
+from hf_ga.data.collation import collate_ids
+from hf_ga.data.data import prepare_data
+from hf_ga.run.building import build_run
+from hf_ga.run.generation import generated_targets
+from hf_ga.run.models import complete_config, load_base_config, load_tokenizer
+from hf_ga.run.text_metrics import TEXT_METRICS
 
 NAME, NOISE = "translations", 0.5
 SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
-from hf_ga import building, loop
-from hf_ga.trackers import tracker_names
+from hf_ga.run import building, loop
+from hf_ga.run.trackers import tracker_names
 
 CONSTANT = {"lr_scheduler_type": "constant", "eval_steps": 1, "save_steps": 100}
 NAN = math.nan
@@ -189,7 +189,7 @@ def test_no_tracker_leaves_no_files(place, tmp_path):
 
 
 def test_names_of_trackers(monkeypatch):
-    monkeypatch.setattr("hf_ga.trackers.get_available_trackers", lambda: ["tensorboard", "aim"])
+    monkeypatch.setattr("hf_ga.run.trackers.get_available_trackers", lambda: ["tensorboard", "aim"])
     assert tracker_names("none") == tracker_names("") == []
     assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]
     assert tracker_names("all") == ["tensorboard", "aim"]

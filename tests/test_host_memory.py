@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_ga
-from hf_ga import host_memory
+from hf_ga.run import host_memory
 
 # The module is run as a file: the package would import much more.
 FAULTS = """
@@ -81,7 +81,7 @@ def test_freed_memory_is_given_back():
 
 def test_a_proof_gives_its_memory_back(monkeypatch):
     given_back = []
-    monkeypatch.setattr("hf_ga.targets.give_back_freed_memory", given_back.append)
+    monkeypatch.setattr("hf_ga.proof.targets.give_back_freed_memory", given_back.append)
     hf_ga.prove_targets(h.bert_classifier(), h.class_samples(8), h.pad_right)
     assert given_back == [torch.device("cpu")]
 

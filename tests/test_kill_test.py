@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_ga
-from hf_ga import finetuning
+from hf_ga.run import finetuning
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 README = (SCRIPTS.parent / "README.md").read_text().splitlines()

@@ -7,7 +7,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.labels import class_weights, encode_labels
+from hf_ga.data.labels import class_weights, encode_labels
 
 
 def split(labels, **columns):

@@ -11,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from benchmark import meters
 from test_speedups import MODELS, NUM_SAMPLES, SETTINGS, proven
 from torch import nn
 from transformers import AttentionInterface
 
 import hf_ga
-from hf_ga import gradients, lanes, lanes_proof
-from hf_ga.benchmark import meters
-from hf_ga.costs import CostModel
-from hf_ga.lazy_logits import LazyLogits
-from hf_ga.places import KeyedPlaces
-from hf_ga.plan import plan_by_sizes
+from hf_ga.exact import gradients
+from hf_ga.exact.costs import CostModel
+from hf_ga.exact.places import KeyedPlaces
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.proof import lanes_proof
+from hf_ga.speed import lanes
+from hf_ga.speed.lazy_logits import LazyLogits
 
 SOME = [pytest.param(name, marks=[pytest.mark.full] * (name in ("llama", "masked lm"))) for name in MODELS]
 PLANS = {

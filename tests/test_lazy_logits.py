@@ -11,16 +11,17 @@ import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from heads.one_head import Head, build_head
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_ga
-from hf_ga import evaluation, pieces
-from hf_ga.lazy_logits import LazyHead, LazyLogits
-from hf_ga.losses import make_loss_fn
-from hf_ga.pieces import TypedHead, mean_or_sum, rows_of_piece
-from hf_ga.precision import enable_fp16_on_cpu
-from hf_ga.sweep.one_head import Head, build_head
+from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.run import evaluation
+from hf_ga.run.losses import make_loss_fn
+from hf_ga.speed import pieces
+from hf_ga.speed.lazy_logits import LazyHead, LazyLogits
+from hf_ga.speed.pieces import TypedHead, mean_or_sum, rows_of_piece
 
 HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and outside of the layer, ties, several projections
     ("gpt2", "GPT2LMHeadModel", "causal LM"),
@@ -305,9 +306,9 @@ def test_what_was_set_when_the_layer_was_called_counts():
 def test_layers_that_are_left_alone(monkeypatch):
     model = h.bert_masked_lm()
     assert LazyHead(model).layer is model.cls.predictions.decoder
-    monkeypatch.setattr("hf_ga.lazy_logits.UNITS", (tf.BertForMaskedLM,))
+    monkeypatch.setattr("hf_ga.speed.lazy_logits.UNITS", (tf.BertForMaskedLM,))
     assert LazyHead(model).layer is not None, "the root has its parameters until the end of its forward"
-    monkeypatch.setattr("hf_ga.lazy_logits.UNITS", (type(model.cls),))
+    monkeypatch.setattr("hf_ga.speed.lazy_logits.UNITS", (type(model.cls),))
     assert LazyHead(model).layer is None, "FSDP shards it again before the loss"
     model = h.gpt2()
     assert LazyHead(model).layer is model.lm_head
@@ -453,7 +454,7 @@ def test_the_proof_itself_runs_in_pieces(monkeypatch):
         sizes.append((rows, len(hidden)))
         return mean_or_sum(head, hidden, target, rows, mean=mean)
 
-    monkeypatch.setattr("hf_ga.lazy_logits.mean_or_sum", watched)
+    monkeypatch.setattr("hf_ga.speed.lazy_logits.mean_or_sum", watched)
     assert proven(h.gpt2()).lazy_head is not None
     assert len(sizes) >= 4
     assert all(rows == 3 for rows, _ in sizes)
@@ -479,7 +480,7 @@ def test_a_wrong_way_is_noticed(wrong, monkeypatch):
     with torch.no_grad():
         model.cls.predictions.bias.normal_()
     assert proven(model).lazy_head is not None
-    monkeypatch.setattr("hf_ga.lazy_logits.mean_or_sum", wrong)
+    monkeypatch.setattr("hf_ga.speed.lazy_logits.mean_or_sum", wrong)
     rule = proven(model)
     assert rule.lazy_head is None
     assert rule.name == "labels"

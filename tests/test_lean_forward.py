@@ -12,7 +12,7 @@ from transformers import pytorch_utils
 from transformers.activations import NewGELUActivation
 
 import hf_ga
-from hf_ga.lean_forward import lean_forwards
+from hf_ga.speed.lean_forward import lean_forwards
 
 
 def value_and_gradient(activation, x):
@@ -50,7 +50,7 @@ def test_no_cache_inside_and_nothing_left_behind():
 def window_gradients(monkeypatch, *, lean):
     """Gradients of a window, and the bytes that its forwards kept for the backward pass."""
     if not lean:
-        monkeypatch.setattr("hf_ga.step.lean_forwards", lambda model: contextlib.nullcontext())
+        monkeypatch.setattr("hf_ga.training.lean_forwards", lambda model: contextlib.nullcontext())
     model, kept = h.gpt2(dropout=0.1), []
     loader = hf_ga.WindowLoader(
         h.token_samples(8), h.pad_right, accelerator=Accelerator(cpu=True), per_device_batch_size=3, global_batch_size=8

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.costs import CPU, CUDA, CostModel, cost_model
-from hf_ga.length_plan import ByLength, longest_first, plan_by_length
-from hf_ga.plan import check_plan, plan_by_sizes, plan_window
+from hf_ga.exact.costs import CPU, CUDA, CostModel, cost_model
+from hf_ga.exact.length_plan import ByLength, longest_first, plan_by_length
+from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 
 lengths_lists = st.lists(st.integers(0, 60), min_size=1, max_size=70)
 small_lists = st.lists(st.integers(0, 12), min_size=1, max_size=7)

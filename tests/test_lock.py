@@ -10,8 +10,9 @@ import pytest
 from runs import filled_place, lines_of, small_config, train
 
 import hf_ga
-from hf_ga import finetuning, lock
-from hf_ga.lock import LOCK, holds_nothing, only_run_in
+from hf_ga.recovery import lock
+from hf_ga.recovery.lock import LOCK, holds_nothing, only_run_in
+from hf_ga.run import finetuning
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 HOLDER = """

@@ -23,7 +23,7 @@ from runs import (
 from torch.nn import functional as F
 
 import hf_ga
-from hf_ga.order import epoch_order
+from hf_ga.exact.order import epoch_order
 
 KEYS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "num_targets", "tokens_per_second", "skipped"}
 EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_num_targets"}

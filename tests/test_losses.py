@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 import hf_ga
-from hf_ga.losses import CrossEntropySum, make_loss_fn
-from hf_ga.plan import plan_by_sizes
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.run.losses import CrossEntropySum, make_loss_fn
 
 WINDOW = 16
 WEIGHTS = [0.3, 1.0, 4.0]

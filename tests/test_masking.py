@@ -13,12 +13,13 @@ from datasets import Dataset
 from test_data import letter_tokenizer
 from transformers import DataCollatorForLanguageModeling
 
-from hf_ga import ConfigError, backward_window, masking
-from hf_ga.evaluation import evaluation_windows
-from hf_ga.masking import KeyedMasks, mask_tokens
-from hf_ga.plan import plan_by_sizes
-from hf_ga.tasks import TASKS
-from hf_ga.windows import WindowLoader
+from hf_ga import ConfigError, backward_window
+from hf_ga.data import masking
+from hf_ga.data.masking import KeyedMasks, mask_tokens
+from hf_ga.data.tasks import TASKS
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.windows import WindowLoader
+from hf_ga.run.evaluation import evaluation_windows
 
 PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14
 SPECIAL = {PAD, EOS, 2, CLS, SEP, MASK}

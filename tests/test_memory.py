@@ -22,12 +22,13 @@ from runs import filled_place, lines_of, relative_distance, train
 from torch import nn
 
 import hf_ga
-from hf_ga import building, step
-from hf_ga.cli import parse_config
+from hf_ga import training as step
 from hf_ga.errors import ConfigError, OutOfMemory
-from hf_ga.evaluation import evaluate, evaluation_windows
-from hf_ga.memory import MemoryLimit, Size, is_out_of_memory
-from hf_ga.precision import enable_fp16_on_cpu
+from hf_ga.exact.memory import MemoryLimit, Size, is_out_of_memory
+from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.run import building
+from hf_ga.run.cli import parse_config
+from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
 from memory import ERRORS, Device, of_sample

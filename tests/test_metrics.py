@@ -9,7 +9,7 @@ import helpers as h
 import numpy as np
 import pytest
 
-from hf_ga.metrics import METRICS, is_lower_better, predictions_and_references
+from hf_ga.run.metrics import METRICS, is_lower_better, predictions_and_references
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_many_classes_of_large_ids():
 def test_their_documentation_is_right():
     import doctest
 
-    from hf_ga import metrics
+    from hf_ga.run import metrics
 
     assert doctest.testmod(metrics) == (0, 7)
 

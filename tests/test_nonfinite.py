@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ga
-from hf_ga import loop
 from hf_ga.errors import NonFinite
-from hf_ga.generators import random_states
-from hf_ga.order import epoch_order
+from hf_ga.exact.generators import random_states
+from hf_ga.exact.order import epoch_order
+from hf_ga.run import loop
 
 WINDOW, MICRO_BATCH, NUM_WINDOWS = 8, 3, 3
 BAD_TOKEN = h.VOCABULARY - 1
@@ -183,7 +183,7 @@ def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, 
 
 def test_without_the_check_the_weights_become_nan(monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr("hf_ga.update._is_finite", lambda *args: True)
+    monkeypatch.setattr("hf_ga.exact.update._is_finite", lambda *args: True)
     model = Classifier("gradient")
     rule, training = healthy_rule(model), Training(model)
     for window in windows_of(samples()):
@@ -457,7 +457,7 @@ def bad_rows(monkeypatch, place):
         )
         return fit(run, progress)
 
-    monkeypatch.setattr("hf_ga.finetuning.fit", spoilt_fit)
+    monkeypatch.setattr("hf_ga.run.finetuning.fit", spoilt_fit)
     return {"dataset_name": write_rows(place / "bad.jsonl", rows), "save_steps": 1, "eval_steps": 100}
 
 

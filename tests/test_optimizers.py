@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_ga.optimizers import FUSED, OPTIMIZERS, build_optimizer
+from hf_ga.run.optimizers import FUSED, OPTIMIZERS, build_optimizer
 
 
 def small_model():

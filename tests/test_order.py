@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.hashing import GOLDEN, Stream, extend_key, make_key, mix, mix_in_place, name_key
-from hf_ga.order import epoch_order
+from hf_ga.exact.hashing import GOLDEN, Stream, extend_key, make_key, mix, mix_in_place, name_key
+from hf_ga.exact.order import epoch_order
 
 SIGMAS = 4.0
 NUM_SEEDS = 20_000

@@ -22,16 +22,16 @@ from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 import hf_ga
-import hf_ga.dropped_attention
-import hf_ga.packing
-from hf_ga import keyed
+import hf_ga.exact.dropped_attention
+import hf_ga.speed.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
-from hf_ga.keyed import keep_mask, sample_keys, window_key
-from hf_ga.packed_tokens import PackedTokens, packed_keep_masks
-from hf_ga.packing import Packing
-from hf_ga.packing_proof import find_stack, prove_packing
-from hf_ga.places import KeyedPlaces
-from hf_ga.proof import Prover
+from hf_ga.exact import keyed
+from hf_ga.exact.keyed import keep_mask, sample_keys, window_key
+from hf_ga.exact.packed_tokens import PackedTokens, packed_keep_masks
+from hf_ga.exact.places import KeyedPlaces
+from hf_ga.proof.packing_proof import find_stack, prove_packing
+from hf_ga.proof.proof import Prover
+from hf_ga.speed.packing import Packing
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 6
@@ -283,7 +283,7 @@ def test_linear_layers_see_real_tokens_only():
 def test_masks_are_those_of_padded_samples_bit_for_bit(monkeypatch, inner, on_device):
     """`on_device`: as torch draws them where keys are not on a CPU."""
     if on_device:
-        monkeypatch.setattr("hf_ga.packed_tokens.seeds_of", keyed._seeds_on_device)
+        monkeypatch.setattr("hf_ga.exact.packed_tokens.seeds_of", keyed._seeds_on_device)
     mask = pad_right(samples_of("tokens"))["attention_mask"]
     tokens, keys = PackedTokens.of(mask, CPU), sample_keys(1, 2, np.arange(len(mask)))
     places = [12345, 2**64 - 5]
@@ -338,7 +338,7 @@ def test_attention_that_forgets_to_keep_samples_apart_is_refused(monkeypatch):
         return original(module, *heads, None, **more)
 
     samples = token_samples(24)
-    monkeypatch.setattr(hf_ga.packing, "padded_attention", together)
+    monkeypatch.setattr(hf_ga.speed.packing, "padded_attention", together)
     for build in (helpers.gpt2, helpers.bert_masked_lm):
         packing, why = asked(build(), samples)
         assert packing is None and "packed tokens change" in why
@@ -349,8 +349,10 @@ def test_attention_that_forgets_to_keep_samples_apart_is_refused(monkeypatch):
 
 def counted(monkeypatch):
     """Calls of attention that computed one sample after the other."""
-    calls, original = [], hf_ga.packing.separate_attention
-    monkeypatch.setattr(hf_ga.packing, "separate_attention", lambda *args, **more: (calls.append(args), original(*args, **more))[1])
+    calls, original = [], hf_ga.speed.packing.separate_attention
+    monkeypatch.setattr(
+        hf_ga.speed.packing, "separate_attention", lambda *args, **more: (calls.append(args), original(*args, **more))[1]
+    )
     return calls
 
 
@@ -361,7 +363,7 @@ def test_attention_sample_by_sample_is_that_of_padded_samples(name, collate, mon
     build, kind = MODELS[name]
     samples, calls = samples_of(kind), counted(monkeypatch)
     packing = packing_of(build(0.1), samples[0])
-    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
+    monkeypatch.setattr(hf_ga.exact.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
     truth, value = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=collate)
     full, _ = window_gradient(packing, samples, SPLITS[0], padded=True, collate=collate)
     window_gradient(packing, samples, SPLITS[1], collate=collate)
@@ -390,7 +392,7 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     packing = packing_of(helpers.bert_masked_lm(0.1), samples[0])
     packing.dropped = True
     weights = 2 * (sum(len(s["input_ids"]) for s in samples) / len(samples)) ** 2 / torch.get_num_threads()
-    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * (1.01 if why == "short samples" else 0.99))
+    monkeypatch.setattr(hf_ga.exact.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * (1.01 if why == "short samples" else 0.99))
     if why == "evaluation":
         packing.places.model.eval()
 
@@ -403,7 +405,7 @@ def test_attention_is_computed_sample_by_sample_where_that_gains(why, monkeypatc
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
         window_gradient(packing, samples, SPLITS[0], collate=with_a_hole if why == "holes" else pad_right)
     assert not calls
-    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * 0.99)
+    monkeypatch.setattr(hf_ga.exact.dropped_attention, "WEIGHTS_OF_SAMPLE", weights * 0.99)
     packing.places.model.train()
     window_gradient(packing, samples, SPLITS[0])
     assert len(calls) == 2, "control: one for each layer"
@@ -418,7 +420,7 @@ def test_attention_sample_by_sample_is_proven(wrong, monkeypatch):
             raise RuntimeError("no such heads")
         return F.scaled_dot_product_attention(*heads).transpose(1, 2), None
 
-    monkeypatch.setattr(hf_ga.packing, "separate_attention", together)
+    monkeypatch.setattr(hf_ga.speed.packing, "separate_attention", together)
     packing, why = asked(helpers.bert_masked_lm(0.1), token_samples(24))
     assert packing is not None and not packing.dropped, why
 
@@ -451,8 +453,8 @@ def test_a_kernel_gets_what_it_needs(name, monkeypatch):
     model, samples, seen = build(0.0), samples_of(kind), []
     packing = packing_of(model, samples[0])
     truth, full = (window_gradient(packing, samples, SPLITS[0], dtype, padded=True)[0] for dtype in (torch.float64, torch.float32))
-    monkeypatch.setattr(hf_ga.packing, "kernel_takes", lambda query, value: True)
-    monkeypatch.setattr(hf_ga.packing, "varlen_attn", kernel(seen))
+    monkeypatch.setattr(hf_ga.speed.packing, "kernel_takes", lambda query, value: True)
+    monkeypatch.setattr(hf_ga.speed.packing, "varlen_attn", kernel(seen))
     window_gradient(packing, samples, SPLITS[1])
     assert not seen, "not proven plain"
     packing.plain = True
@@ -462,20 +464,20 @@ def test_a_kernel_gets_what_it_needs(name, monkeypatch):
     heads = (sum(lengths), 2, WIDTH // 2)  # key heads are repeated
     expected = (heads, [0, *np.cumsum(lengths).tolist()], max(lengths), (WIDTH // 2) ** -0.5)
     assert seen == [(*expected, (-1, 0 if name in ("gpt2", "llama") else -1))] * 2
-    monkeypatch.setattr(hf_ga.packing, "varlen_attn", kernel(seen, separate=False))
+    monkeypatch.setattr(hf_ga.speed.packing, "varlen_attn", kernel(seen, separate=False))
     wrong, _ = window_gradient(packing, samples, SPLITS[0])
     assert relative_error(wrong, truth) > ANOTHER
 
 
 def test_a_kernel_is_not_asked_for_dropout_windows_or_on_a_cpu(monkeypatch):
     seen = []
-    monkeypatch.setattr(hf_ga.packing, "varlen_attn", kernel(seen))
+    monkeypatch.setattr(hf_ga.speed.packing, "varlen_attn", kernel(seen))
     samples = samples_of("tokens")
     packing = packing_of(helpers.gpt2(), samples[0])
     packing.plain = True
     window_gradient(packing, samples, SPLITS[0])
     assert not seen, "FlashAttention is for CUDA"
-    monkeypatch.setattr(hf_ga.packing, "kernel_takes", lambda query, value: True)
+    monkeypatch.setattr(hf_ga.speed.packing, "kernel_takes", lambda query, value: True)
     for model in (helpers.gpt2(0.1), modern_bert()):
         packing = packing_of(model, samples[0])
         packing.plain = True
@@ -502,7 +504,7 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how, separate
     model, samples = build(0.1), samples_of(kind)
     packing = packing_of(model, samples[0])
     packing.dropped = separate
-    monkeypatch.setattr(hf_ga.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
+    monkeypatch.setattr(hf_ga.exact.dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
     truth, _ = window_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = window_gradient(packing, samples, SPLITS[1])
     names = list(full)

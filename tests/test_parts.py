@@ -11,8 +11,8 @@ from accelerate import Accelerator
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.evaluation import evaluate, evaluation_windows
-from hf_ga.parts import PARTS
+from hf_ga.exact.parts import PARTS
+from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 BERT = {"vocab_size": h.VOCABULARY, "hidden_size": h.WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 2 * h.WIDTH, "max_position_embeddings": 32}

@@ -19,11 +19,11 @@ import transformers as tf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import hf_ga.masks_ahead
+import hf_ga.exact.masks_ahead
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.generators import moved_generators, random_states
-from hf_ga.keyed import sample_keys, window_key
-from hf_ga.places import KeyedPlaces
+from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.places import KeyedPlaces
 
 SIGMAS = 4.0
 VOCABULARY = 100
@@ -410,9 +410,9 @@ def captured_masks(bench, monkeypatch, num_windows=1):
             masks[place][1].append(kept)
         return drawn
 
-    original = hf_ga.masks_ahead.keep_masks
+    original = hf_ga.exact.masks_ahead.keep_masks
     with monkeypatch.context() as patch, bench.places.active(), torch.no_grad():
-        patch.setattr("hf_ga.masks_ahead.keep_masks", capturing)
+        patch.setattr("hf_ga.exact.masks_ahead.keep_masks", capturing)
         for index in range(num_windows):
             bench.set_keys(EVERYONE, index=index)
             bench.forward(EVERYONE)
@@ -491,16 +491,16 @@ class Draws:
         self.monkeypatch, self.at_once, self.calls = monkeypatch, at_once, []
 
     def __enter__(self):
-        original, self.patch = hf_ga.masks_ahead.keep_masks, self.monkeypatch.context()
+        original, self.patch = hf_ga.exact.masks_ahead.keep_masks, self.monkeypatch.context()
         patch = self.patch.__enter__()
 
         def counted(keys, places, shape, *more):
             self.calls.append((len(places), math.prod(shape)))
             return original(keys, places, shape, *more)
 
-        patch.setattr("hf_ga.masks_ahead.keep_masks", counted)
+        patch.setattr("hf_ga.exact.masks_ahead.keep_masks", counted)
         if self.at_once is not None:
-            patch.setattr("hf_ga.masks_ahead.DRAWN_TOGETHER", self.at_once)
+            patch.setattr("hf_ga.exact.masks_ahead.DRAWN_TOGETHER", self.at_once)
         return self.calls
 
     def __exit__(self, *error):

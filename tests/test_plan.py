@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ga.errors import ConfigError
-from hf_ga.layout import Layout
-from hf_ga.plan import plan_by_sizes, plan_window, split_evenly
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.plan import plan_by_sizes, plan_window, split_evenly
 
 window_sizes, processes, limits = st.integers(0, 300), st.integers(1, 20), st.integers(1, 70)
 lengths_lists = st.lists(st.integers(1, 50), max_size=80)

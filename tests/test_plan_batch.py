@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import hf_ga
 from hf_ga import ConfigError, plan_batch
-from hf_ga.batch_arithmetic import Share
-from hf_ga.cli import parse_config
-from hf_ga.length_plan import plan_by_length
-from hf_ga.plan import check_plan, plan_window
+from hf_ga.exact.length_plan import plan_by_length
+from hf_ga.exact.plan import check_plan, plan_window
+from hf_ga.run.batch_arithmetic import Share
+from hf_ga.run.cli import parse_config
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan_batch.py"
 SEED_CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}

@@ -13,10 +13,10 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_ga
-import hf_ga.precision
-import hf_ga.proof
-from hf_ga.forward import run_forward
-from hf_ga.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
+import hf_ga.exact.precision
+import hf_ga.proof.proof
+from hf_ga.exact.forward import run_forward
+from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
 
 ACCUMULATION = 16
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
@@ -320,7 +320,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     print(f"MEASURED frozen, {case}: {ratio:.2f} x the full batch's error, residual of the proof {rule.residual:.0e}")
     assert_promise(precision, grads, full, grads64)
 
-    monkeypatch.setattr(hf_ga.precision, "frozen_in_float32", contextlib.nullcontext)  # the control
+    monkeypatch.setattr(hf_ga.exact.precision, "frozen_in_float32", contextlib.nullcontext)  # the control
     assert not proven_exactly(prepared, samples)
 
 
@@ -330,7 +330,7 @@ def proven_exactly(model, samples):
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
     except RuntimeError:
         return False
-    return rule.residual <= hf_ga.proof.TOLERANCE and rule.width_matters is False
+    return rule.residual <= hf_ga.proof.proof.TOLERANCE and rule.width_matters is False
 
 
 class Features(nn.Module):
@@ -352,7 +352,7 @@ def test_inputs_in_half_precision_are_lifted_with_the_frozen_layer():
 def test_a_proof_inside_the_callers_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         rule = hf_ga.prove_targets(h.bert_token_classifier(), h.tag_samples(16), h.pad_right)
-    assert rule.name == "labels" and rule.residual <= hf_ga.proof.TOLERANCE and rule.width_matters is False
+    assert rule.name == "labels" and rule.residual <= hf_ga.proof.proof.TOLERANCE and rule.width_matters is False
 
 
 def test_a_failed_proof_puts_the_frozen_parameters_back():

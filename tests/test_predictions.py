@@ -8,7 +8,7 @@ import transformers as tf
 from runs import JOBS, filled_place, job_config, learn_job, save_jobs, train_job, write_rows
 
 import hf_ga
-from hf_ga.tasks import TASKS
+from hf_ga.data.tasks import TASKS
 
 LONG = (
     "step every split gives same update while dropout stays keyed by position and one step every split gives same step and one of"

@@ -19,8 +19,8 @@ from test_router import full_gradient as full_router_gradient
 from torch.distributed.fsdp import FSDPModule
 
 import hf_ga
-from hf_ga.keyed import sample_keys, window_key
-from hf_ga.order import epoch_order
+from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.order import epoch_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
 from processes import SEED

@@ -11,9 +11,9 @@ import round_trip_worker
 from forked import phase, run_phases, run_script
 from runs import filled_place, lines_of, small_config, train
 
-from hf_ga import saving
-from hf_ga.checkpoint import load_checkpoint
-from hf_ga.windows import WindowLoader
+from hf_ga.exact.windows import WindowLoader
+from hf_ga.recovery.checkpoint import load_checkpoint
+from hf_ga.run import saving
 
 STEPS = 19
 SETTINGS = {"max_steps": STEPS, "save_steps": 2, "eval_steps": 5, "save_total_limit": 20, "learning_rate": 3e-3}

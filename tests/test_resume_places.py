@@ -7,7 +7,7 @@ import pytest
 from runs import filled_place, lines_of, saved_weights, train
 
 import hf_ga
-from hf_ga import loop
+from hf_ga.run import loop
 
 
 class Killed(Exception):

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.evaluation import evaluate, evaluation_windows
-from hf_ga.router import RouterLoss
+from hf_ga.exact.router import RouterLoss
+from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 COEFFICIENT = 0.5  # large, so that an error of the balancing loss shows
 

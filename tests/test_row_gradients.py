@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import hf_ga
-from hf_ga import gradients
-from hf_ga.row_gradients import add_rows, row_gradients
+from hf_ga.exact import gradients
+from hf_ga.speed.row_gradients import add_rows, row_gradients
 
 CPU = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
 PADDING = 1

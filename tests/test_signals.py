@@ -12,14 +12,17 @@ from launching import launch
 from runs import filled_place, lines_of, relative_distance, small_config, train
 
 import hf_ga
-from hf_ga import cli, finetuning, loop, saving, signals, windows
 from hf_ga.errors import RunStopped
-from hf_ga.signals import stop_requests
+from hf_ga.exact import windows
+from hf_ga.recovery import signals
+from hf_ga.recovery.signals import stop_requests
+from hf_ga.run import cli, finetuning, loop, saving
 
 # Two processes; the first one, in its fifth window, signals what the arguments name.
 WORKER = """
 import os, signal, sys
-from hf_ga import cli, loop
+from hf_ga.run import cli
+from hf_ga.run import loop
 
 done, step = 0, loop.train_step
 
@@ -219,7 +222,7 @@ def test_stopped_while_windows_make_no_step(place, tmp_path):
 
 def rows_without_targets(place):
     """The order of seed 7 begins with some of them."""
-    from hf_ga.order import epoch_order
+    from hf_ga.exact.order import epoch_order
 
     first = set(epoch_order(60, 7, 0)[:10].tolist())
     path = place / "few targets.jsonl"

@@ -18,11 +18,11 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from submitit import DebugExecutor
 
-from hf_ga import slurm
-from hf_ga.config import FinetuneConfig
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.slurm import NodeJob, main_process_port, run_to_end
-from hf_ga.slurm_executors import minutes_of
+from hf_ga.run import slurm
+from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.slurm import NodeJob, main_process_port, run_to_end
+from hf_ga.run.slurm_executors import minutes_of
 
 ROOT = Path(__file__).parent.parent
 SUBMIT, TEMPLATE = ROOT / "scripts" / "submit_slurm.py", ROOT / "scripts" / "slurm" / "finetune.sbatch"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, DatasetDict, List, Value
 
-from hf_ga import corpus, source_lines
+from hf_ga.data import corpus, source_lines
 from hf_ga.errors import DataError
 
 
@@ -369,7 +369,8 @@ def test_library_without_sources_is_refused(small_library, tmp_path):
 LOADER = """
 import sys
 from pathlib import Path
-from hf_ga import corpus, source_lines
+from hf_ga.data import corpus
+from hf_ga.data import source_lines
 library, cache = map(Path, sys.argv[1:])
 corpus._stdlib_folder = lambda: library
 print("ready", flush=True)

@@ -12,7 +12,7 @@ from test_data import letter_tokenizer
 from test_tokenization import byte_level, encoder_tokenizer, metaspace, piece_tokenizer
 
 from hf_ga import DataError
-from hf_ga.spans import best_answer, collate_spans, encode_answers, tokenize_questions
+from hf_ga.data.spans import best_answer, collate_spans, encode_answers, tokenize_questions
 
 NONE = {"text": [], "answer_start": []}
 

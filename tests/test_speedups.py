@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import hf_ga
-from hf_ga import dropped_attention, step
-from hf_ga.costs import CostModel
+from hf_ga import training as step
+from hf_ga.exact import dropped_attention
+from hf_ga.exact.costs import CostModel
 
 # samples of, what can be left out: full logits, padding
 MODELS = {

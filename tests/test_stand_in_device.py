@@ -16,7 +16,7 @@ import stand_in_runs
 import stand_in_worker
 import torch
 
-from hf_ga.known_padding import known_padding
+from hf_ga.speed.known_padding import known_padding
 
 LIMIT = 400  # seconds; a script takes 60 to 90
 SAME, ANOTHER = helpers.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import hf_ga
-from hf_ga import host_memory, start
+from hf_ga.run import host_memory, start
 
 IS_GLIBC = platform.libc_ver()[0] == "glibc"
 ALL = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
 STARTED = """
 import json, os, sys
-from hf_ga import start
+from hf_ga.run import start
 start.DRIVERS = ()
 print("once", file=sys.stderr)
 start.start_again()

@@ -6,8 +6,8 @@ from collections import Counter
 import datasets
 import pytest
 
-from hf_ga import corpus, stdlib_tasks
-from hf_ga.stdlib_tasks import first_sentence, question_rows, sentence_rows
+from hf_ga.data import corpus, stdlib_tasks
+from hf_ga.data.stdlib_tasks import first_sentence, question_rows, sentence_rows
 
 SOURCE = '''"""Tools. Return nothing; raise what you like."""
 class Stack:

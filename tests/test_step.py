@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import hf_ga
-import hf_ga.masks_ahead
-from hf_ga.plan import plan_by_sizes
-from hf_ga.reduce import check_supported
+import hf_ga.exact.masks_ahead
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.reduce import check_supported
 
 WINDOW = 16
 
@@ -238,8 +238,8 @@ def test_samples_of_one_length_draw_their_masks_together(monkeypatch):
     samples = [{name: values[:4] for name, values in s.items()} for s in h.token_samples(WINDOW)]
     assert {len(s["input_ids"]) for s in samples} == {4}
     model, draws = h.bert_masked_lm(0.1), []
-    original = hf_ga.masks_ahead.keep_masks
-    monkeypatch.setattr(hf_ga.masks_ahead, "keep_masks", lambda *args: draws.append(1) or original(*args))
+    original = hf_ga.exact.masks_ahead.keep_masks
+    monkeypatch.setattr(hf_ga.exact.masks_ahead, "keep_masks", lambda *args: draws.append(1) or original(*args))
     (window,) = make_loader(samples)
     _, full = window_gradient(model, window.split([np.arange(WINDOW)]))
     counts = {}

@@ -14,8 +14,8 @@ from transformers.models.swin.modeling_swin import SwinDropPath
 
 import hf_ga
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.keyed import sample_keys, window_key
-from hf_ga.places import KeyedPlaces
+from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.places import KeyedPlaces
 
 SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 

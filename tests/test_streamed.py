@@ -9,8 +9,9 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
-from hf_ga import ConfigError, DataError, FinetuneConfig, streamed
-from hf_ga.data import PreparedData, prepare_data
+from hf_ga import ConfigError, DataError, FinetuneConfig
+from hf_ga.data import streamed
+from hf_ga.data.data import PreparedData, prepare_data
 
 READ_AHEAD = 7
 

@@ -23,9 +23,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from workers import streaming as worker
 
 import hf_ga
-from hf_ga.plan import plan_by_sizes
-from hf_ga.shuffle_buffer import shuffled
-from hf_ga.streaming import StreamLoader
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.exact.streaming import StreamLoader
 
 
 class Numbers(IterableDataset):
@@ -441,7 +441,7 @@ class Counted(dict):
 
 @pytest.mark.parametrize("buffer_size", [0, 20])
 def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
-    monkeypatch.setattr("hf_ga.stream_reader.NUM_READ_FOR_PROOF", 4)
+    monkeypatch.setattr("hf_ga.exact.stream_reader.NUM_READ_FOR_PROOF", 4)
     held = []
 
     class Watched(Numbers):

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from heads import one_head as sweep
+from heads import report as sweep_report
+from heads import run as sweep_run
+from heads.one_head import TOLERANCE, Head, Verdict, all_heads, build_head, examine
+from heads.small_models import MOST_PARAMETERS, VOCABULARY, build_small, small_config
+from heads.small_samples import IGNORED, KINDS, PaddingCollator, make_samples
 from sweep_workers import serve_strange_heads
 from torch import nn
-
-from hf_ga.sweep import one_head as sweep
-from hf_ga.sweep import report as sweep_report
-from hf_ga.sweep import run as sweep_run
-from hf_ga.sweep.one_head import TOLERANCE, Head, Verdict, all_heads, build_head, examine
-from hf_ga.sweep.small_models import MOST_PARAMETERS, VOCABULARY, build_small, small_config
-from hf_ga.sweep.small_samples import IGNORED, KINDS, PaddingCollator, make_samples
 
 SAMPLE = [  # one of each kind, and of architectures that differ: attention, state space, experts, width that matters, two texts
     Head("gpt2", "GPT2LMHeadModel", "causal LM"),

@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_ga
-from hf_ga.place_probe import LARGE
-from hf_ga.probes import likely_cause
-from hf_ga.terms import RULES
+from hf_ga.exact.place_probe import LARGE
+from hf_ga.exact.terms import RULES
+from hf_ga.proof.probes import likely_cause
 
 # -- models and samples that only these tests need --------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from accelerate.state import AcceleratorState
 from runs import COLOURS, JOBS, WINDOW, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
 
 import hf_ga
-from hf_ga.building import build_run
-from hf_ga.data import prepare_data
-from hf_ga.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
-from hf_ga.plan import plan_by_sizes
-from hf_ga.tasks import TASKS
+from hf_ga.data.data import prepare_data
+from hf_ga.data.tasks import TASKS
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.run.building import build_run
+from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8}  # the relative error of one rounding

@@ -7,7 +7,7 @@ import evaluate
 import numpy as np
 import pytest
 
-from hf_ga.text_metrics import ANSWER_METRICS, TEXT_METRICS, common_subsequence, normalised_words, rouge_l, word_f1
+from hf_ga.run.text_metrics import ANSWER_METRICS, TEXT_METRICS, common_subsequence, normalised_words, rouge_l, word_f1
 
 
 @pytest.fixture(autouse=True)

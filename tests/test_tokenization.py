@@ -10,10 +10,11 @@ from test_data import LETTERS, ids_of, letter_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hf_ga import ConfigError, collation, corpus
-from hf_ga.choices import tokenize_choices
-from hf_ga.spans import tokenize_questions
-from hf_ga.tokenization import (
+from hf_ga import ConfigError
+from hf_ga.data import collation, corpus
+from hf_ga.data.choices import tokenize_choices
+from hf_ga.data.spans import tokenize_questions
+from hf_ga.data.tokenization import (
     complete_tokenizer,
     cut_into_blocks,
     tokenize_causal,

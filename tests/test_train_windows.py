@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from runs import relative_distance, train
 
 import hf_ga
-from hf_ga import building, train_windows
-from hf_ga.cli import parse_config
-from hf_ga.collation import collate_causal, collate_masked, collate_targets, collate_to_multiple
-from hf_ga.costs import CostModel, cost_model
+from hf_ga.data.collation import collate_causal, collate_masked, collate_targets, collate_to_multiple
 from hf_ga.errors import ConfigError
-from hf_ga.length_plan import plan_by_length
-from hf_ga.plan import plan_window
-from hf_ga.train_windows import described, planned_lengths
+from hf_ga.exact.costs import CostModel, cost_model
+from hf_ga.exact.length_plan import plan_by_length
+from hf_ga.exact.plan import plan_window
+from hf_ga.run import building, train_windows
+from hf_ga.run.cli import parse_config
+from hf_ga.run.train_windows import described, planned_lengths
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_loader_refuses(options, message):
 @pytest.mark.parametrize("sharded", [True, False])
 def test_under_fsdp_processes_wait_in_every_forward(sharded, monkeypatch):
     """So plans are those for that: one micro-batch more or less at most, as whoever has fewer repeats one."""
-    monkeypatch.setattr("hf_ga.base_loader.is_sharded", lambda accelerator: sharded)
+    monkeypatch.setattr("hf_ga.exact.base_loader.is_sharded", lambda accelerator: sharded)
     windows = hf_ga.WindowLoader([{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50)
     found = windows.splitter.plan(LENGTHS[:50], False)
     expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), in_step=sharded)
@@ -189,7 +189,7 @@ def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monke
 )
 def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, message, monkeypatch):
     """Before a model is built."""
-    monkeypatch.setattr("hf_ga.building.build_model", None)
+    monkeypatch.setattr("hf_ga.run.building.build_model", None)
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens: allow at least 24"):
         train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
 

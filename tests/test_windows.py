@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_ga
-from hf_ga.layout import Layout
-from hf_ga.plan import plan_by_sizes
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.plan import plan_by_sizes
 
 
 class Numbers:

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from disk_limits import limit_at
 
 import hf_ga
-from hf_ga import saving
-from hf_ga.cli import parse_config
+from hf_ga.run import saving
+from hf_ga.run.cli import parse_config
 
 
 def said(config: hf_ga.FinetuneConfig) -> str:

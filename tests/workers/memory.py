@@ -17,9 +17,9 @@ from processes import h, make_accelerator, make_windows, prepare, save
 from torch import nn
 
 import hf_ga
-from hf_ga import building
-from hf_ga.cli import finetune_main
 from hf_ga.errors import HfGaError
+from hf_ga.run import building
+from hf_ga.run.cli import finetune_main
 
 SAMPLES, WINDOW, MICRO_BATCH, LONG = 53, 24, 8, 40  # LONG: a sample that is longer than the others
 CASES = {  # model, samples, own loss

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ga
-from hf_ga import sharding
+from hf_ga.parallel import sharding
 
 WINDOW, LAST, SEED, MICRO_BATCH = 64, 13, 3, 8
 LAYER_OF = {"gpt2": "GPT2Block", "mixtral": "MixtralDecoderLayer", "mpnet": "MPNetLayer"}

@@ -31,12 +31,12 @@ from processes import (
 from torch import nn
 
 import hf_ga
-from hf_ga.checkpoint import weights_sha256
-from hf_ga.order import epoch_order
-from hf_ga.plan import Plan, plan_window
-from hf_ga.precision import enable_fp16_on_cpu
-from hf_ga.reduce import sum_gradients
-from hf_ga.sharding import full_state_dict
+from hf_ga.exact.order import epoch_order
+from hf_ga.exact.plan import Plan, plan_window
+from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.exact.reduce import sum_gradients
+from hf_ga.parallel.sharding import full_state_dict
+from hf_ga.recovery.checkpoint import weights_sha256
 
 STEPS, MAX_NORM = 30, 0.1
 MICRO_BATCHES = {2: (1, 4, 16), 4: (1, 4)}  # a process, whose collectives are counted

@@ -1,0 +1,125 @@
+"""What `scripts/check_equivalence.py` does: the flags of finetune.py and a few more, from them a model, samples and a report."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from hf_ga.check.arms import ARMS
+from hf_ga.check.check import check_equivalence
+from hf_ga.check.layouts import AUTO, LEAST_SAMPLES
+from hf_ga.check.report import EquivalenceReport
+from hf_ga.check.subjects import Step, check_one_process
+from hf_ga.data.data import PreparedData, prepare_data
+from hf_ga.errors import ConfigError
+from hf_ga.exact.order import epoch_order
+from hf_ga.run.adapters import check_peft
+from hf_ga.run.building import build_model, chosen_loss_fn, proof_samples
+from hf_ga.run.config import FinetuneConfig, option
+from hf_ga.run.config_checks import check_output_dir
+from hf_ga.run.host_memory import keep_freed_memory
+from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
+from hf_ga.run.optimizers import OPTIMIZERS
+
+TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # of the arms in a report
+MOST_SAMPLES = 64
+
+
+@dataclass
+class CheckConfig(FinetuneConfig):
+    """The flags of `FinetuneConfig` (those about training and output files have no effect) and those of the check.
+
+    Example:
+        report = run_check(CheckConfig(task="text-classification", compare="trainer"))
+    """
+
+    output_dir: str = option("outputs/check", "Folder for report.json and report.html; nothing else in it is touched.")
+    compare: str = option(
+        "trainer,accelerate",
+        f"Other people's steps to check too, of: {', '.join(ARMS)}; or none, which takes a third of the time or less.",
+    )
+    check_layouts: str = option("auto", f"Layouts, with commas between: auto (all), or of {', '.join(AUTO)}.")
+    quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
+    parameters: list[str] | None = option(None, "Name patterns of the parameters whose gradients are compared. Default: all.")
+    max_memory_gib: float | None = option(None, "Memory for the references. Default: 70 percent of what is free.")
+    assert_passed: bool = option(False, "Exit with code 1 where hf_ga did not pass; compared steps do not count.")
+
+    def check(self) -> None:
+        """As for a run, and the flags of the check.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        super().check()
+        for name, known in (("compare", list(ARMS)), ("check_layouts", list(AUTO))):
+            if unknown := [value for value in self.listed(name) if value not in known]:
+                raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
+
+    def check_output_dir(self) -> None:
+        """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
+        check_output_dir(self, only_adds=True)
+
+    def listed(self, name: str) -> list[str]:
+        """A flag with commas, as a list; `auto` and `none` stand for no entry."""
+        values = [value.strip() for value in getattr(self, name).split(",")]
+        return [] if values in (["auto"], ["none"], [""]) else values
+
+
+CheckConfig.__dataclass_fields__["assert_passed"].metadata = {
+    **CheckConfig.__dataclass_fields__["assert_passed"].metadata,
+    "aliases": ["--assert"],  # a field cannot have the name of a keyword
+}
+
+
+def run_check(config: CheckConfig) -> EquivalenceReport:
+    """Build the model and a window of training samples as finetune would, check them, write report.json and report.html.
+
+    Raises:
+        ConfigError, DataError: bad input.
+    """
+    config.check()
+    check_peft(config)
+    check_one_process()
+    accelerator = Accelerator()
+    keep_freed_memory(accelerator.device)  # as `finetune` does
+    tokenizer = load_tokenizer(config)
+    base = load_base_config(config)
+    data = prepare_data(config, tokenizer, known_labels(base))
+    loss_fn = chosen_loss_fn(config, data)
+    model = build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base))
+    # They compute the head's own loss; beside another one they would only seem to be wrong.
+    steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
+    report = check_equivalence(
+        model,
+        window_samples(config, data),
+        data.collate,
+        config.listed("check_layouts") or "auto",
+        loss_fn,
+        {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        config.seed,
+        steps=steps,
+        quick=config.quick,
+        parameters=config.parameters,
+        max_memory_gib=config.max_memory_gib,
+        optimizer=partial(_optimizer, config),
+        allow_unkeyed=config.allow_unkeyed,
+    )
+    if loss_fn is not None and config.listed("compare"):
+        report.facts.append("nothing is compared: class_weights and label_smoothing ask for another loss than the head's own")
+    report.save(config.output_dir)
+    return report
+
+
+def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
+    """A window as large as in training (8 to 64 samples) from the whole range of lengths, in the order of a hash."""
+    samples = list(proof_samples(data, "train"))
+    count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, MOST_SAMPLES)))
+    picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
+    return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
+
+
+def _optimizer(config: CheckConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return OPTIMIZERS[config.optim](parameters, lr=config.learning_rate or 1e-3)

@@ -1,0 +1,1 @@
+"""From rows of a dataset to tokenised samples and batches, task by task."""

@@ -1,0 +1,154 @@
+"""Conversations and prompts with completions -> text, and where in it the completions stand.
+
+Three kinds of columns, the first that a dataset has:
+
+    messages                      [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]
+    prompt, completion            two strings, or two lists of messages
+    instruction, (input), output  three strings
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hf_ga.data.row_checks import RowOfBatch
+from hf_ga.errors import DataError
+
+Message = dict[str, str]
+Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether a template wrote it
+
+KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
+OPTIONAL = {"instruction": ("input",)}
+
+
+def chat_columns(columns: Collection[str], needs_completion: bool = True) -> list[str]:
+    """The columns of a conversation that are there; empty if none are. Without completions the prompts alone are enough."""
+    for needed in KINDS if needs_completion else [*KINDS, *(kind[:1] for kind in KINDS)]:
+        if set(needed) <= set(columns):
+            return [*needed, *(c for c in OPTIONAL.get(needed[0], ()) if c in columns)]
+    return []
+
+
+def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Iterator[Rendered]:
+    """Each row as the text that the model sees, with the spans of characters that are targets.
+
+    With a chat template the template writes the text and all turns of the assistant are targets. Without one, prompt and completion
+    stand one after the other as they are.
+
+    Raises:
+        DataError: a malformed row, a conversation without a template, or a template that cannot be cut into turns.
+    """
+    names = chat_columns(rows)
+    for number, values in enumerate(zip(*(rows[name] for name in names), strict=True)):
+        row = dict(zip(names, values, strict=True))
+        with _naming_the_row(names, number):
+            text = _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
+        yield text
+
+
+def prompts(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What stands before the (last) completion of each row: what a model is asked to continue. Completions may be missing.
+
+    Raises:
+        DataError: a malformed row, a conversation without a template, or a template that refuses it.
+    """
+    names = chat_columns(rows, needs_completion=False)
+    if not names:
+        return [text or "" for text in rows["text"]]
+    asked = []
+    for index in range(len(rows[names[0]])):
+        row = {"completion": "", "output": "", **{name: rows[name][index] for name in names}}
+        with _naming_the_row(names, index):
+            asked.append(_asked(_conversation(row)[0], tokenizer) if tokenizer.chat_template else _before(row))
+    return asked
+
+
+@contextmanager
+def _naming_the_row(names: Sequence[str], number: int) -> Iterator[None]:
+    try:
+        yield
+    except (TemplateError, DataError, TypeError, ValueError) as error:
+        shown, columns = " ".join(str(error).split()), ", ".join(names)
+        text = f"a row with columns {columns} cannot be used (number {number} of its batch): {shown}"
+        raise RowOfBatch(
+            number, f"(columns {columns}) cannot be used", f"{shown.rstrip('.')}. Mend it, or leave it out.", text
+        ) from error
+
+
+def _asked(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
+
+
+def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
+    """The messages of a row, and the index of the first that may be a target."""
+    if "messages" in row:
+        return _messages(row["messages"]), 0
+    if isinstance(row.get("prompt"), list):
+        before = _messages(row["prompt"])
+        return before + _messages(row["completion"]), len(before)
+    question, answer = _question(row), row["completion" if "prompt" in row else "output"]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(answer)}], 1
+
+
+def _question(row: dict[str, Any]) -> str:
+    if "prompt" in row:
+        return _text(row["prompt"])
+    given = row.get("input")
+    return _text(row["instruction"]) + ("" if given in (None, "") else f"\n\n{_text(given)}")
+
+
+def _messages(value: Any) -> list[Message]:
+    if value != "" and not isinstance(value, list):  # "" stands for a completion that is asked for
+        raise DataError(f"a list of messages is needed, but found {value!r:.80}.")
+    return [_message(m) for m in value]
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not message.get("role"):
+        raise DataError(f"a message needs the strings role and content, but one is {message!r:.80}.")
+    return {"role": message["role"], "content": message["content"]}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"a string is needed, but found {value!r:.80}.")
+    return value
+
+
+def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    if not messages:
+        return "", [], True
+    if first == 0 and messages[0]["role"] == "assistant":
+        raise DataError("the assistant has the first turn, which answers nothing: begin with a turn of the user or the system.")
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = []
+    for index, message in enumerate(messages):
+        if index < first or message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+        until = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        if not (until.startswith(before) and text.startswith(until)):
+            raise DataError(
+                "the tokenizer's chat template writes a turn differently when others follow it, so completions cannot be told "
+                "from prompts: keep one turn of the assistant in a row, the last."
+            )
+        spans.append((len(before), len(until)))
+    return text, spans, True
+
+
+def _plain(row: dict[str, Any]) -> Rendered:
+    before = _before(row)
+    text = before + _text(row["completion" if "prompt" in row else "output"])
+    return text, [(len(before), len(text))], False
+
+
+def _before(row: dict[str, Any]) -> str:
+    """A prompt without a template."""
+    if "messages" in row or isinstance(row.get("prompt"), list):
+        raise DataError("the tokenizer has no chat template to write a conversation with: use one that has, or columns of strings.")
+    return _question(row) + ("" if "prompt" in row else "\n\n")

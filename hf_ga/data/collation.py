@@ -1,0 +1,120 @@
+"""Samples -> arguments of the model: right-padded int64 tensors, samples on the first axis. Padding is never a target."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_ga.data.masking import mask_tokens
+from hf_ga.exact.batches import IGNORED_LABEL
+
+Samples = Sequence[dict[str, Any]]
+
+
+def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
+    padded = np.full((len(rows), max(map(len, rows), default=0)), value, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def collate_to_multiple(samples: Samples, collate: Callable, pad_token_id: int, multiple: int, most: int) -> dict[str, Tensor]:
+    """What `collate` makes of the samples, as wide as a multiple that the hardware likes, but not beyond `most` tokens.
+
+    Only tensors of tokens are padded: int64 with `input_ids`' width on the last axis.
+    """
+    batch = collate(samples)
+    width = batch["input_ids"].shape[-1]
+    more = min(-(-width // multiple) * multiple, max(most, width)) - width
+    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL}  # all others: 0
+    return {
+        name: F.pad(tensor, (0, more), value=padding.get(name, 0)) if _is_of_tokens(tensor, width) else tensor
+        for name, tensor in batch.items()
+    }
+
+
+def _is_of_tokens(tensor: Tensor, width: int) -> bool:
+    return tensor.dim() > 1 and tensor.dtype == torch.int64 and tensor.shape[-1] == width
+
+
+def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and, where the samples have them, `token_type_ids`, each of shape (samples, longest)."""
+    rows = [sample["input_ids"] for sample in samples]
+    batch = {"input_ids": pad(rows, pad_token_id), "attention_mask": pad([[1] * len(row) for row in rows], 0)}
+    if "token_type_ids" in samples[0]:
+        batch["token_type_ids"] = pad([sample["token_type_ids"] for sample in samples], 0)
+    return batch
+
+
+def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and `labels` of shape (samples, longest): the samples' own labels (a completion), or else the ids themselves."""
+    batch = collate_ids(samples, pad_token_id)
+    if "labels" in samples[0]:
+        return {**batch, "labels": pad([sample["labels"] for sample in samples], IGNORED_LABEL)}
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)}
+
+
+def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids of the sources and, where the samples have them, `labels` of shape (samples, longest target).
+
+    The model itself makes its decoder's inputs of the labels. The decoder needs one place even where no sample has a target.
+    """
+    batch = collate_ids(samples, pad_token_id)
+    if "labels" in samples[0]:
+        batch["labels"] = pad([sample["labels"] or [IGNORED_LABEL] for sample in samples], IGNORED_LABEL)
+    return batch
+
+
+def collate_masked(
+    samples: Samples, pad_token_id: int, special_ids: Sequence[int], mask_token_id: int, vocab_size: int, probability: float
+) -> dict[str, Tensor]:
+    """Ids with hidden tokens, and `labels` of shape (samples, longest): what was there, at the targets. See `masking`."""
+    batch = collate_ids(samples, pad_token_id)
+    inputs, labels = mask_tokens(
+        batch["input_ids"].numpy(),
+        np.array([sample["mask_key"] for sample in samples]),
+        special_ids=[*special_ids, pad_token_id],  # so padding is never a target
+        mask_token_id=mask_token_id,
+        vocab_size=vocab_size,
+        probability=probability,
+        ignored=IGNORED_LABEL,
+    )
+    return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+def collate_classes(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels, int64 `labels` of shape (samples,)."""
+    return _with_labels(samples, pad_token_id, lambda labels: torch.tensor(labels))
+
+
+def collate_numbers(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels, float32 `labels` of shape (samples,)."""
+    return _with_labels(samples, pad_token_id, lambda labels: torch.tensor(labels, dtype=torch.float32))
+
+
+def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels (lists of class ids), float32 `labels` of shape (samples, num_labels): 0 or 1."""
+
+    def multi_hot(labels: list[list[int]]) -> Tensor:
+        hot = np.zeros((len(labels), num_labels), np.float32)
+        for row, ids in zip(hot, labels, strict=True):
+            row[ids] = 1.0
+        return torch.from_numpy(hot)
+
+    return _with_labels(samples, pad_token_id, multi_hot)
+
+
+def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first piece."""
+    return _with_labels(samples, pad_token_id, lambda labels: pad(labels, IGNORED_LABEL))
+
+
+def _with_labels(samples: Samples, pad_token_id: int, to_tensor: Any) -> dict[str, Tensor]:
+    batch = collate_ids(samples, pad_token_id)
+    if "label" in samples[0]:
+        batch["labels"] = to_tensor([sample["label"] for sample in samples])
+    return batch

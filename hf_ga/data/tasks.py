@@ -1,0 +1,202 @@
+"""One small Task per kind of head: which rows it reads, how they become samples, samples a batch, outputs metrics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BartConfig,
+    BertConfig,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    RoFormerConfig,
+)
+
+from hf_ga.data import choices, collation, spans, tokenization
+from hf_ga.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is special about a kind of head.
+
+    Attributes:
+        auto_class: the transformers class that loads the model.
+        labels: what a row's label is: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
+            "answers" (spans of a context), "choice" (the number of one of the row's own texts), "target" (a text to be generated).
+        tokenize: a function of `tokenization`.
+        collator: (tokenizer, number of labels, share of tokens that a masked LM predicts) -> collate function.
+        small_config: (tokenizer, max_length) -> configuration of the model that is built where none is named.
+        problem_type: what transformers calls the loss of a sequence classifier.
+        metrics: names of the metrics beside the loss. generated_metrics: those of texts that are generated in evaluations.
+        pipeline: what hubs and transformers' pipelines call the work of a trained model. lora_type: what PEFT calls the head, where
+            it has a name.
+    """
+
+    auto_class: Any
+    labels: str
+    tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
+    collator: Callable[[PreTrainedTokenizerBase, int, float], Callable]
+    small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig]
+    problem_type: str | None = None
+    metrics: tuple[str, ...] = ()
+    generated_metrics: tuple[str, ...] = ()
+    pipeline: str = "text-classification"
+    lora_type: str | None = "SEQ_CLS"
+
+
+def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A GPT-2 of about 1.3 million parameters."""
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    size = {"n_positions": max(256, max_length), "n_embd": 128, "n_layer": 4, "n_head": 4}
+    return GPT2Config(vocab_size=len(tokenizer), **size, **special)
+
+
+def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A BERT of about 1.3 million parameters."""
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, max_length),
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def small_roformer(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A RoFormer of about 1.1 million parameters, for pairs of texts: where an answer begins is told by the word before it, which a
+    model with positions relative to each other learns sooner than a BERT.
+    """
+    return RoFormerConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, max_length),
+        embedding_size=128,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    """A BART of about 1.7 million parameters. (A T5 of this size, whose first embeddings are 50 times larger, learns slower.)"""
+    layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return BartConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, max_length),
+        d_model=128,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        attention_dropout=0.1,
+        **layers,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.eos_token_id,
+        forced_eos_token_id=None,  # BART's own, an id of its own vocabulary
+    )
+
+
+def _padding(collate: Callable) -> Callable[[PreTrainedTokenizerBase, int, float], Callable]:
+    return lambda tokenizer, num_labels, probability: partial(collate, pad_token_id=tokenizer.pad_token_id)
+
+
+def _masking(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
+    if tokenizer.mask_token_id is None:
+        raise ConfigError("masked-lm needs a tokenizer with a mask token, which this one lacks: take a BERT-like model.")
+    return partial(
+        collation.collate_masked,
+        pad_token_id=tokenizer.pad_token_id,
+        special_ids=tuple(tokenizer.all_special_ids),
+        mask_token_id=tokenizer.mask_token_id,
+        vocab_size=len(tokenizer),
+        probability=probability,
+    )
+
+
+def _label_sets(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
+    return partial(collation.collate_label_sets, pad_token_id=tokenizer.pad_token_id, num_labels=num_labels)
+
+
+def _of_texts(labels: str, collator: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
+    """A head with one prediction for a text or a pair of texts."""
+    tokenize = tokenization.tokenize_texts
+    return Task(AutoModelForSequenceClassification, labels, tokenize, collator, small_bert, problem_type, metrics)
+
+
+TASKS: dict[str, Task] = {
+    "causal-lm": Task(
+        AutoModelForCausalLM,
+        "none",
+        tokenization.tokenize_causal,
+        _padding(collation.collate_causal),
+        small_gpt,
+        pipeline="text-generation",
+        lora_type="CAUSAL_LM",
+    ),
+    "masked-lm": Task(
+        AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, pipeline="fill-mask", lora_type=None
+    ),
+    "text-classification": _of_texts(
+        "class", _padding(collation.collate_classes), "single_label_classification", ("accuracy", "f1")
+    ),
+    "regression": _of_texts("number", _padding(collation.collate_numbers), "regression", ("mae", "pearson")),
+    "multi-label": _of_texts("classes", _label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
+    "token-classification": Task(
+        AutoModelForTokenClassification,
+        "tags",
+        tokenization.tokenize_words,
+        _padding(collation.collate_tags),
+        small_bert,
+        metrics=("accuracy", "f1"),
+        pipeline="token-classification",
+        lora_type="TOKEN_CLS",
+    ),
+    "question-answering": Task(
+        AutoModelForQuestionAnswering,
+        "answers",
+        spans.tokenize_questions,
+        _padding(spans.collate_spans),
+        small_roformer,
+        metrics=("exact_match", "f1"),
+        pipeline="question-answering",
+        lora_type="QUESTION_ANS",
+    ),
+    "multiple-choice": Task(
+        AutoModelForMultipleChoice,
+        "choice",
+        choices.tokenize_choices,
+        _padding(choices.collate_choices),
+        small_roformer,
+        metrics=("accuracy",),
+        pipeline="multiple-choice",
+        lora_type=None,
+    ),
+    "seq2seq": Task(
+        AutoModelForSeq2SeqLM,
+        "target",
+        tokenization.tokenize_targets,
+        _padding(collation.collate_targets),
+        small_bart,
+        generated_metrics=("exact_match", "rouge_l"),
+        pipeline="text2text-generation",
+        lora_type="SEQ_2_SEQ_LM",
+    ),
+}

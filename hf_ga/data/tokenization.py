@@ -1,0 +1,230 @@
+"""Rows -> columns of samples: `input_ids`, `length` (tokens), `num_targets`, `was_cut`, and what the task's collation needs.
+
+Every function takes a batch of rows by column, a tokenizer and the tokens to cut at (None: nothing is cut).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from hf_ga.data.chat import rendered
+from hf_ga.errors import ConfigError
+from hf_ga.exact.batches import IGNORED_LABEL
+
+Rows = dict[str, list]
+
+
+def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Text, then the end-of-text token. Every token but the first is a target."""
+    texts = [text or "" for text in rows["text"]]
+    end = tokenizer.eos_token_id
+    ended = [[*ids, end] if end is not None and ids[-1:] != [end] else ids for ids in tokenizer(texts, verbose=False)["input_ids"]]
+    whole = [ids if text else [] for ids, text in zip(ended, texts, strict=True)]
+    return _columns(whole, [ids[:max_length] for ids in whole], [max(0, len(ids[:max_length]) - 1) for ids in whole])
+
+
+def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Conversations or prompts with their completions; `labels` are the ids of the completions, the others are ignored.
+
+    The whole text is tokenised at once, as the model will see it; a token counts if any of its characters is of a completion: a
+    space that ends a prompt may have become part of the completion's first word.
+    """
+    check_fast(tokenizer)
+    whole, labels = [], []
+    for text, spans, is_templated in rendered(rows, tokenizer):
+        encoded = tokenizer(text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False)
+        ids = np.asarray(encoded["input_ids"], np.int64)
+        starts, ends = _characters(encoded["offset_mapping"])
+        is_target = np.zeros(len(ids), bool)
+        for start, end in spans:
+            is_target |= (starts < end) & (ends > start) & (ends > starts)
+        if not text:  # nothing, not even special tokens
+            ids = is_target = np.zeros(0, np.int64)
+        elif not is_templated and tokenizer.eos_token_id is not None:  # a template writes its own end
+            end_token = [] if len(ids) and ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+            ids = np.append(ids, end_token).astype(np.int64)
+            is_target = np.append(is_target[: len(ids) - 1], True)
+        whole.append(ids.tolist())
+        labels.append(np.where(is_target, ids, IGNORED_LABEL).tolist())
+    cut = [row[:max_length] for row in labels]
+    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in cut]
+    return {**_columns(whole, [ids[:max_length] for ids in whole], num_targets), "labels": cut}
+
+
+def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Text between the tokenizer's special tokens. All others may become targets; which do is drawn in every epoch."""
+    columns = _tokenize_texts(rows, tokenizer, max_length)
+    special = set(tokenizer.all_special_ids)
+    return {**columns, "num_targets": [sum(token not in special for token in ids) for ids in columns["input_ids"]]}
+
+
+def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Text, or a pair of texts, between the tokenizer's special tokens, which a cut leaves. One target a sample."""
+    columns = _tokenize_texts(rows, tokenizer, max_length)
+    return {**columns, **({"label": rows["label"]} if "label" in rows else {})}
+
+
+def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Words with a tag each. A word may become several pieces: the first carries the tag, the others are ignored."""
+    check_fast(tokenizer)
+    check_room(tokenizer, max_length, is_pair=False)
+    words = [row or [] for row in rows["tokens"]]
+    uncut = tokenizer(words, is_split_into_words=True, verbose=False)
+    encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
+    whole, cut = uncut["input_ids"], encoded["input_ids"]
+    word_of = [_words_of_pieces(encoded, i) for i in range(len(words))]
+    first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_of]
+    if tokenizer.truncation_side == "left":
+        for i, (mask, ids) in enumerate(zip(first, word_of, strict=True)):  # the first word left may have lost its first piece
+            for start in np.flatnonzero(mask)[:1]:
+                mask[start] = (ids == ids[start]).sum() == (_words_of_pieces(uncut, i) == ids[start]).sum()
+    columns = _columns(_without_empty(whole, words), _without_empty(cut, words), [int(mask.sum()) for mask in first])
+    if "label" in rows:
+        tags = [np.asarray(row or [], np.int64) for row in rows["label"]]
+        columns["label"] = [
+            _tags_of_pieces(row, ids, mask) if len(row) else [] for row, ids, mask in zip(tags, word_of, first, strict=True)
+        ]
+    return columns
+
+
+def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Source texts for an encoder, and `labels`, the ids of their target texts with an end: both are cut at `max_length`.
+
+    Every token of a target is predicted, its end too; a row without one adds nothing. `target` is the whole text, for metrics.
+    """
+    columns = _tokenize_texts(rows, tokenizer, max_length)
+    if "target" not in rows:
+        return columns
+    targets = [text or "" for text in rows["target"]]
+    whole = _ended(tokenizer(text_target=targets, verbose=False)["input_ids"], tokenizer.eos_token_id, None)
+    options = {"truncation": True, "max_length": max_length} if max_length else {}
+    cut = _ended(tokenizer(text_target=targets, verbose=False, **options)["input_ids"], tokenizer.eos_token_id, max_length)
+    labels = _without_empty(cut, targets)
+    labels = [row if ids else [] for row, ids in zip(labels, columns["input_ids"], strict=True)]
+    was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
+    return {**columns, "labels": labels, "num_targets": list(map(len, labels)), "was_cut": was_cut, "target": targets}
+
+
+def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
+    """All `input_ids` one after the other, cut every `block_size` tokens; the last block may be shorter.
+
+    Raises:
+        ConfigError: block_size is below 2, which leaves no token to predict.
+    """
+    if block_size < 2:
+        raise ConfigError(f"block_size must be at least 2, got {block_size}.")
+    table = dataset.flatten_indices().data.table
+    ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
+    ends = np.append(np.arange(0, len(ids), block_size), len(ids))
+    lengths = np.diff(ends)
+    offsets = pa.array(ends, pa.int32() if len(ids) < 2**31 else pa.int64())
+    blocks = (pa.ListArray if len(ids) < 2**31 else pa.LargeListArray).from_arrays(offsets, ids)
+    columns = {"input_ids": blocks, "length": lengths, "num_targets": lengths - 1, "was_cut": np.zeros(len(lengths), bool)}
+    return Dataset(pa.table(columns))
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decoder: bool) -> None:
+    """A padding token where there is none, and for an encoder <cls> and <sep> (for one with a decoder <eos>) where the tokenizer
+    has them but adds nothing (that of the embedded corpus; pretrained ones add theirs).
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    special = [
+        (str(token), tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.cls_token, tokenizer.sep_token) if token
+    ]
+    if is_decoder or tokenizer.num_special_tokens_to_add() or len(special) != 2:
+        return
+    if labels == "target":  # as T5's
+        end = str(tokenizer.eos_token)
+        ids = [(end, tokenizer.eos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
+    else:
+        first, end = special[0][0], special[1][0]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
+        )
+
+
+def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that samples follow from, without what a tokenizer's last use left in it."""
+    extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return str(sorted(tokenizer.get_vocab().items())) + extra
+    content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return json.dumps(content) + extra
+
+
+def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token's characters start and end; special tokens have none.
+
+    Byte-level tokenizers that leave spaces out of offsets give a token of spaces alone an empty one, at its end: it is all that
+    stands between there and the token before it.
+    """
+    starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]).astype(np.int64)[: len(ends)]
+    return np.where(starts == ends, before, starts), ends
+
+
+def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    texts = [text or "" for text in rows["text"]]
+    pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
+    check_room(tokenizer, max_length, is_pair=pairs is not None)
+    whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
+    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
+    filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
+    cut = _without_empty(encoded["input_ids"], filled)
+    columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])
+    if pairs is not None and "token_type_ids" in encoded:  # which text a token is of; zero throughout for one text
+        columns["token_type_ids"] = _without_empty(encoded["token_type_ids"], filled)
+    return columns
+
+
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a tokenizer that does not tell which characters or words its tokens stand for."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not tell which characters or words its tokens stand for, as completions, tags "
+            "and answers need: use a model with a fast tokenizer."
+        )
+
+
+def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> None:
+    """Raise ConfigError where special tokens alone fill a sample."""
+    special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if max_length is not None and max_length <= special:
+        raise ConfigError(f"max_length {max_length} leaves no room beside the {special} special tokens of every sample: use more.")
+
+
+def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None) -> list[list[int]]:
+    """With an end-of-text token, which tokenizers of encoders alone and of decoders alone do not add."""
+    return [ids if end is None or ids[-1:] == [end] else [*(ids[: max_length - 1] if max_length else ids), end] for ids in rows]
+
+
+def _words_of_pieces(encoded: BatchEncoding, index: int) -> np.ndarray:
+    """The number of each piece's word; -1 for special tokens."""
+    return np.array([-1 if word is None else word for word in encoded.word_ids(index)], np.int64)
+
+
+def _tags_of_pieces(tags: np.ndarray, word_of: np.ndarray, first: np.ndarray) -> list[int]:
+    return np.where(first, tags[np.maximum(word_of, 0)], IGNORED_LABEL).tolist()
+
+
+def _without_empty(ids: Sequence[list[int]], contents: Sequence[Any]) -> list[list[int]]:
+    """Nothing, not even special tokens, for a row without content."""
+    return [row if content else [] for row, content in zip(ids, contents, strict=True)]
+
+
+def _columns(whole: list[list[int]], cut: list[list[int]], num_targets: list[int]) -> Rows:
+    return {
+        "input_ids": cut,
+        "length": [len(ids) for ids in cut],
+        "num_targets": num_targets,
+        "was_cut": [len(short) < len(full) for short, full in zip(cut, whole, strict=True)],
+    }

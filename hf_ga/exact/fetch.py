@@ -1,0 +1,132 @@
+"""Samples -> collated micro-batches, in the main process or in workers; everything random is seeded from the request."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.batches import as_batch, entries_of_samples, equal_batches, take_rows
+from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
+from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.length_plan import ByLength
+from hf_ga.exact.plan import Plan, Planner, check_plan
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class WindowRequest:
+    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window.
+
+    Attributes:
+        micro_batches: of this process. most_micro_batches: of the process that has most of them.
+        lengths: of the samples, where the window was planned by them; None: the micro-batches are somebody's own.
+    """
+
+    seed: int
+    epoch: int
+    index: int
+    positions: np.ndarray
+    sample_ids: np.ndarray
+    micro_batches: list[np.ndarray]
+    whole_window: bool
+    most_micro_batches: int = 0
+    lengths: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Makes requests: which part of a window this process computes, from what all processes know."""
+
+    seed: int
+    layout: Layout
+    planner: Planner
+    process_index: int
+
+    def request(
+        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
+    ) -> WindowRequest:
+        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
+
+        Raises:
+            ConfigError: the planner drops or repeats samples.
+        """
+        plan = self.plan(lengths, whole_window)
+        check_plan(plan, len(sample_ids), self.layout.num_processes)
+        positions = index * self.layout.window_size + np.arange(len(sample_ids))
+        own, most = plan[self.process_index], max(map(len, plan))
+        known = lengths if isinstance(self.planner, ByLength) else None
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
+
+    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
+        equal = whole_window and isinstance(self.planner, ByLength)
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
+
+    def padded_to_window(self, request: WindowRequest) -> WindowRequest:
+        """The same window with all micro-batches as wide as its longest sample: where it was planned by lengths, planned anew, as
+        micro-batches of many short samples would be too large now.
+        """
+        if request.lengths is None:
+            return replace(request, whole_window=True)
+        return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)
+
+
+class Fetcher:
+    """Fetches and collates samples. Runs in the workers; everything random is seeded from the request."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self.is_repeatable = False  # not known yet
+        self.sample_entries: frozenset[str] | None = None  # not known yet
+
+    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
+        with preserved_random_states():
+            batches = self._collated(request)
+            if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
+                raise UnkeyedRandomness(
+                    "the dataset or the collate function gave two different batches for the same samples and seeds: it draws from "
+                    "a generator of its own, so the split of a window would change its result. Let it draw from torch's, numpy's "
+                    "or Python's global generator, which are seeded for it: leave its seed or generator argument out."
+                )
+        self.is_repeatable = True
+        return batches
+
+    def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
+        """Samples by their offsets. A random transform draws from generators seeded by (seed, epoch, position)."""
+        samples = []
+        for position, sample_id in zip(request.positions[offsets], request.sample_ids[offsets], strict=True):
+            seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
+            samples.append(self.dataset[int(sample_id)])
+        return samples
+
+    def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
+        """About `count` samples from all over the dataset, for a proof."""
+        ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
+        return self.samples(replace(request, positions=ids, sample_ids=ids), np.arange(len(ids)))
+
+    def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
+        if not request.whole_window:
+            batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
+            if all(batch is not None for batch in batches):
+                return batches
+        return self._cut_from_whole_window(request)
+
+    def _micro_batch(self, request: WindowRequest, offsets: np.ndarray) -> dict[str, Any] | None:
+        """None where the collate function drew random numbers: then its result depends on the split."""
+        samples = self.samples(request, offsets)
+        before = random_states()
+        batch = as_batch(self.collate_fn(samples))
+        return None if moved_generators(before) else batch
+
+    def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""
+        samples = self.samples(request, np.arange(len(request.positions)))
+        if self.sample_entries is None:
+            self.sample_entries = entries_of_samples(self.collate_fn, samples[0])
+        seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
+        batch = as_batch(self.collate_fn(samples))
+        return [take_rows(batch, offsets, self.sample_entries) for offsets in request.micro_batches]

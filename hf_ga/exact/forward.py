@@ -1,0 +1,152 @@
+"""One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.batches import Batch
+from hf_ga.exact.precision import at_least_float32
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
+# (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of targets)
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP and the like; mixed-precision wrappers stay."""
+    return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+
+
+def callable_module(model: nn.Module) -> nn.Module:
+    """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer, both of them
+    meetings of all processes in every forward. Under FSDP the model as it is: its forward must gather the parameters.
+    """
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The entries of `batch` that the model's forward takes: see `argument_filter`."""
+    return argument_filter(model)(batch)
+
+
+def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
+    """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
+
+    A transformers model names all its inputs; its `**kwargs` are for settings, so other columns stay out of them.
+    """
+    model = unwrapped(model)
+    forward = getattr(model, "_original_forward", model.forward)
+    if isinstance(model, PreTrainedModel):
+        named = _named_arguments(forward, type(model))
+    else:
+        parameters = inspect.signature(forward).parameters.values()
+        if any(p.kind == p.VAR_KEYWORD for p in parameters):
+            return dict
+        named = _names(parameters)
+    return lambda batch: {name: value for name, value in batch.items() if name in named}
+
+
+def _named_arguments(forward: Callable, model_class: type) -> set[str]:
+    """Those of its forward and, as long as each hands `**kwargs` on, of the forwards of its base classes."""
+    forwards = [forward, *(vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))]
+    named: set[str] = set()
+    for function in forwards:
+        parameters = inspect.signature(function).parameters.values()
+        named |= _names(parameters)
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+            break
+    return named - {"self"}
+
+
+def _names(parameters: Iterable[inspect.Parameter]) -> set[str]:
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def head_loss(outputs: Any) -> Tensor:
+    """The loss that the model's own head computed, a scalar: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
+
+    One in half precision comes as float32: it is going to be weighted and scaled.
+
+    Raises:
+        LossNotAdditive: there is none, or it is not one number.
+    """
+    loss = outputs if isinstance(outputs, Tensor) and outputs.numel() == 1 else None
+    if loss is None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise LossNotAdditive(
+            f"the model returned no loss (but a {type(outputs).__name__}). Let it return a dict with a loss, give it labels, or "
+            "pass loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+        )
+    if loss.numel() != 1:
+        raise LossNotAdditive(f"the model's loss has shape {list(loss.shape)}, but must be one number: pass loss_fn.")
+    return at_least_float32(loss.reshape(()))
+
+
+def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
+    """Forward and loss of a batch that lies on the model's device: see `loss_of`."""
+    return loss_of(model(**accepted_arguments(model, batch)), batch, loss_fn)
+
+
+def loss_of(outputs: Any, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
+    """Loss of a model's outputs.
+
+    Returns:
+        (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor, on the CPU if it was a
+        number: no device is asked for it; without, the loss is the head's own mean and the number is None.
+
+    Raises:
+        ValueError: `loss_fn` returned something else than a scalar and a number.
+    """
+    if loss_fn is None:
+        return head_loss(outputs), None
+    total, count = loss_fn(outputs, batch)
+    if not isinstance(total, Tensor) or total.dim():
+        raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
+    return at_least_float32(total), torch.as_tensor(count, dtype=torch.float64 if _has_float64(total) else None)
+
+
+def _has_float64(tensor: Tensor) -> bool:
+    return tensor.device.type != "mps"
+
+
+def module_modes(model: nn.Module) -> tuple[bool, ...]:
+    """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are not counted: they come later."""
+    return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
+
+
+@contextmanager
+def restored_modes(model: nn.Module) -> Iterator[None]:
+    """Every module gets its own training or evaluation mode back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Start without gradients. At the end those that were there before are added; after an error only they are there again."""
+    earlier = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,184 @@
+"""Reading a stream: samples with their numbers -> the windows of one pass, in the main process or in a worker."""
+
+import copy
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, count, islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
+
+from hf_ga.errors import DataError
+from hf_ga.exact.fetch import Collate, Fetcher, Splitter, WindowRequest
+from hf_ga.exact.generators import preserved_random_states, seed_generators
+from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.shuffle_buffer import shuffled
+
+Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
+NUM_READ_FOR_PROOF, NUM_KEPT_FOR_PROOF = 256, 64  # from the beginning of the stream
+
+
+class HeldSamples:
+    """The samples of a window that was read, by their numbers in the stream.
+
+    Attributes:
+        digest: 32 bits of whole numbers and texts in them, for a comparison between processes.
+        first: samples from the beginning of the stream, for a proof; with the first window only.
+    """
+
+    def __init__(self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0) -> None:
+        self.samples, self.first, self.digest = dict(numbered), first, digest
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, sample_id: int) -> Any:
+        """A copy: collate functions may take entries out of a sample."""
+        return copy.copy(self.samples[sample_id])
+
+    def __getstate__(self) -> bytes:
+        """From a worker as plain bytes: as shared memory every tensor of a sample would take a file descriptor."""
+        return pickle.dumps(self.__dict__)
+
+    def __setstate__(self, state: bytes) -> None:
+        self.__dict__.update(pickle.loads(state))
+
+
+class StreamFetcher(Fetcher):
+    """Collates samples of one window, which are held; a proof gets samples of the stream's beginning."""
+
+    def __init__(self, collate_fn: Collate) -> None:
+        super().__init__(HeldSamples([]), collate_fn)
+        self.first: Sequence[Any] = ()
+
+    def of(self, samples: HeldSamples) -> "StreamFetcher":
+        """The fetcher of a window."""
+        fetcher = copy.copy(self)
+        fetcher.dataset = samples
+        return fetcher
+
+    def keep_first(self, samples: HeldSamples) -> None:
+        """What came with the first window; it was collated, so its collation is known to be repeatable."""
+        self.first, self.is_repeatable = samples.first or self.first, True
+
+    def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
+        """Samples from the beginning of the stream, at most `NUM_KEPT_FOR_PROOF`."""
+        return [copy.copy(self.first[i]) for i in _evenly(len(self.first), count)]
+
+
+class WindowReader(IterableDataset):
+    """Reads one pass, in the main process or in a worker, and collates this process's share of each window."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        fetcher: StreamFetcher,
+        splitter: Splitter,
+        *,
+        epoch: int,
+        num_consumed: int,
+        shuffle_buffer_size: int,
+        length_of: Callable[[Any], int],
+        pads_to_window: bool,
+        drop_last_window: bool,
+    ) -> None:
+        self.dataset, self.fetcher, self.splitter = dataset, fetcher, splitter
+        self.epoch, self.num_consumed = epoch, num_consumed
+        self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of
+        self.pads_to_window, self.drop_last_window = pads_to_window, drop_last_window
+
+    def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
+        # Now a worker reads as the main process does. `datasets` draws its own shuffles from other generators in a worker.
+        worker._worker_info = None
+        windows = self._windows()
+        for index in count(self.num_consumed):
+            with preserved_random_states():
+                held = next(windows, None)
+            if held is None:
+                return
+            ids = np.array(list(held.samples), np.int64)
+            lengths = np.array([self.length_of(sample) for sample in held.samples.values()], np.int64)
+            request = self.splitter.request(self.epoch, index, ids, lengths, self.pads_to_window)
+            fetcher = self.fetcher.of(held)
+            batches = fetcher[request]
+            self.fetcher.is_repeatable, self.fetcher.sample_entries = fetcher.is_repeatable, fetcher.sample_entries
+            yield request, held, batches
+            del held, fetcher, request, batches  # a window that was handed out is not held while the next one is read
+
+    def _windows(self) -> Iterator[HeldSamples]:
+        size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed
+        stream = numbered_samples(self.dataset, seed, self.epoch)
+        head = list(islice(stream, NUM_READ_FOR_PROOF))
+        first = _spread([sample for _, sample in head], self.length_of)
+        samples = shuffled(chain(head, stream), self.shuffle_buffer_size, seed, self.epoch)
+        del head
+        num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
+        if num_skipped <= size * (self.num_consumed - 1):
+            raise DataError(
+                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but {self.num_consumed} windows of {size} "
+                "were consumed before: it is not the stream of that position, or another part of it."
+            )
+        num_windows = self.num_consumed
+        while len(window := list(islice(samples, size))) == size or (window and not drops):
+            held = HeldSamples(window, first, _digest(window) if self.splitter.layout.num_processes > 1 else 0)
+            del window, first
+            yield held
+            del held
+            first, num_windows = [], num_windows + 1
+        if not num_windows:
+            raise DataError(f"drop_last_window leaves nothing of a stream of {len(window)} samples: a window has {size}.")
+
+
+def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
+    """One pass over a stream. It moves the global generators, which are seeded for every sample: see `preserved_random_states`.
+
+    Raises:
+        DataError: an empty stream, one that can be read only once, a sample that is no dict, list, tuple or tensor.
+    """
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    seed_generators(make_key(Stream.BUFFER, seed, epoch))
+    iterator = iter(dataset)
+    for number in count():
+        seed_generators(make_key(Stream.SAMPLE, seed, epoch, number))
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            break
+        if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
+            raise DataError(
+                f"sample {number} of the stream is a {type(sample).__name__} ({str(sample)[:40]!r}): a sample must be a dict (or a "
+                "list, a tuple, a tensor). Of a dict of splits, name the split."
+            )
+        yield number, sample
+    if not number:
+        raise DataError(f"the stream is empty in epoch {epoch}: every pass must begin anew, with `iter(dataset)`.")
+
+
+def _spread(samples: Sequence[Any], length_of: Callable[[Any], int]) -> list[Any]:
+    """Samples over the whole range of lengths: shortest and longest tell whether padding matters."""
+    by_length = sorted(range(len(samples)), key=lambda i: length_of(samples[i]))
+    return [samples[by_length[i]] for i in _evenly(len(samples), NUM_KEPT_FOR_PROOF)]
+
+
+def _evenly(size: int, most: int) -> np.ndarray:
+    return np.linspace(0, size - 1, min(most, size)).astype(int)
+
+
+def _digest(value: Any, start: int = 0) -> int:
+    """32 bits of the texts and whole numbers in a sample, of other numbers their shape: decoders may round them differently."""
+    if isinstance(value, Mapping):
+        return _digest(list(value.items()), start)
+    if isinstance(value, str):
+        return zlib.crc32(value.encode(), start)
+    if isinstance(value, list | tuple) and not all(isinstance(v, int) for v in value):
+        for part in value:
+            start = _digest(part, start)
+        return start
+    array = np.asarray(value)
+    exact = array.dtype.kind in "iubS"
+    return zlib.crc32(array.tobytes() if exact else str(array.shape).encode(), start)

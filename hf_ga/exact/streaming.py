@@ -1,0 +1,181 @@
+"""StreamLoader: a dataset that can only be read from its beginning -> the same Window objects as of a `WindowLoader`.
+
+Every process reads the whole stream and keeps its share. So all of them know a window's samples and lengths, and make the same
+plan, without communication; a stream's own order is nobody's but the stream's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.exact.base_loader import BaseLoader, as_it_is
+from hf_ga.exact.batches import sample_length
+from hf_ga.exact.costs import CostModel
+from hf_ga.exact.fetch import Collate
+from hf_ga.exact.plan import Planner
+from hf_ga.exact.reduce import gather_rows
+from hf_ga.exact.stream_reader import HeldSamples, StreamFetcher, WindowReader
+from hf_ga.exact.windows import Window
+from hf_ga.exact.workers import items_of, telling
+from hf_ga.recovery.signals import end_with_parent_only
+
+
+class StreamLoader(BaseLoader):
+    """Iterates over one pass of a stream in windows: consecutive samples, the last window short. `train_step` takes them as
+    those of a `WindowLoader`; with `shuffle_buffer_size=0` they are, bit for bit, the windows of a list of the same samples with
+    `shuffle=False`.
+
+    A sample's position is its place in the order of the epoch: its number in the stream, or the turn at which it leaves the shuffle
+    buffer. Its id is its number in the stream, counted as samples come out, after filters and maps. A random transform of the
+    stream draws from generators seeded by (seed, epoch, number in the stream) when the sample is read.
+
+    Every process reads the whole stream, and every pass begins with `iter(dataset)`, after `dataset.set_epoch(epoch)` where there
+    is such a method. What is held in memory: the shuffle buffer, the window that is read, beside the one that is trained on (and
+    two more where a worker reads ahead), and for a proof 64 of the stream's first 256 samples. A state counts consumed windows:
+    resuming reads the stream from its beginning and drops what was consumed, so it costs that reading (with all maps of the
+    stream), and is exact for every stream that yields the same again.
+
+    The number of samples is unknown, so there is no `len()`.
+
+    Args:
+        dataset: yields samples (dicts, lists, tuples, tensors), each `iter()` from the beginning: a torch or a
+            `datasets.IterableDataset`, not split by process.
+        shuffle_buffer_size: samples among which the next one is drawn; see `shuffle_buffer`. 0: the stream's own order.
+        length_of: sample -> tokens: windows are planned by them, or by `planner`, which gets the longest list in a sample where
+            this is left out. Without a limit of tokens, a micro-batch has at most as many as `per_device_batch_size` of the longest
+            samples of its window.
+        num_workers: 1 reads ahead in a process of its own; 0 does not.
+        The others: see `WindowLoader`.
+
+    Raises:
+        ConfigError: sizes that fit no layout, more than one worker (each would read the whole stream).
+        DataError: a stream that is split by process or can be read only once; while iterating: an empty stream, one that ends
+            before the position that was loaded, a sample that is no dict or list, processes that read different streams.
+
+    Example:
+        windows = StreamLoader(stream, collate_fn, accelerator=accelerator, per_device_batch_size=8, shuffle_buffer_size=1000)
+        for window in windows:
+            train_step(accelerator, model, optimizer, window)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate,
+        *,
+        accelerator: Accelerator,
+        per_device_batch_size: int = 8,
+        global_batch_size: int | None = None,
+        seed: int = 0,
+        shuffle_buffer_size: int = 10_000,
+        length_of: Callable[[Any], int] | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+        planner: Planner | None = None,
+        cost: CostModel | None = None,
+        pad_to_window: bool = False,
+        drop_last_window: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        _check_stream(dataset)
+        if shuffle_buffer_size < 0:
+            raise ConfigError(f"shuffle_buffer_size must be at least 0, got {shuffle_buffer_size}.")
+        if num_workers > 1:
+            raise ConfigError(
+                f"num_workers {num_workers}: a stream is read in order, by at most one worker, which reads ahead. Use 1, or 0."
+            )
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed=seed,
+            planner=planner,
+            cost=cost,
+            by_length=length_of is not None,
+            longest=None,
+            max_tokens=max_tokens_per_micro_batch,
+            pad_to_window=pad_to_window,
+            drop_last_window=drop_last_window,
+            num_workers=num_workers,
+        )
+        self.accelerator, self.shuffle_buffer_size, self.length_of = accelerator, shuffle_buffer_size, length_of or sample_length
+        self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows of the current pass that are not consumed yet; after the last one the next pass begins."""
+        reader = self._reader()
+        loader = DataLoader(
+            telling(reader, self.num_workers),
+            batch_size=None,  # an item is a window
+            collate_fn=as_it_is,
+            num_workers=self.num_workers,
+            worker_init_fn=end_with_parent_only,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # or else the global one would move
+        )
+        with closing(items_of(loader, self)) as items:  # left early, its worker ends now, not when the garbage collector comes
+            for request, samples, batches in items:
+                self._check_same(request.index, samples)
+                self.num_consumed += 1
+                self.fetcher.keep_first(samples)
+                window = Window(
+                    request, self.fetcher.of(samples), batches, None, self.proofs, self.memory, self.splitter, self.lanes
+                )
+                del request, samples, batches  # what the caller lets go is not held here
+                yield window
+                del window
+                reader.pads_to_window = self.pads_to_window  # without a worker; a worker's windows are padded by the step
+        self._check_same(-1, HeldSamples([]))
+        self.set_epoch(self.epoch + 1)
+
+    def epochs_done(self, window: Window) -> float:
+        """Whole passes before the window, for reports: how much of its own pass is done is not known."""
+        return float(window.epoch)
+
+    def _reader(self) -> WindowReader:
+        return WindowReader(
+            self.dataset,
+            self.fetcher,
+            self.splitter,
+            epoch=self.epoch,
+            num_consumed=self.num_consumed,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            length_of=self.length_of,
+            pads_to_window=self.pads_to_window,
+            drop_last_window=self.drop_last_window,
+        )
+
+    def _check_same(self, index: int, samples: HeldSamples) -> None:
+        """One small exchange a window (index -1: the end): processes that read different streams would train on samples twice."""
+        if self.layout.num_processes == 1 or not torch.distributed.is_initialized():
+            return
+        rows = gather_rows(self.accelerator, [self.epoch, index, len(samples), samples.digest])
+        if (rows != rows[0]).any():
+            listed = "; ".join(f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows))
+            raise DataError(
+                f"the processes read different streams: window {self.num_consumed} of epoch {self.epoch} differs ({listed}). Every "
+                "process must read the whole stream: do not split it by process, and seed a shuffle of its own."
+            )
+
+    def _identity(self) -> dict[str, int]:
+        return {**super()._identity(), "shuffle_buffer_size": self.shuffle_buffer_size}
+
+
+def _check_stream(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        raise DataError(
+            f"a {name} can be read only once, but every epoch reads the stream anew: give what makes it, with `__iter__`."
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(f"a {name} cannot be iterated over: a stream has `__iter__`.")
+    part = getattr(dataset, "_distributed", None)  # of datasets.distributed.split_dataset_by_node
+    if part is not None and part.world_size > 1:
+        raise DataError(
+            f"the stream is split by node (part {part.rank} of {part.world_size}): every process must read the whole "
+            "stream and keeps its share of it. Leave split_dataset_by_node out."
+        )

@@ -1,0 +1,1 @@
+"""Several processes: FSDP1, FSDP2, sharded checkpoints, what the ranks agree on."""

@@ -1,0 +1,189 @@
+"""The probe batches of a proof, masked so that each way of counting targets counts differently, and how results are compared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.batches import IGNORED_LABEL, Batch
+
+Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
+# What is taken for rounding. A parameter whose gradient is small is judged against FLOOR of the norm over all parameters.
+TOLERANCE, FLOOR = 2e-5, 1e-2
+NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2, not 1, for which BatchNorm has no statistics
+MANY_TARGETS = 4  # of them, three are kept in B
+POSITIONS = ("start_positions", "end_positions")
+SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
+
+
+def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
+    """Mask labels in a copy so that the rules count differently: those of A keep column 0 and one more label, the others lose
+    column 0 and keep three; of one label a sample, the last one is masked. Float labels and unlabelled batches stay.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point() or len(labels) != num_samples:
+        return dict(batch)
+    labels = labels.clone()
+    if labels[0].numel() == 1:
+        labels[-1] = IGNORED_LABEL
+        return {**batch, "labels": labels}
+    for row, values in enumerate(labels.view(num_samples, -1)):  # more than one axis of labels (pixels): one long row
+        kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
+        kept = kept[: 1 if row < NUM_IN_A else 3]
+        masked = torch.full_like(values, IGNORED_LABEL)
+        masked[kept] = values[kept]
+        if row < NUM_IN_A and len(kept):
+            masked[0] = values[0] if values[0] != IGNORED_LABEL else values[kept[0]]
+        values.copy_(masked)
+    return {**batch, "labels": labels}
+
+
+def separating_parts(batch: Batch, num_samples: int) -> dict[str, Any]:
+    """Also mask in a copy the targets of a second mean, in other samples than those of the first: a start beyond the text in A, an
+    end beyond it and a sentence label of -100 in B. A batch without such entries stays.
+    """
+    changed = dict(batch)
+    beyond = batch["input_ids"].shape[1] if isinstance(batch.get("input_ids"), Tensor) else 0
+    for row, name, value in [
+        (0, POSITIONS[0], beyond),
+        (-1, POSITIONS[1], beyond),
+        *((-1, name, IGNORED_LABEL) for name in SECOND_LABELS),
+    ]:
+        targets = batch.get(name)
+        if isinstance(targets, Tensor) and len(targets) == num_samples and not targets.is_floating_point():
+            changed[name] = targets.clone()
+            changed[name][row] = value
+    return changed
+
+
+def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
+    """A measure of how much each sample has to learn from: labels that count (beyond column 0, if there are columns)."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0 or len(labels) != num_samples:
+        return np.ones(num_samples, np.int64)
+    counting = (labels != IGNORED_LABEL).flatten(1) if labels.dim() > 1 else (labels != IGNORED_LABEL).unsqueeze(1)
+    return (counting[:, 1:] if counting.shape[1] > 1 else counting).sum(1).numpy()
+
+
+def has_enough_targets(batch: Batch, num_samples: int) -> bool:
+    """Whether there are enough samples to choose from, of which a quarter have so many targets that rules can be told apart."""
+    counts = np.sort(targets_per_row(batch, num_samples))
+    one_a_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
+    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_a_sample else MANY_TARGETS)
+
+
+def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
+    """At most `most` rows that have targets, as different as can be: all lengths, the shortest first, and of one label a sample all
+    labels in turn. The rows come sorted by length.
+
+    Raises:
+        LossNotAdditive: none has a target.
+    """
+    useful = np.flatnonzero(targets_per_row(batch, num_samples))
+    if not len(useful):
+        raise LossNotAdditive(f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): nothing to prove.")
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.dim() == 1:
+        values = labels.numpy()[useful]
+        turn = [int((values[:i] == value).sum()) for i, value in enumerate(values)]  # how often the label came before
+        return np.sort(useful[np.argsort(turn, kind="stable")][:most])
+    return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
+
+
+def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
+    """The most likely reason why a loss is not additive, in words."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch"
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
+    if getattr(config, "expert_capacity", None):
+        return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
+    if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
+        return "the loss is a sum, not a mean"
+    return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
+
+
+def no_single_rule(
+    model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], probes: dict[str, Probe]
+) -> str:
+    """Why none, or more than one, of the rules is taken."""
+    if fitting:
+        return (
+            f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
+            "prove_targets more samples of different lengths, or pass loss_fn."
+        )
+    losses = {name: probe[0] for name, probe in probes.items()}
+    shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
+    numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, off by {residuals[rule]:.1e}" for rule in residuals)
+    return (
+        f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
+        f"{shown}). Likely cause: {likely_cause(model, losses)}. "
+        "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
+    )
+
+
+def unlike_in_another_order(model: nn.Module, loss: float, rounding: float, limit: float) -> str:
+    """Why a model is refused whose loss is not even that of the same samples in another order."""
+    cause = likely_cause(model, None) if loss == loss else "the loss is NaN, a mean over nothing"
+    return (
+        f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
+        f"{limit:.0e}). Likely cause: {cause}, or computing in low precision."
+    )
+
+
+def unknown_router_loss(residual: float) -> str:
+    """Why a mixture of experts is refused."""
+    return (
+        f"the router's auxiliary loss is not the one that is known (off by {residual:.1e} relative). Set "
+        "output_router_logits=False (the load is then not balanced), or pass loss_fn."
+    )
+
+
+def unlike_without_padding(distance: float) -> str:
+    """Why a model is refused for which not even one width for all micro-batches is enough."""
+    return (
+        f"a batch without any padding is computed in another way than one with padding (off by {distance:.1e} relative), so a "
+        "micro-batch of equal lengths differs from the same samples among shorter ones. Likely cause: an argument that the model's "
+        "own processor gives is missing (token_type_ids), or its attention mask is left out where it is all ones. Remedy: give it, "
+        "or let the collate function pad every batch to one width, larger than the longest sample."
+    )
+
+
+def applicable_rules(arguments: Batch) -> list[str]:
+    """The rules of `terms.RULES` that can count a batch with these arguments of the model."""
+    labels = arguments.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return ["samples"]
+    if labels.dim() == 1:
+        return ["labels", "samples"]
+    attended = ["attended tokens"] if isinstance(arguments.get("attention_mask"), Tensor) else []
+    return ["shifted labels", "labels", "samples", *attended]
+
+
+def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
+    """How far the weighted A and B together are from the weighted A+B."""
+    counted = counts[2] if is_sum else all(counts)  # a part of a sum may weigh nothing (a class weight of 0), a mean may not
+    if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
+        return float("inf")
+    a, b, whole = (
+        (loss * weight, 0.0, torch._foreach_mul(gradients, weight))
+        for (loss, _, gradients), weight in zip(probes, [1.0] * 3 if is_sum else map(float, counts), strict=True)
+    )
+    return off((a[0] + b[0], 0.0, torch._foreach_add(a[2], b[2])), whole)
+
+
+def off(probe: Probe, reference: Probe) -> float:
+    """The largest relative difference of the loss and of every parameter's gradient (with the floor); a NaN counts as infinite."""
+    off_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
+    differences = torch._foreach_sub(probe[2], reference[2])
+    distance, size = (torch.stack(torch._foreach_norm(tensors)).double().cpu() for tensors in (differences, reference[2]))
+    scale = size + FLOOR * size.norm()
+    worst = torch.maximum(
+        (distance / scale.clamp(min=1e-30)).max(), torch.tensor(off_loss).double()
+    )  # a NaN stays, unlike in max()
+    return float(worst.nan_to_num(nan=float("inf")))

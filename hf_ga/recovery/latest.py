@@ -1,0 +1,115 @@
+"""Which checkpoints there are, and which one a run goes on with: the file `latest` names the newest one, and moves last."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from hf_ga.errors import CheckpointError
+from hf_ga.parallel.agreement import agreed
+from hf_ga.parallel.processes import of_main
+from hf_ga.recovery.files import discard, restore, write_text
+from hf_ga.recovery.manifest import PREFIX, read_manifest, verify
+
+LATEST = "latest"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    folders = [folder for folder in output_dir.glob(f"{PREFIX}*") if folder.name.removeprefix(PREFIX).isdigit()]
+    return sorted(folders, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The optimizer step that a checkpoint's name says."""
+    return int(folder.name.removeprefix(PREFIX))
+
+
+def set_latest(folder: Path) -> None:
+    """Let `latest`, beside the checkpoint, name it: a line with its name, and one with the SHA-256 that its manifest states of
+    itself, so that a damaged or foreign `latest` is found out.
+    """
+    write_text(folder.parent / LATEST, f"{folder.name}\n{read_manifest(folder)['sha256']}\n")
+
+
+def keep_newest(output_dir: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` of the checkpoints up to a step."""
+    for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][:-keep]:
+        discard(old)
+
+
+def newest(output_dir: Path) -> Path | None:
+    """What `auto` looks at first; None: there is no checkpoint."""
+    return next(iter(_by_preference(output_dir)), None)
+
+
+def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> Path | None:
+    """A checkpoint of which every file is whole. The main process looks; all get its answer.
+
+    Args:
+        wanted: a checkpoint's folder. Or `auto`: the one that `latest` names; if it is damaged, the newest whole one before it, or
+            else after it. The main process prints a line for each that is passed over.
+
+    Returns:
+        None where `auto` finds no checkpoint at all: the run starts anew, which is printed, too.
+
+    Raises:
+        CheckpointError: the folder is damaged or no checkpoint, or no checkpoint of `output_dir` is whole. On all processes.
+    """
+    found = None
+    with agreed(accelerator):
+        if accelerator.is_main_process and wanted == "auto":
+            found = _find_newest(output_dir)
+        elif accelerator.is_main_process:
+            found = Path(wanted)
+            verify(found)
+    return of_main(accelerator, found)
+
+
+def _find_newest(output_dir: Path) -> Path | None:
+    restore(output_dir)
+    candidates = _by_preference(output_dir)
+    damages: dict[str, str] = {}
+    for folder in candidates:
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            damages[folder.name] = str(error)
+            continue
+        for passed, damage in damages.items():
+            print(f"{passed} is passed over for {folder.name}: {damage}")
+        return folder
+    if damages:
+        raise CheckpointError(f"{output_dir} has no whole checkpoint to go on with: {' '.join(damages.values())}")
+    print(f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts anew")
+    return None
+
+
+def _by_preference(output_dir: Path) -> list[Path]:
+    """What `latest` names, then those before it, then those after it, each from the newest on."""
+    newest_first = list_checkpoints(output_dir)[::-1]
+    latest = _read_latest(output_dir)
+    if latest is None:
+        return newest_first
+    before = newest_first[newest_first.index(latest) + 1 :] if latest in newest_first else newest_first
+    return list(dict.fromkeys([latest, *before, *newest_first]))
+
+
+def _read_latest(output_dir: Path) -> Path | None:
+    """The checkpoint that `latest` names; None if it names none that is there, which is printed."""
+    path = output_dir / LATEST
+    try:
+        name, digest, end = path.read_bytes().decode().split("\n")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        name, digest, end = "", "", "damaged"
+    folder = output_dir / name
+    if name and not end and folder.is_dir():
+        try:
+            stated = read_manifest(folder)["sha256"]
+        except CheckpointError:
+            return folder  # it is the manifest that is damaged, which is found out where the checkpoint is verified
+        if stated == digest:
+            return folder
+    print(f"{path} is damaged or of another run: it names no checkpoint that is there. The newest whole one is looked for.")
+    return None

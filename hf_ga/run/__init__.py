@@ -1,0 +1,1 @@
+"""The fine-tuning command: configuration, loop, evaluation, predictions, outputs."""

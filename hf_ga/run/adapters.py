@@ -1,0 +1,125 @@
+"""Training only a part of a model: parameters frozen by name, LoRA adapters through PEFT (extra `peft`)."""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.forward import unwrapped
+from hf_ga.run.config import FinetuneConfig
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Train no parameter whose name matches a pattern (`*`, `?`, `[0-3]`; a module's name stands for all below it).
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing would be left to train.
+
+    >>> freeze(model, ["bert.embeddings", "bert.encoder.layer.[0-2].*"])
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a shared one goes by all its names
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"freeze: no parameter is named {pattern!r}; the nearest is {near}.")
+        for name in matched:
+            model.get_parameter(name).requires_grad = False
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"freeze {' '.join(patterns)} leaves nothing to train: all {len(names)} parameters match.")
+
+
+def check_peft(config: FinetuneConfig) -> None:
+    """Raise ConfigError where LoRA is asked for and PEFT is not installed."""
+    if config.lora_r is not None and find_spec("peft") is None:
+        raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
+
+
+def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:
+    """A `peft.PeftModel` around the model: adapters of rank `lora_r` in float32, heads trained whole, all else frozen.
+
+    Args:
+        task_type: of `peft.TaskType`, or None for heads that PEFT has no type for.
+        new_weights: names of parameters that the checkpoint did not have: what they belong to is trained whole, too.
+
+    Raises:
+        ConfigError: no layer has the names in `lora_target_modules`.
+    """
+    import peft
+
+    heads = [name for name in ("classifier", "score") if task_type in ("SEQ_CLS", "TOKEN_CLS") and hasattr(model, name)]
+    settings = peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha or 2 * config.lora_r,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules or "all-linear",
+        modules_to_save=sorted({*heads, *_new_modules(model, new_weights)}) or None,
+        task_type=task_type,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D, which PEFT corrects by itself
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of transformers
+            adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"LoRA cannot be added: {str(error).splitlines()[0]}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # heads of a model in half precision
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
+    """The largest modules all of whose parameters are new."""
+    new = set(new_weights)
+    is_new = {name: {f"{name}.{p}" for p, _ in module.named_parameters()} for name, module in model.named_modules() if name}
+    whole = [name for name, names in is_new.items() if names and names <= new]
+    return [name for name in whole if name.rpartition(".")[0] not in whole]
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether the model is one of PEFT's."""
+    return hasattr(unwrapped(model), "merge_and_unload")
+
+
+class Part(nn.Module):
+    """Stands for some parameters of a model wherever something asks for its `state_dict`, or loads one.
+
+    Args:
+        trainable: those that are trained, with all buffers; or else the frozen ones.
+    """
+
+    def __init__(self, model: nn.Module, trainable: bool) -> None:
+        super().__init__()
+        self._whole = (model,)  # not as a module below this one
+        self.trainable = trainable
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        (model,) = self._whole
+        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        return {name: value for name, value in model.state_dict().items() if trainable.get(name, True) == self.trainable}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        missing, unexpected = self._whole[0].load_state_dict(state_dict, strict=False)
+        return [name for name in missing if name in self.state_dict()], unexpected
+
+
+def part_to_keep(model: nn.Module) -> nn.Module:
+    """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
+    return Part(unwrapped(model), trainable=True) if is_lora(model) else unwrapped(model)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """PEFT's own files: the adapters (and new heads), as `peft.PeftModel.from_pretrained` and transformers load them."""
+    unwrapped(model).save_pretrained(folder)
+
+
+def merged(model: Any) -> nn.Module:
+    """The plain model with the adapters added to its weights, by PEFT. The given model is used up."""
+    return unwrapped(model).merge_and_unload(safe_merge=True)

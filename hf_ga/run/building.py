@@ -1,0 +1,225 @@
+"""From a configuration and prepared data to a run: model, proof, optimizer, schedule, windows."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from transformers import PretrainedConfig, get_scheduler
+
+from hf_ga.data.data import PreparedData
+from hf_ga.data.labels import class_weights
+from hf_ga.exact.forward import LossFunction, unwrapped
+from hf_ga.exact.layout import scaled_learning_rate
+from hf_ga.exact.reduce import is_sharded
+from hf_ga.exact.streaming import StreamLoader
+from hf_ga.parallel.agreement import agreed
+from hf_ga.parallel.sharding import full_state_dict, prepare
+from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.recovery.checkpoint import weights_sha256
+from hf_ga.run.adapters import Part, add_lora, freeze, is_lora
+from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.evaluation import evaluate, evaluation_windows
+from hf_ga.run.losses import make_loss_fn
+from hf_ga.run.models import load_model
+from hf_ga.run.optimizers import build_optimizer
+from hf_ga.run.outputs import best_sha256, save_best
+from hf_ga.run.readers import make_reader
+from hf_ga.run.run import Run
+from hf_ga.run.train_windows import check_tokens, train_windows
+
+NUM_PROOF_SAMPLES = 64
+# Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
+FREE_TO_CHANGE = {
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "report_to",
+    "predict_file",
+    "max_new_tokens",
+    "num_beams",
+    "predict_with_generate",
+    "early_stopping_patience",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_on_start",
+    "dataloader_num_workers",
+    "per_device_eval_batch_size",
+    "deterministic",
+    "gradient_checkpointing",
+    "torch_compile",
+    "padding_free",
+    "sync_each_micro_batch",
+    "allow_changes",
+    "on_nonfinite",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_tokens_per_micro_batch",
+    "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
+}
+
+
+def build_model(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
+) -> nn.Module:
+    """Trainable parameters are float32; what LoRA freezes stays in its own type where that is the one computed in."""
+    set_seed(config.seed)
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
+    loaded, new_weights = load_model(config, model_config, data, kept)
+    model: nn.Module = loaded
+    if config.lora_r is not None:
+        model = add_lora(model, config, data.task.lora_type, new_weights)
+    if config.freeze:
+        freeze(model, config.freeze)
+    return model.to(accelerator.device).train()  # all of it: PEFT's wrapper is in training mode, a loaded model is not
+
+
+def build_run(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
+) -> Run:
+    """Model, optimizer, schedule and windows; the target rule is proven on the way."""
+    loss_fn = chosen_loss_fn(config, data)  # may be refused, as the limit of tokens, so before a model is built
+    check_tokens(config, data)
+    model = build_model(config, accelerator, data, model_config, dtype)
+    size = _size(model)  # before it is cut into shards
+    head_rule, rule = _proven(config, accelerator, model, data, loss_fn)
+    windows = train_windows(config, accelerator, data, model_config, rule)
+    optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
+    max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
+    max_steps = config.max_steps or max_windows
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, _warmup_steps(config, max_steps), max_steps)
+    model, optimizer = prepare(accelerator, model, optimizer)
+    once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # a stream's end is unknown
+    return Run(
+        accelerator=accelerator,
+        model=model,
+        model_size=size,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        windows=windows,
+        rule=rule,
+        loss_fn=loss_fn,
+        evaluate=make_evaluator(config, accelerator, model, data, head_rule),
+        save_best=partial(_save_best, config, accelerator, model, data, dtype),
+        metric_for_best_model=config.metric_for_best_model,
+        lower_is_better=config.lower_is_better,
+        patience=config.early_stopping_patience,
+        output_dir=Path(config.output_dir),
+        max_windows=max_windows,
+        max_steps=max_steps,
+        eval_steps=config.eval_steps or once_per_epoch,
+        eval_on_start=config.eval_on_start,
+        save_steps=config.save_steps or once_per_epoch,
+        save_total_limit=config.save_total_limit,
+        max_grad_norm=config.max_grad_norm or None,
+        sync_each_micro_batch=config.sync_each_micro_batch,
+        allow_unkeyed=config.allow_unkeyed,
+        on_nonfinite=config.on_nonfinite,
+        identity=_identity(config, accelerator, data, model, windows.layout.window_size),
+    )
+
+
+def _proven(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
+) -> tuple[TargetRule, TargetRule]:
+    """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
+    more = {"allow_unkeyed": config.allow_unkeyed, "padding_free": config.padding_free}
+    if config.padding_free is None:  # where it was measured
+        more["padding_free"] = accelerator.device.type == "cpu" and not is_sharded(accelerator) and not config.torch_compile
+    samples = proof_samples(data, "train")
+    head_rule = prove_targets(model, samples, data.collate, **more)
+    rule = head_rule if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
+    if config.padding_free is None:  # nobody asked, so nobody is told why not
+        head_rule, rule = replace(head_rule, not_packed=""), replace(rule, not_packed="")
+    return head_rule, rule
+
+
+def _size(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return f"{type(model).__name__} with {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable"
+
+
+def _identity(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model: nn.Module, window_size: int
+) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same. Of files and folders the name: where they lie may change."""
+    flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
+    places = {k: Path(flags[k]) for k in ("model_name_or_path", "dataset_name", "validation_file", "test_file") if flags[k]}
+    return (
+        flags
+        | {k: path.resolve().name for k, path in places.items() if path.exists()}
+        | {
+            "window_size": window_size,
+            "data": data.content_hash,
+            "mixed_precision": accelerator.mixed_precision,
+            "base_model": weights_sha256(Part(unwrapped(model), trainable=False)) if is_lora(model) else None,  # not in checkpoints
+        }
+    )
+
+
+def _save_best(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype
+) -> str | None:
+    weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
+    return best_sha256(Path(config.output_dir)) if accelerator.is_main_process else None
+
+
+def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
+    weights = None
+    if config.class_weights is not None:
+        labels = np.concatenate([np.atleast_1d(label) for label in data.splits["train"]["label"]])
+        counts = np.bincount(labels[labels >= 0], minlength=len(data.labels))
+        weights = class_weights(config.class_weights, data.labels, counts)
+    return make_loss_fn(config.label_smoothing, weights, shifted=config.task == "causal-lm")
+
+
+def _learning_rate(config: FinetuneConfig, window_size: int) -> float:
+    """The peak rate, scaled to the window where asked."""
+    from_scratch = 1e-3 if config.model_name_or_path is None else 5e-5
+    rate = config.learning_rate or (2e-4 if config.lora_r is not None else from_scratch)
+    if config.scale_learning_rate is None or config.base_batch_size is None:
+        return rate
+    return scaled_learning_rate(rate, config.scale_learning_rate, config.base_batch_size, window_size)
+
+
+def _warmup_steps(config: FinetuneConfig, max_steps: int) -> int:
+    return round(config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps)
+
+
+def make_evaluator(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, rule: TargetRule
+) -> Callable[..., dict[str, float]]:
+    def measure(split: str = "validation") -> dict[str, float]:
+        windows = evaluation_windows(
+            data.samples(split),
+            data.collate,
+            accelerator=accelerator,
+            batch_size=config.per_device_eval_batch_size,
+            lengths=data.splits[split]["length"],
+            rule=rule,
+        )
+        reader = make_reader(config, accelerator, model, data, split)
+        return evaluate(accelerator, model, windows, rule, metrics=data.task.metrics, reader=reader)
+
+    return measure
+
+
+def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
+    """Samples over the whole range of lengths: shortest and longest tell whether padding matters."""
+    by_length = np.argsort(np.asarray(data.splits[split]["length"][:]), kind="stable")
+    ids = by_length[np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)]
+    samples = data.samples(split)
+    return [samples[int(i)] for i in ids]

@@ -1,0 +1,144 @@
+"""The command line: flags to a configuration, errors to one line and exit code 2, a stop by a signal to exit code 75."""
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+import yaml
+from accelerate.utils import get_int_from_env
+from transformers import HfArgumentParser
+from transformers.utils import logging
+
+from hf_ga.check.cli import CheckConfig, run_check
+from hf_ga.check.report import OURS
+from hf_ga.errors import ConfigError, HfGaError, RunStopped
+from hf_ga.parallel.processes import main_speaks_first
+from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.finetuning import finetune
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+EXIT_CODES = (
+    "Exit codes: 0 done; 2 refused, with one line that says why; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
+    "saved: go on with --resume_from_checkpoint auto. With several processes the launcher itself exits with 1."
+)
+
+
+class _Parser(HfArgumentParser):
+    """argparse that raises instead of printing its usage, which is pages long here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
+    """Flags (dashes or underscores) and, as first argument, a YAML or JSON file of the same names. Flags win over the file.
+
+    Args:
+        kind: `FinetuneConfig`, or one with more flags.
+
+    Raises:
+        ConfigError: an unknown flag (with the nearest known one), a value of the wrong type, a malformed file.
+
+    >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
+    0.0001
+    """
+    epilog = EXIT_CODES if kind is FinetuneConfig else None
+    parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
+    parser.allow_abbrev = False
+    hints = get_type_hints(kind)
+    for action in parser._actions:  # a flag of three states may stand alone as well
+        if hints.get(action.dest) == bool | None:
+            action.nargs, action.const = "?", True
+    arguments = list(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = [*_flags_of_file(Path(arguments[0]), kind), *arguments[1:]]
+    config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        _refuse_unknown(unknown[0], list(parser._option_string_actions))
+    return config
+
+
+def finetune_main(arguments: Sequence[str] | None = None) -> int:
+    """`finetune.py` and `hf-ga finetune`. Returns the exit code."""
+    return _guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
+
+
+def check_main(arguments: Sequence[str] | None = None) -> int:
+    """`check_equivalence.py` and `hf-ga check-equivalence`. Returns the exit code: 1 with --assert where hf_ga did not pass."""
+    return _guarded(_check, sys.argv[1:] if arguments is None else arguments)
+
+
+def main() -> int:
+    """`hf-ga COMMAND ...`: the scripts under one name."""
+    commands = {"finetune": finetune_main, "check-equivalence": check_main}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        print(f"usage: hf-ga {{{','.join(commands)}}} [flags]; hf-ga finetune --help lists the flags", file=sys.stderr)
+        return 0 if sys.argv[1:] in (["--help"], ["-h"]) else 2
+    return commands[sys.argv[1]](sys.argv[2:])
+
+
+def _finetune(arguments: Sequence[str]) -> None:
+    with main_speaks_first():
+        config = parse_config(arguments)
+    logging.disable_progress_bar()  # transformers shows one for every file that it writes
+    finetune(config)
+
+
+def _check(arguments: Sequence[str]) -> int:
+    config = parse_config(arguments, CheckConfig)
+    assert isinstance(config, CheckConfig)
+    logging.disable_progress_bar()
+    report = run_check(config)
+    print(report)
+    print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
+    return 1 if config.assert_passed and not report.arm(OURS).passed else 0
+
+
+def _guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+    try:
+        return run(arguments) or 0
+    except RunStopped as stopped:
+        if not get_int_from_env(["RANK"], 0):  # said once
+            print(stopped, file=sys.stderr)
+        return STOPPED
+    except HfGaError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
+        return 2
+
+
+def _flags_of_file(path: Path, kind: type[FinetuneConfig]) -> list[str]:
+    """The file's entries as flags, so that both go through the same checks."""
+    if path.suffix not in CONFIG_SUFFIXES:
+        raise ConfigError(f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends in .yaml or .json.")
+    try:
+        text = path.read_text()
+        values: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
+    takes_list = {field.name for field in fields(kind) if "list[" in str(field.type)}
+    nested = {name: value for name, value in values.items() if isinstance(value, list | dict | set | bytes)}
+    if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or not isinstance(v, list)]:
+        raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(wrong)}.")
+    parts = [(name, part) for name, value in nested.items() for part in value]
+    if odd := [f"{name} ({part!r:.40})" for name, part in parts if not isinstance(part, str) or part.startswith("-")]:
+        raise ConfigError(f"lists in the configuration file {path} must hold texts without a dash before them, but not: {odd[0]}.")
+    # One argument each: a value of its own that begins with a dash (-1e-4) would be read as a flag.
+    single = [f"--{name}={value}" for name, value in values.items() if value is not None and name not in nested]
+    return single + [word for name, listed in nested.items() for word in (f"--{name}", *listed)]
+
+
+def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:
+    name = argument.partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown flag {name}.{hint} --help lists all flags.")

@@ -1,0 +1,257 @@
+"""finetune(): from a configuration to a trained model on disk. What `scripts/finetune.py` calls.
+
+On several processes all of them go through everything together; the first one writes and prints.
+"""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PretrainedConfig
+
+from hf_ga.data.data import PreparedData, prepare_data
+from hf_ga.data.tasks import TASKS
+from hf_ga.errors import ConfigError
+from hf_ga.exact.precision import enable_fp16_on_cpu, precision_name
+from hf_ga.exact.reduce import check_supported, is_sharded
+from hf_ga.parallel.agreement import agreed
+from hf_ga.parallel.processes import check_agreement, main_goes_first, main_speaks_first, of_main, say, share_cores, silence_others
+from hf_ga.parallel.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
+from hf_ga.proof.targets import prove_targets
+from hf_ga.recovery.checkpoint import state_sha256
+from hf_ga.recovery.latest import find_checkpoint
+from hf_ga.recovery.lock import only_run_in
+from hf_ga.run.adapters import check_peft
+from hf_ga.run.building import build_model, build_run, make_evaluator, proof_samples
+from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.host_memory import keep_freed_memory
+from hf_ga.run.loop import fit, stopped_early
+from hf_ga.run.memory_probe import find_limit, told_how_to_go_on
+from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
+from hf_ga.run.outputs import prepare_output_dir, save_last, versions, write_reports
+from hf_ga.run.predictions import Unlabelled, read_unlabelled, write_predictions
+from hf_ga.run.report import read_metrics, write_json
+from hf_ga.run.run import Progress, Run
+from hf_ga.run.saving import forget_other_best, resume
+from hf_ga.run.trackers import start_trackers, tracker_names
+from hf_ga.speed.compiling import compile_layers
+
+
+def finetune(config: FinetuneConfig) -> dict[str, Any]:
+    """Fine-tune as the configuration says, and return what `summary.json` holds (`evaluation.json` under `eval_only`).
+
+    `output_dir` gets metrics.jsonl (a line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best model by
+    `metric_for_best_model`) and the last model with its tokenizer and card, both as `from_pretrained` loads them.
+
+    Raises:
+        ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
+            trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no whole checkpoint
+            to resume from, or a disk that is full. NonFinite: a loss or gradient is not. RunStopped: a signal asked
+            for it; the run is saved.
+    """
+    with main_speaks_first():
+        config.check()
+        check_peft(config)
+        accelerator = _accelerator(config)
+        keep_freed_memory(accelerator.device)
+        if config.eval_only:  # only adds files of its own
+            return _finetune(config, accelerator)
+        with only_run_in(Path(config.output_dir), accelerator):
+            config.check_output_dir()  # again: another run may have begun and ended since
+            return _finetune(config, accelerator)
+
+
+def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:
+    layout = config.layout(accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
+    _check_sharded(config, accelerator)
+    with main_goes_first(accelerator):  # what it downloads, trains and tokenises is kept, and the others find it
+        tokenizer = load_tokenizer(config)
+        base = load_base_config(config)
+        dtype = own_dtype(base)
+        data = prepare_data(config, tokenizer, known_labels(base))
+        model_config = complete_config(base, config, data)
+        unlabelled = read_unlabelled(config, data)
+    check_agreement(accelerator, "data", _hash_of(data))
+    checkpoint = None
+    if config.resume_from_checkpoint is not None:
+        checkpoint = find_checkpoint(accelerator, Path(config.output_dir), config.resume_from_checkpoint)
+    for line in (data.description, *data.facts, *([] if config.eval_only else [str(layout)]), precision_name(accelerator)):
+        say(accelerator, line)
+    if config.eval_only:
+        return _evaluate_only(config, accelerator, data, unlabelled, model_config)
+    _check_last_window(config, layout.window_size, data)
+    run = build_run(config, accelerator, data, model_config, dtype)
+    if config.torch_compile:
+        say(accelerator, f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
+    check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
+    say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
+    if data.unigram_entropy is not None:
+        say(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+    progress = resume(run, checkpoint, allow_changes=config.allow_changes) if checkpoint else Progress()
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            prepare_output_dir(config, checkpoint)
+    forget_other_best(run, progress)
+    start_trackers(accelerator, config.to_dict(), run.output_dir)
+    with told_how_to_go_on(run):
+        find_limit(config, run, data)
+        began = time.perf_counter()
+        progress = fit(run, progress)
+    return _finish(config, run, data, unlabelled, progress, dtype, seconds=time.perf_counter() - began)
+
+
+def _accelerator(config: FinetuneConfig) -> Accelerator:
+    try:
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # or else several CPU processes would not know of each other
+            step_scheduler_with_optimizer=False,
+            log_with=tracker_names(config.report_to) or None,
+            project_dir=str(Path(config.output_dir) / "trackers"),
+        )
+    except ValueError as error:  # a mixed precision that the device lacks
+        raise ConfigError(f"Accelerate cannot start: {error}") from error
+    check_supported(accelerator)
+    enable_fsdp_on_cpu(accelerator)
+    enable_fp16_on_cpu(accelerator)
+    silence_others(accelerator)
+    share_cores(accelerator)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if accelerator.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return accelerator
+
+
+def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
+    """Refuse what FSDP cannot do here, before any work."""
+    if not is_sharded(accelerator):
+        return
+    if config.optim in ("adafactor", "adagrad"):
+        raise ConfigError(f"optim {config.optim} cannot train FSDP's shards, as its state is of whole weights: use adamw, or DDP.")
+    if config.torch_compile:
+        raise ConfigError("torch_compile compiles layers, which FSDP cuts into shards; both together were never tried: use DDP.")
+    if config.lora_r is not None:
+        raise ConfigError("LoRA trains so few weights that sharding them gains nothing, and is not supported under FSDP: use DDP.")
+    if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and config.model_name_or_path is not None:
+        raise ConfigError(
+            "every process proves the loss on the model's true weights, but with fsdp_cpu_ram_efficient_loading only the first has "
+            "any before sharding: launch with --fsdp_cpu_ram_efficient_loading false, as the profiles of accelerate_configs/ do."
+        )
+    generates = TASKS[config.task].pipeline == "text-generation" or config.task == "seq2seq"
+    if config.predict_with_generate or (config.predict_file is not None and generates):
+        raise ConfigError(
+            "FSDP's shards need all processes in every forward, but texts of different lengths need different numbers of them: "
+            "leave --predict_file and --predict_with_generate out, and generate with the saved model by --eval_only without FSDP."
+        )
+
+
+def _hash_of(data: PreparedData) -> str:
+    """Of the training samples, the labels, and the lengths in all splits: what the split of the work follows from."""
+    lengths = [np.asarray(dataset["length"][:]).tobytes() for dataset in data.splits.values()]
+    return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
+
+
+def _check_last_window(config: FinetuneConfig, window_size: int, data: PreparedData) -> None:
+    if config.drop_last_window and data.stream is None and len(data.splits["train"]) < window_size:
+        raise ConfigError(
+            f"drop_last_window leaves nothing of {len(data.splits['train'])} samples, which are less than one window of "
+            f"{window_size}: use a smaller global batch, or keep the last window."
+        )
+
+
+def _finish(
+    config: FinetuneConfig,
+    run: Run,
+    data: PreparedData,
+    unlabelled: Unlabelled | None,
+    progress: Progress,
+    dtype: torch.dtype,
+    seconds: float,
+) -> dict[str, Any]:
+    """Evaluate on the test split, predict, save the last model, write what people read."""
+    accelerator = run.accelerator
+    metrics = read_metrics(run.output_dir / "metrics.jsonl") if accelerator.is_main_process else []
+    weights = full_state_dict(accelerator, run.model)  # of shards gathered, on the main process
+    summary = {
+        "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
+        **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
+        f"best_eval_{run.metric_for_best_model}": progress.best_metric,
+        "unigram_entropy": data.unigram_entropy,
+        "steps": progress.step,
+        "stopped_early": stopped_early(run, progress),
+        "skipped_windows": progress.num_skipped,
+        "changes": progress.changes,
+        "train_seconds": round(seconds, 2),
+        "layout": str(run.windows.layout),
+        "most_tokens_in_a_micro_batch": run.windows.memory.elements,  # None: memory never ran out
+        "precision": precision_name(accelerator),
+        "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
+        "targets": str(run.rule),
+        "data": data.description,
+        "data_facts": data.facts,
+        "labels": data.labels,
+        "weights_sha256": state_sha256(weights),
+        "versions": versions(),
+        "config": config.to_dict(),
+    }
+    if "test" in data.splits:
+        summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
+    with agreed(accelerator):
+        if accelerator.is_main_process:
+            save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
+            write_reports(config, summary)
+    _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
+    summary = of_main(accelerator, summary)
+    accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
+    accelerator.end_training()
+    shown = {k: v for k, v in summary.items() if _is_shown(k) and isinstance(v, float)}
+    say(accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}")
+    return summary
+
+
+def _evaluate_only(
+    config: FinetuneConfig,
+    accelerator: Accelerator,
+    data: PreparedData,
+    unlabelled: Unlabelled | None,
+    model_config: PretrainedConfig,
+) -> dict[str, Any]:
+    """Evaluate and predict with the model as it is; returns what `evaluation.json` holds."""
+    folder = Path(config.output_dir)
+    model = build_model(config, accelerator, data, model_config, torch.float32)
+    results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
+    rules = {  # how targets are counted; nothing is drawn in an evaluation
+        split: prove_targets(model, proof_samples(data, split), data.collate, allow_unkeyed=True) for split in data.splits
+    }
+    model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+    for split, rule in rules.items():
+        measured = make_evaluator(config, accelerator, model, data, rule)(split)
+        say(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+        results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
+    _predict(config, accelerator, model, data, unlabelled)
+    results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
+    if accelerator.is_main_process:
+        write_json(folder / "evaluation.json", results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _predict(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled | None
+) -> None:
+    if unlabelled is not None:
+        path = Path(config.output_dir) / "predictions.jsonl"
+        count = write_predictions(config, accelerator, model, data, unlabelled, path)
+        say(accelerator, f"{count} rows predicted: {path}")
+
+
+def _is_shown(name: str) -> bool:
+    return name == "train_loss" or (name.startswith(("eval_", "test_")) and not name.endswith("num_targets"))

@@ -1,0 +1,193 @@
+"""fit(): windows, evaluation, checkpoints and logging, in this order, by plain calls. The loop computes nothing itself."""
+
+import math
+import time
+from contextlib import closing
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from hf_ga.errors import DataError, NonFinite, RunStopped
+from hf_ga.exact.batches import count_tokens
+from hf_ga.exact.reduce import sum_over_processes
+from hf_ga.exact.windows import Window
+from hf_ga.recovery.checkpoint import PREFIX
+from hf_ga.recovery.latest import newest
+from hf_ga.recovery.signals import StopRequest, stop_requests
+from hf_ga.run.report import MetricsFile
+from hf_ga.run.run import Progress, Run
+from hf_ga.run.saving import save
+from hf_ga.training import StepResult, train_step
+
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+def fit(run: Run, progress: Progress) -> Progress:
+    """Train until `max_steps` or `max_windows`, from where `progress` stands. On several processes all run it in step; the main
+    process writes.
+
+    Raises:
+        DataError: 20 windows in a row made no step. NonFinite: a loss or gradient is not finite, and the run is to stop there.
+        RunStopped: a signal asked for it; the run is saved.
+    """
+    bar = tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        desc="training",
+        unit="step",
+        dynamic_ncols=True,
+        disable=not run.accelerator.is_main_process,
+    )
+    run.model.train()
+    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
+    stop = False
+    place = (progress.metrics_size, progress.step, progress.skipped_in_a_row)
+    with closing(MetricsFile(path, *place)) as metrics, bar, stop_requests() as request:
+        if run.eval_on_start and not progress.num_windows:
+            metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
+        while not (stop or _finished(run, progress)):
+            for window in run.windows:
+                line, stop = _train_on(run, progress, window, request)
+                due = not line["skipped"] or _finished(run, progress)  # the last window may be a skipped one
+                if due:
+                    line |= _evaluate_if_due(run, progress)
+                if not line["skipped"]:
+                    bar.update()
+                    bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
+                metrics.write(**line)
+                progress.metrics_size = metrics.size
+                run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
+                if stop or (due and (progress.step % run.save_steps == 0 or _finished(run, progress))):
+                    save(run, progress)
+                if stop or _finished(run, progress):
+                    break
+        _leave_if_asked(run, progress, request)
+    request.pass_on()  # one that came after all were asked
+    return progress
+
+
+def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest) -> tuple[dict[str, Any], bool]:
+    """One window; returns its line for metrics.jsonl, and whether any process was asked to stop."""
+    learning_rate, began = run.scheduler.get_last_lr()[0], time.perf_counter()
+    result = train_step(
+        run.accelerator,
+        run.model,
+        run.optimizer,
+        window,
+        scheduler=run.scheduler,
+        max_grad_norm=run.max_grad_norm,
+        sync_each_micro_batch=run.sync_each_micro_batch,
+        targets=run.rule,
+        loss_fn=run.loss_fn,
+        allow_unkeyed=run.allow_unkeyed,
+        on_nonfinite="skip",  # to stop here, where more is known of the run
+    )
+    if result.nonfinite:
+        _tell_nonfinite(run, progress, result)
+    loss, grad_norm = result.loss, result.grad_norm  # waits for the device
+    seconds = time.perf_counter() - began
+    tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
+    tokens, asked = sum_over_processes(run.accelerator, [tokens, request.came])
+    _count(progress, result)
+    if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        raise DataError(_why_skipped(window, result))
+    line = {
+        "step": progress.step,
+        "epoch": run.windows.epochs_done(window),
+        "loss": None if result.skipped else loss,
+        "grad_norm": None if result.skipped else grad_norm,  # of an overflow it is no number
+        "learning_rate": learning_rate,
+        "num_targets": result.num_targets,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "skipped": result.skipped,
+    }
+    line |= {"nonfinite": True} if result.nonfinite else {}
+    line |= {"retries": result.retries} if result.retries else {}
+    _tell_memory(run, result)
+    return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}, asked > 0
+
+
+def _tell_memory(run: Run, result: StepResult) -> None:
+    """Once in a run: that memory ran out for the first time."""
+    memory = run.windows.memory
+    if 0 < memory.num_retries == result.retries and run.accelerator.is_main_process:  # above the progress bar
+        tqdm.write(str(memory))
+
+
+def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
+    """Stop, or say once for all processes that the window was left out.
+
+    Raises:
+        NonFinite: the run is to stop.
+    """
+    where = f"before optimizer step {progress.step + 1}"
+    if run.on_nonfinite == "skip":
+        if run.accelerator.is_main_process:  # above the progress bar
+            tqdm.write(f"{where} a window was skipped: {result.cause}")
+        return
+    saved = newest(run.output_dir)
+    resume = f"go on from {saved} (--resume_from_checkpoint auto)" if saved else "start again"
+    raise NonFinite(
+        f"{where} the run stopped, with nothing updated: {result.cause}. Look at these samples, lower the learning rate, set "
+        f"max_grad_norm, or leave such windows out with --on_nonfinite skip; then {resume}."
+    )
+
+
+def _count(progress: Progress, result: StepResult) -> None:
+    progress.num_windows += 1
+    progress.step += not result.skipped
+    progress.num_skipped += result.skipped
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+
+
+def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
+    """Where a stop was asked for, also behind the last window (in its evaluation, or while it was saved)."""
+    (asked,) = sum_over_processes(run.accelerator, [request.came])
+    if asked:
+        run.accelerator.end_training()
+        raise RunStopped(
+            f"stopped by {request} after step {progress.step}: saved as {run.output_dir / f'{PREFIX}{progress.step}'}; go on with "
+            "--resume_from_checkpoint auto"
+        )
+
+
+def _why_skipped(window: Window, result: StepResult) -> str:
+    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: "
+    if result.overflowed:
+        return where + (
+            f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}. Lower the learning rate, or train "
+            "in bf16 or float32."
+        )
+    if result.nonfinite:
+        return where + (
+            f"their losses or gradients are not finite. In the last one: {result.cause}. Lower the learning rate, or look at these "
+            "samples."
+        )
+    return where + "their samples have no targets. Look at the labels, or leave such rows out."
+
+
+def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
+    return {} if progress.step % run.eval_steps and not _finished(run, progress) else _evaluate(run, progress)
+
+
+def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
+    """Measure, keep the best model, say it; returns what metrics.jsonl gets."""
+    results = run.evaluate()
+    value, best = results[run.metric_for_best_model], progress.best_metric
+    progress.evaluations_since_best += 1
+    if not math.isnan(value) and (best is None or (value < best if run.lower_is_better else value > best)):
+        progress.best_metric, progress.evaluations_since_best = value, 0
+        progress.best_sha256 = run.save_best()
+    if run.accelerator.is_main_process:  # above the progress bar
+        shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
+        tqdm.write(f"step {progress.step}: {shown}")
+    return {f"eval_{name}": value for name, value in results.items()}
+
+
+def _finished(run: Run, progress: Progress) -> bool:
+    return progress.step >= run.max_steps or progress.num_windows >= run.max_windows or stopped_early(run, progress)
+
+
+def stopped_early(run: Run, progress: Progress) -> bool:
+    """Whether the metric of the best model has not become better for as many evaluations as the run has patience for."""
+    return run.patience is not None and progress.evaluations_since_best >= run.patience

@@ -1,0 +1,225 @@
+"""Tokenizer and model by name, or the small ones that are built from a configuration where no name is given."""
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_ga.data import corpus
+from hf_ga.data.column_checks import check_token_ids
+from hf_ga.data.data import PreparedData
+from hf_ga.data.row_checks import located
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.run.config import FinetuneConfig
+
+# Their first position is pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
+COUNT_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "ibert",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+
+
+def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; without a model, the one trained on the embedded corpus.
+
+    Raises:
+        ConfigError: there is none under that name.
+    """
+    if config.model_name_or_path is None:
+        return corpus.load_stdlib_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable("tokenizer", config, error) from error
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {config.model_name_or_path} has no padding and no end-of-text token: set one of them.")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if config.task == "token-classification" and isinstance(getattr(backend, "pre_tokenizer", None), ByteLevel):
+        # Words come one by one: each as it stands in running text, behind a space. RoBERTa's class sets it by the argument.
+        options = {"trust_remote_code": config.trust_remote_code, "add_prefix_space": True}
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path, **options)
+        tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
+    tokenizer.padding_side = "right"  # training pads at the right, whatever generation wants
+    return tokenizer
+
+
+def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
+    """The configuration of the named model; None where a small one is built.
+
+    Raises:
+        ConfigError: there is none under that name.
+    """
+    if config.model_name_or_path is None:
+        return None
+    try:
+        return AutoConfig.from_pretrained(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable("model", config, error) from error
+
+
+def known_labels(base: PretrainedConfig | None) -> list[str] | None:
+    """Label names that the model was trained with; None where it only has the numbered ones of every new configuration."""
+    names = dict(getattr(base, "id2label", None) or {})
+    ordered = [str(names[key]) for key in sorted(names)]
+    return None if ordered == [f"LABEL_{i}" for i in range(len(ordered))] else ordered
+
+
+def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data: PreparedData) -> PretrainedConfig:
+    """The model's configuration with the task's labels, checked against the data.
+
+    Raises:
+        ConfigError: samples are longer than its positions, or token ids are beyond its vocabulary. DataError: an evaluation has
+            labels that the model's head does not know.
+    """
+    model_config = data.task.small_config(data.tokenizer, config.sequence_length) if base is None else base
+    if data.task.pipeline == "text-generation":
+        _refuse_encoder(model_config)
+    if data.task.labels == "target" and not getattr(model_config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"seq2seq needs an encoder with a decoder, such as a T5 or a BART; a {model_config.model_type} has only one of them: "
+            "name another model, or train a decoder on prompts with completions by --task causal-lm."
+        )
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit and model_config.model_type in COUNT_FROM_PADDING:
+        limit -= (model_config.pad_token_id or 0) + 1
+    if limit and config.sequence_length > limit:
+        name = "block_size" if config.block_size else "max_length"
+        raise ConfigError(f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use at most {limit}.")
+    _check_generation(config, data, limit)
+    _set_labels(model_config, config, data)
+    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
+    if vocabulary:
+        _check_vocabulary(data, vocabulary)
+    if getattr(model_config, "pad_token_id", None) is None:
+        model_config.pad_token_id = data.tokenizer.pad_token_id
+    return model_config
+
+
+def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
+    """Every token of the tokenizer, and every id in the samples, must have a row in the model's embedding."""
+    with located(data.origins):
+        check_token_ids(data.splits, vocabulary)
+    last = max(data.tokenizer.get_vocab().values(), default=0)
+    if max(last + 1, len(data.tokenizer)) > vocabulary:
+        token = data.tokenizer.convert_ids_to_tokens(last)
+        raise ConfigError(
+            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, is number {last}), the model only {vocabulary}: "
+            "use the one that belongs to it."
+        )
+
+
+def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | None) -> None:
+    if limit is None or config.max_new_tokens < limit:
+        return
+    if config.predict_file and data.task.pipeline == "text-generation":
+        raise ConfigError(
+            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the {limit} positions of the model: use less."
+        )
+    if data.task.labels == "target" and (config.predict_file or config.predict_with_generate):
+        raise ConfigError(f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the model.")
+
+
+def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
+    """The data's labels into the configuration; where the data have none, those of the trained head into the data."""
+    if data.task.labels == "answers":
+        model_config.num_labels = 2  # begin and end; whatever the model told apart before
+    if data.task.labels in ("none", "answers", "choice", "target"):
+        return
+    known = known_labels(model_config)
+    if config.eval_only and known and data.labels not in (known, [str(i) for i in range(len(known))]):
+        unknown = ", ".join(name for name in data.labels if name not in known)
+        raise DataError(
+            f"eval_only: the rows have labels that {config.model_name_or_path} was not trained on: {unknown or 'fewer'}; it "
+            f"knows {', '.join(known)}. Use its names, leave other rows out, or train it on them."
+        )
+    if data.task.labels == "number":
+        model_config.num_labels = 1
+    elif data.labels:
+        model_config.num_labels = len(data.labels)
+        model_config.id2label = dict(enumerate(data.labels))
+        model_config.label2id = {name: index for index, name in enumerate(data.labels)}
+    else:
+        data.labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
+    model_config.problem_type = data.task.problem_type  # a pretrained head may have been for something else
+
+
+def _refuse_encoder(model_config: PretrainedConfig) -> None:
+    """transformers loads a BERT as a causal LM without a causal mask: every token would see the one that it predicts."""
+    is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_encoder_decoder", False)
+    if is_encoder and not getattr(model_config, "is_decoder", False):
+        raise ConfigError(
+            f"a {model_config.model_type} sees the tokens that causal-lm predicts: train it with --task masked-lm, name a decoder, "
+            "or set is_decoder to true in its config.json."
+        )
+
+
+def own_dtype(base: PretrainedConfig | None) -> torch.dtype:
+    """The type in which the named model's weights arrive, and in which they are saved again; float32 where it is not stated."""
+    dtype = getattr(base, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def load_model(
+    config: FinetuneConfig, model_config: PretrainedConfig, data: PreparedData, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model with its head. Seed torch's generator first: new weights are drawn from it.
+
+    Returns:
+        (model, names of the parameters that the named model did not have)
+
+    Raises:
+        ConfigError: the weights cannot be loaded, an evaluation lacks a trained head, or there is no gradient checkpointing.
+    """
+    auto_class = data.task.auto_class
+    if config.model_name_or_path is None:
+        model, new = auto_class.from_config(model_config), []
+    else:
+        try:
+            model, loaded = auto_class.from_pretrained(
+                config.model_name_or_path,
+                config=model_config,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # a new head for other labels
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise _not_loadable("model", config, error) from error
+        new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
+        if config.eval_only and new:
+            labels = f" with {len(data.labels)} labels" if data.labels else ""
+            raise ConfigError(
+                f"eval_only: {config.model_name_or_path} has no trained head for {config.task}{labels}; new weights would be: "
+                f"{', '.join(new[:3])}. Train it first."
+            )
+    if config.task == "causal-lm" and model.loss_type is None:  # GPT-2's class name tells transformers no loss, and it warns
+        model.loss_type = "ForCausalLM"
+    if config.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{type(model).__name__} does not support gradient checkpointing: leave --gradient_checkpointing out."
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, new
+
+
+def _not_loadable(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"cannot load the {what} of model_name_or_path {config.model_name_or_path!r}: {reason} Give a hub id or a folder that "
+        "save_pretrained wrote."
+    )

@@ -1,0 +1,143 @@
+"""What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, card, plot."""
+
+import hashlib
+import platform
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import CONFIG_NAME
+
+from hf_ga.data.data import PreparedData
+from hf_ga.exact.forward import unwrapped
+from hf_ga.recovery.files import flush, flush_tree, new_partial, publish, tidy
+from hf_ga.recovery.latest import keep_newest, set_latest
+from hf_ga.recovery.lock import LOCK
+from hf_ga.recovery.manifest import WEIGHTS, digest, read_manifest
+from hf_ga.recovery.write_errors import filling, writing
+from hf_ga.run.adapters import is_lora, merged, save_adapter
+from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.model_card import write_model_card
+from hf_ga.run.report import plot_curves, read_metrics, write_json
+
+
+def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
+    """Make the folder. A run that goes on in another folder takes its earlier lines and its best model along."""
+    folder = Path(config.output_dir)
+    if config.overwrite_output_dir:
+        for path in [path for path in folder.iterdir() if path.name != LOCK]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, folder):
+        tidy(folder)
+        if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
+            own = folder / checkpoint.resolve().name
+            set_latest(own)  # checkpoints of later steps are of a future that is given up
+            keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it was killed before it came to that
+        elif checkpoint is not None:
+            _take_along(checkpoint.resolve().parent, folder)
+
+
+def _take_along(earlier: Path, folder: Path) -> None:
+    if (earlier / "metrics.jsonl").is_file():
+        shutil.copy(earlier / "metrics.jsonl", folder)
+    if (earlier / "best").is_dir():
+        shutil.copytree(earlier / "best", new_partial(folder / "best"), dirs_exist_ok=True)
+        publish(folder / "best")
+
+
+def save_best(
+    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
+) -> None:
+    """The model as it stands, with its tokenizer, whole or not at all; of LoRA the adapters only. For the main process.
+
+    Args:
+        weights: the whole `state_dict()`, where that of the model holds shards.
+
+    Raises:
+        CheckpointError: the disk is full, or the like. What was there before is kept.
+    """
+    with filling(folder) as partial:
+        if is_lora(model):
+            save_adapter(model, partial)
+        else:
+            _save(partial, unwrapped(model), dtype, weights)
+        data.tokenizer.save_pretrained(partial)
+        publish(folder)
+
+
+def best_sha256(folder: Path) -> str | None:
+    """Of the weights in `best/`: which of the models that a run has measured lies there; None: there is none."""
+    files = sorted((folder / "best").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(digest(file).encode() for file in files)).hexdigest() if files else None
+
+
+def save_last(
+    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
+) -> None:
+    """The trained model as `from_pretrained` loads it; see `save_best`. LoRA adapters go to `adapter/` and are merged: the model is
+    used up. Its files lie among others, so they are moved there one by one; until the last is there, there is no config.json, and
+    nothing that could be loaded by half.
+    """
+    if is_lora(model):
+        with filling(folder / "adapter") as partial:
+            save_adapter(model, partial)
+            publish(folder / "adapter")
+    plain = merged(model) if is_lora(model) else unwrapped(model)
+    with filling(folder / "last", names=folder / WEIGHTS) as partial:
+        _save(partial, plain, dtype, weights)
+        data.tokenizer.save_pretrained(partial)
+        flush_tree(partial)
+        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # of a run that goes on, or ends again
+            earlier.unlink(missing_ok=True)
+            flush(folder)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # this one last
+            path.replace(folder / path.name)
+            flush(folder)
+        partial.rmdir()
+
+
+def write_reports(config: FinetuneConfig, summary: dict[str, Any]) -> None:
+    """summary.json, curves.png and the model cards."""
+    folder = Path(config.output_dir)
+    with writing(folder / "curves.png", folder):
+        plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
+    for model in (folder, folder / "best", folder / "adapter"):
+        if model.is_dir():
+            with writing(model / "README.md", folder):
+                write_model_card(config, summary, model)
+    with writing(folder / "summary.json", folder):
+        write_json(folder / "summary.json", summary)  # last: where it is, the run is over
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a result may depend on."""
+    modules = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "datasets": datasets}
+    return {"hf_ga": version("hf_ga"), "python": platform.python_version()} | {k: m.__version__ for k, m in modules.items()}
+
+
+def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
+    """In its own type: a model that came in bf16 goes in bf16. Buffers keep theirs."""
+    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+    converted: dict[int, Tensor] = {}  # by address: a tensor that goes by two names stays one
+    saved = {}
+    for name, tensor in (model.state_dict() if weights is None else _tied(model, weights)).items():
+        keeps = name in buffers or not tensor.is_floating_point()
+        saved[name] = tensor if keeps else converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
+    trained = model.config.dtype
+    model.save_pretrained(folder, state_dict=saved)
+    model.config.dtype = dtype  # it has written that of the parameters
+    model.config.save_pretrained(folder)
+    model.config.dtype = trained
+
+
+def _tied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for weights that go by two names: of shards, each name was gathered by itself."""
+    pairs = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in weights and source in weights]
+    return weights | {name: weights[source] for name, source in pairs if torch.equal(weights[name], weights[source])}

@@ -1,0 +1,138 @@
+"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
+
+from collections.abc import Iterable
+from functools import partial
+from operator import itemgetter
+
+import numpy as np
+from accelerate import Accelerator
+from transformers import PretrainedConfig
+
+from hf_ga.data.collation import collate_to_multiple
+from hf_ga.data.data import PreparedData
+from hf_ga.exact.base_loader import check_limit
+from hf_ga.exact.costs import cost_model
+from hf_ga.exact.fetch import Splitter
+from hf_ga.exact.length_plan import ByLength
+from hf_ga.exact.order import epoch_order
+from hf_ga.exact.plan import plan_window
+from hf_ga.exact.streaming import StreamLoader
+from hf_ga.exact.windows import WindowLoader
+from hf_ga.parallel.processes import say
+from hf_ga.proof.targets import TargetRule
+from hf_ga.run.config import FinetuneConfig
+
+NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are described, at most: planning them takes less than a second
+
+
+def planned_lengths(data: PreparedData) -> np.ndarray:
+    """Lengths of the training samples, as windows are planned by them; of a stream, of the rows that were read ahead.
+
+    Where samples have a source and a target text, memory follows from both: a target counts in proportion to the longest one, as if
+    that were as long as the longest source. So the limit of padded tokens holds for sources and for targets alike.
+    """
+    train = data.splits["train"]
+    lengths = np.asarray(train["length"][:])  # a list: numpy would ask a column for one row after the other
+    if data.task.labels != "target":
+        return lengths
+    targets = np.asarray(train["num_targets"][:])
+    return np.maximum(lengths, -(-targets * lengths.max() // max(targets.max(), 1)))
+
+
+def check_tokens(config: FinetuneConfig, data: PreparedData) -> None:
+    """Refuse a limit into which the longest sample, or of a stream the longest that there may be, does not fit.
+
+    Raises:
+        ConfigError: that.
+    """
+    if config.max_tokens_per_micro_batch is None:
+        return
+    if data.stream is None:
+        check_limit(config.max_tokens_per_micro_batch, int(planned_lengths(data).max()), "the longest sample's")
+    else:
+        check_limit(config.max_tokens_per_micro_batch, config.sequence_length, "max_length's")
+
+
+def train_windows(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, rule: TargetRule
+) -> WindowLoader | StreamLoader:
+    """The loader of the training samples, planned by length; how is said."""
+    windows = _loader(config, accelerator, data, model_config, rule)
+    say(accelerator, described(windows, windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)))
+    return windows
+
+
+def _loader(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, rule: TargetRule
+) -> WindowLoader | StreamLoader:
+    """Micro-batches of similar lengths, as wide as the device likes."""
+    layout, collate = config.layout(accelerator.num_processes), data.collate
+    hidden_size = getattr(model_config.get_text_config(), "hidden_size", None)
+    cost = cost_model(accelerator.device.type, hidden_size, packed=rule.packing is not None)
+    if cost.multiple > 1 and not rule.pad_to_window:  # where the width counts, it is that of the samples
+        multiple = {"multiple": cost.multiple, "most": config.sequence_length}
+        collate = partial(collate_to_multiple, collate=collate, pad_token_id=data.tokenizer.pad_token_id, **multiple)
+    if data.stream is not None:
+        longest = int(cost.widths(np.array(config.sequence_length)))  # that there may be
+        return StreamLoader(
+            data.stream,
+            collate,
+            accelerator=accelerator,
+            per_device_batch_size=layout.micro_batch_size,
+            global_batch_size=layout.window_size,
+            seed=config.seed,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            length_of=itemgetter("length"),
+            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch or layout.micro_batch_size * longest,
+            cost=cost,
+            drop_last_window=config.drop_last_window,
+            num_workers=config.dataloader_num_workers,
+            pad_to_window=rule.pad_to_window,
+        )
+    return WindowLoader(
+        data.samples("train"),
+        collate,
+        accelerator=accelerator,
+        per_device_batch_size=layout.micro_batch_size,
+        global_batch_size=layout.window_size,
+        seed=config.seed,
+        lengths=planned_lengths(data),
+        # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
+        target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
+        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        cost=cost,
+        drop_last_window=config.drop_last_window,
+        num_workers=config.dataloader_num_workers,
+        pad_to_window=rule.pad_to_window,
+    )
+
+
+def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
+    """One line, from lengths alone, on how the first windows of the first epoch are cut: how much is padding, and how long
+    processes wait for the slowest one. Of a stream, as if its first rows came in their own order.
+    """
+    size, is_stream = windows.layout.window_size, isinstance(windows, StreamLoader)
+    order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
+    starts = range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]
+    chosen = (lengths[order[start : start + size]] for start in starts)
+    return _described(windows.splitter, chosen, windows.pad_to_window)
+
+
+def _described(splitter: Splitter, windows: Iterable[np.ndarray], pads_to_window: bool) -> str:
+    planner, processes, micro_batch = splitter.planner, splitter.layout.num_processes, splitter.layout.micro_batch_size
+    assert isinstance(planner, ByLength) and planner.max_tokens is not None
+    real, padded, unsorted, largest, mean = 0, 0, 0, 0.0, 0.0
+    for lengths in windows:
+        widths = np.full_like(lengths, lengths.max()) if pads_to_window else lengths
+        plan, in_order = splitter.plan(lengths, pads_to_window), plan_window(len(lengths), processes, micro_batch)
+        costs = planner.cost.of_processes(plan, widths)
+        real, padded = real + int(lengths.sum()), padded + planner.cost.padded_tokens(plan, widths)
+        unsorted += planner.cost.padded_tokens(in_order, widths)
+        largest, mean = largest + costs.max(), mean + costs.mean()
+    how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
+    balance = f", processes balanced to {largest / mean:.2f} (largest / mean cost)" if processes > 1 else ""
+    most = f"{planner.max_tokens:,} tokens" + (f" in {planner.lanes} at once" if planner.lanes > 1 else "")
+    return (
+        f"micro-batches {how}, at most {most}: {padded / max(real, 1):.2f} padded tokens per real one "
+        f"(in order of the epoch: {unsorted / max(real, 1):.2f}){balance}"
+    )

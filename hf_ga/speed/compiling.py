@@ -1,0 +1,78 @@
+"""--torch_compile: the layers of a transformers model compiled one by one, once for all lengths, batch sizes and layers.
+
+The layers, not the model: masks, head and loss stay as they are (also a head whose logits are never made), layers of one class
+share what was compiled, and a start takes seconds.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.forward import unwrapped
+from hf_ga.proof.targets import TargetRule
+
+
+def compile_layers(model: nn.Module, rule: TargetRule) -> int:
+    """Compile the layers of `model` in place, for any length. Names, weights and what is saved stay as they are.
+
+    Call it after `prove_targets`, whose hooks need plain modules; compiling itself happens in the first window.
+
+    Returns:
+        how many layers.
+
+    Raises:
+        ConfigError: the model draws dropout, whose masks are keyed by hooks and functions that a compiler does not see, it names no
+            layers, or it checkpoints activations.
+    """
+    if not rule.places.is_empty:
+        place = next(iter(rule.places.places.values())).name
+        raise ConfigError(
+            f"torch_compile needs a model without dropout, but this one draws at {len(rule.places.places)} places ({place} first), "
+            "where compiled code would not draw the masks that belong to the samples: set the dropout probabilities of its "
+            "configuration to 0, or leave torch_compile out."
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError("torch_compile and gradient_checkpointing were never tried together: leave one of them out.")
+    layers = layers_of(model)
+    if not layers:
+        raise ConfigError(
+            f"torch_compile compiles the layers that a transformers model names in _no_split_modules, but {type(model).__name__} "
+            "names none: leave torch_compile out."
+        )
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return len(layers)
+
+
+def layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The repeated layers: modules of the classes that the model names as not to be split, outermost ones, several of a class."""
+    plain = unwrapped(model)
+    names = set(getattr(plain, "_no_split_modules", None) or ())
+    found = [(name, module) for name, module in plain.named_modules() if type(module).__name__ in names]
+    outermost = [m for name, m in found if not any(name.startswith(f"{other}.") for other, _ in found)]
+    classes = [type(m) for m in outermost]
+    return [m for m in outermost if classes.count(type(m)) > 1]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is refused when it is proven.)"""
+    return any(m._compiled_call_impl is not None for m in model.modules())
+
+
+def drawing(model: nn.Module, rule: TargetRule) -> AbstractContextManager[None]:
+    """Keyed dropout while a window is computed. In a compiled model there is none to key; torch's functions, which the stand-ins
+    replace anew in each window, stay in their places, or else every window would be compiled again.
+
+    Raises:
+        ConfigError: a compiled model that draws dropout.
+    """
+    if not is_compiled(model):
+        return rule.places.active()
+    if not rule.places.is_empty:
+        raise ConfigError(
+            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
+            "dropout to 0, or do not compile it."
+        )
+    return nullcontext()

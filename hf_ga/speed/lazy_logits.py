@@ -1,0 +1,286 @@
+"""Logits that are not computed as long as nobody asks for one of them: a cross entropy needs rows with a target only, in pieces.
+
+While a window is computed, the output layer of a language model returns `LazyLogits`. Heads hand them through `view`, `float`,
+slices and simple scales to `torch.nn.functional.cross_entropy`, which works on pieces of the rows that have a target (`pieces.py`).
+Whatever else is done with them makes the true logits first, by the layer's own forward: value and gradient are the head's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hf_ga.speed.pieces import TypedHead, mean_or_sum, rows_of_piece
+
+Forward = Callable[[Tensor], Tensor]
+UNITS = (FullyShardedDataParallel, FSDPModule)  # of the model's parameters, gathered for a forward
+
+
+class LazyHead:
+    """The output layer of one model, which returns `LazyLogits` while `active`.
+
+    Attributes:
+        counted: whether the head has one cross entropy, with as many targets as the model's rule counts, as found by the proof.
+        rows: of each cross entropy while active, how many rows reached the layer.
+        piece_rows: rows of one piece; None: as memory allows (`pieces.rows_of_piece`).
+
+    Example:
+        head = LazyHead(model)
+        with head.active():
+            model(**batch).loss.backward()   # no tensor of tokens x vocabulary
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.counted = model, False
+        self.rows: list[int] = []
+        self.piece_rows: int | None = None
+        self._expected: int | None = None
+
+    @property
+    def layer(self) -> nn.Linear | None:
+        """The output layer, if it is a plain linear layer that nobody wraps or watches.
+
+        Adapters and quantised layers are other types. A unit of FSDP below the model shards its layer again before the loss.
+        """
+        get = getattr(self.model, "get_output_embeddings", None)
+        layer = get() if get is not None else None
+        plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks
+        if not plain:
+            return None
+        units = (unit for unit in self.model.modules() if isinstance(unit, UNITS) and unit is not self.model)
+        return None if any(layer is module for unit in units for module in unit.modules()) else layer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The layer returns `LazyLogits`; nothing is left behind."""
+        if (layer := self.layer) is None:
+            yield
+            return
+        layer.forward = partial(self._put_off, layer, layer.forward)
+        try:
+            yield
+        finally:
+            del layer.forward
+            self.rows.clear()
+            self._expected = None
+
+    def _put_off(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
+        """In place of `layer.forward`."""
+        kind, dtype = input.device.type, input.dtype
+        autocast = torch.is_autocast_enabled(kind)
+        if autocast and torch.float64 not in (dtype, layer.weight.dtype):  # float64 stays
+            dtype = torch.get_autocast_dtype(kind)
+        return LazyLogits(Source(self, layer, forward, dtype, autocast, torch.is_grad_enabled()), input)
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """How many targets the next forward has, as counted on the host: then no device is waited for."""
+        self._expected = counts[0] if self.counted else None
+
+    def rows_with_target(self, hidden: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and targets of the rows that count."""
+        counted = target != ignore_index
+        if self._expected is None:
+            rows = counted.nonzero().squeeze(1)
+        else:
+            torch._assert_async(counted.sum() == self._expected, "a loss has another number of targets than were counted")
+            rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
+        self.rows.append(len(rows))
+        return (hidden, target) if len(rows) == len(target) else (hidden.index_select(0, rows), target.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Source:
+    """The call of a layer that was put off, and what was set when it was made.
+
+    Attributes:
+        forward: the layer's own. dtype: of its output. autocast, gradient: whether they were on.
+    """
+
+    head: LazyHead
+    layer: nn.Linear
+    forward: Forward
+    dtype: torch.dtype
+    autocast: bool
+    gradient: bool
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """The layer's output."""
+        with (
+            torch.set_grad_enabled(self.gradient),
+            torch.autocast(hidden.device.type, self.dtype, enabled=self.autocast),
+        ):
+            return self.forward(hidden)
+
+
+class LazyLogits(Tensor):
+    """What `steps(layer(hidden))` would be, shape (..., classes): a tensor with shape, type and device, but without numbers.
+
+    Args:
+        hidden: shape (..., width). steps: what the head did with the logits, each (logits) -> logits, every row by itself.
+    """
+
+    @staticmethod
+    def __new__(cls: type, source: Source, hidden: Tensor, steps: Sequence[Forward] = ()) -> "LazyLogits":
+        like = torch.empty((0, source.layer.out_features), dtype=source.dtype, device=hidden.device)
+        for step in steps:
+            like = step(like)
+        shape = (*hidden.shape[:-1], source.layer.out_features)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+    def __init__(self, source: Source, hidden: Tensor, steps: Sequence[Forward] = ()) -> None:
+        self.source, self.hidden, self.steps = source, hidden, tuple(steps)
+        self.made: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """The true logits, from now on: what changes them in place is seen by what comes after."""
+        if self.made is None:
+            made = self.source.values(self.hidden)
+            with torch.set_grad_enabled(self.source.gradient):
+                for step in self.steps:
+                    made = step(made)
+            self.made = made
+        return self.made
+
+    def rows_of(self, hidden: Tensor) -> "LazyLogits":
+        """The same of other rows."""
+        return LazyLogits(self.source, hidden, self.steps)
+
+    def then(self, step: Forward) -> "LazyLogits":
+        """The same after a step more."""
+        return LazyLogits(self.source, self.hidden, (*self.steps, step))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _METADATA:
+                return function(*args, **kwargs)
+            lazy = _HANDLED.get(function)
+            if lazy is not None and args and isinstance(args[0], LazyLogits) and args[0].made is None:
+                result = lazy(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return function(*_made(args), **_made(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{function} reached logits that are not computed past torch's functions (an own autograd function?).")
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, LazyLogits):
+        return value.values()
+    if isinstance(value, list | tuple) and any(isinstance(v, LazyLogits | list | tuple) for v in value):
+        return type(value)(map(_made, value)) if type(value) in (list, tuple) else value
+    return {name: _made(v) for name, v in value.items()} if isinstance(value, dict) else value
+
+
+def _reshaped(logits: LazyLogits, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != logits.source.layer.out_features:
+        return NotImplemented
+    return logits.rows_of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+
+
+def _indexed(logits: LazyLogits, index: Any) -> Any:
+    """Slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
+        return NotImplemented
+    whole = parts[-1] == slice(None) if len(parts) == logits.hidden.dim() or Ellipsis in parts else True
+    return logits.rows_of(logits.hidden[index]) if whole else NotImplemented
+
+
+def _same(logits: LazyLogits) -> LazyLogits:
+    return logits
+
+
+def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(to, torch.dtype | torch.device):
+        return NotImplemented
+    if isinstance(to, torch.device):
+        return logits if to == logits.hidden.device else NotImplemented
+    if to == logits.dtype:
+        return logits
+    return logits.then(partial(_cast, to=to)) if to.is_floating_point else NotImplemented
+
+
+def _cast(logits: Tensor, to: torch.dtype) -> Tensor:
+    return logits.to(to)
+
+
+def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(number, Real):
+        return NotImplemented
+    return logits.then(partial(_apply, function, number))
+
+
+def _apply(function: Callable, other: Any, logits: Tensor) -> Tensor:
+    return function(logits, other)
+
+
+def _tanh(logits: LazyLogits) -> LazyLogits:
+    return logits.then(torch.tanh)
+
+
+def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    """A bias that is no parameter (BART's `final_logits_bias`)."""
+    constant = isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:] == logits.shape[-1:]
+    if kwargs or not constant or isinstance(other, LazyLogits) or other.numel() != logits.source.layer.out_features:
+        return NotImplemented
+    return logits.then(partial(_apply, Tensor.add, other.reshape(-1)))
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """See `torch.nn.functional.cross_entropy`. Only rows with a target reach the layer."""
+    plain = size_average is None and reduce is None and reduction in ("mean", "sum")
+    if not plain or logits.dim() != 2 or target.dim() != 1 or len(target) != len(logits) or target.is_floating_point():
+        return NotImplemented
+    source, layer = logits.source, logits.source.layer
+    hidden, target = source.head.rows_with_target(logits.hidden, target, ignore_index)
+    head = TypedHead(layer.weight, layer.bias, source.dtype, logits.steps, weight, label_smoothing)
+    rows = source.head.piece_rows or rows_of_piece(hidden, layer.out_features)
+    return mean_or_sum(head, hidden, target, rows, mean=reduction == "mean")
+
+
+# What says something about logits without a number of them.
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__),
+}
+_HANDLED: dict[Callable, Callable] = {
+    F.cross_entropy: _cross_entropy,
+    Tensor.view: _reshaped,
+    Tensor.reshape: _reshaped,
+    torch.reshape: _reshaped,
+    Tensor.__getitem__: _indexed,
+    Tensor.contiguous: _same,
+    Tensor.float: partial(_to, to=torch.float32),
+    Tensor.to: _to,
+    Tensor.tanh: _tanh,
+    torch.tanh: _tanh,
+    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _plus),
+    **{
+        function: partial(_with_number, function)
+        for function in (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
+    },
+}

@@ -1,0 +1,1 @@
+"""`ExactTrainer`: `transformers.Trainer` with exact gradient accumulation."""

@@ -1,0 +1,113 @@
+"""The training batches of `ExactTrainer`: hf_ga's windows, one micro-batch at a time, as Trainer's loop asks for them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Generator
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hf_ga.exact.fetch import Fetcher, WindowRequest
+from hf_ga.exact.windows import Window, WindowLoader
+
+Item = tuple[WindowRequest, int]  # a window, and which of its micro-batches
+
+
+class WindowBatch(dict):
+    """A micro-batch: a plain dict of the model's arguments, which also knows its window and its place in it."""
+
+    request: WindowRequest
+    index: int
+
+    @classmethod
+    def of(cls, batch: dict[str, Any], item: Item) -> "WindowBatch":
+        """The collated `batch` of one item."""
+        made = cls(batch)
+        made.request, made.index = item
+        return made
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64, shape (samples of the micro-batch,): positions in the order of the epoch."""
+        return self.request.positions[self.request.micro_batches[self.index]]
+
+
+class MicroBatches(Dataset):
+    """Items -> batches, in the main process or in workers. Its length is the number of samples, which Trainer reports."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = None  # the window that was fetched whole last
+
+    def __len__(self) -> int:
+        return len(self.fetcher.dataset)
+
+    def __getitem__(self, item: Item) -> WindowBatch:
+        request, index = item
+        if request.whole_window:
+            return WindowBatch.of(self._whole(request)[index], item)
+        alone = replace(request, micro_batches=[request.micro_batches[index]])
+        return WindowBatch.of(self.fetcher[alone][0], item)
+
+    def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """All micro-batches of a window that must be collated at once; its other micro-batches are asked for next."""
+        name = (request.epoch, request.index)
+        if self._kept is None or self._kept[0] != name:
+            self._kept = name, self.fetcher[request]
+        return self._kept[1]
+
+
+class WindowSampler(Sampler):
+    """The items of one epoch, each in a list of its own: a batch sampler, so that accelerate can skip batches on resuming."""
+
+    def __init__(self, windows: WindowLoader) -> None:
+        self.windows = windows
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch's order comes next (0-based); a dataset that has a `set_epoch` is told too, as Trainer does."""
+        self.windows.set_epoch(epoch)
+        if hasattr(self.windows.fetcher.dataset, "set_epoch"):
+            self.windows.fetcher.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches in an epoch, what Trainer counts."""
+        window_size, limit = self.windows.layout.window_size, self.windows.layout.micro_batch_size
+        rest = self.windows.num_samples - window_size * (len(self.windows) - 1)
+        return (len(self.windows) - 1) * (window_size // limit) + -(-min(rest, window_size) // limit)
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        for request in self.windows.requests():
+            for index in range(len(request.micro_batches)):
+                yield [(request, index)]
+
+
+class WindowedDataLoader(DataLoader):
+    """A torch DataLoader over `WindowSampler`, with the worker settings of the loader that Trainer would have used."""
+
+    def __init__(self, windows: WindowLoader, like: DataLoader) -> None:
+        super().__init__(
+            MicroBatches(windows.fetcher),
+            batch_sampler=WindowSampler(windows),
+            collate_fn=_only,
+            num_workers=like.num_workers,
+            pin_memory=like.pin_memory,
+            persistent_workers=like.persistent_workers,
+            multiprocessing_context=like.multiprocessing_context,
+            prefetch_factor=like.prefetch_factor,
+            generator=Generator(),  # or else the global one would move
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Trainer calls it at the beginning of each epoch."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def probe_samples(windows: WindowLoader, count: int) -> list[Any]:
+    """About `count` samples from all over the dataset, for the proof."""
+    request = next(windows.requests())
+    return Window(request, windows.fetcher, []).probe_samples(count)
+
+
+def _only(items: list[WindowBatch]) -> WindowBatch:
+    return items[0]

@@ -1,0 +1,286 @@
+"""ExactTrainer: `transformers.Trainer` with right gradient accumulation, by changing one import line.
+
+Trainer's loop, logging, evaluation, checkpoints and callbacks are used as they are. Four methods differ:
+
+    train                  refuses what cannot be made exact
+    get_train_dataloader   proves how the trainer's own loss counts its targets; batches come from hf_ga's windows
+    get_batch_samples      counts the targets of the window before any forward
+    training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's mean loss, not divided again
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact.forward import module_modes
+from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.gradients import choices_of_experts, set_keys
+from hf_ga.exact.parts import parts_known_by
+from hf_ga.exact.plan import plan_window
+from hf_ga.exact.precision import full_precision
+from hf_ga.exact.router import BalanceCall, add_calls
+from hf_ga.exact.terms import Counts, add_counts, count_targets, window_term
+from hf_ga.exact.windows import Window, WindowLoader
+from hf_ga.proof.known_rules import NUM_PROOF_SAMPLES
+from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.speed.known_padding import known_padding
+from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader, probe_samples
+from hf_ga.trainer.checks import check_trainer
+
+BOOKKEEPING = ("_metrics", "_total_train_tokens")  # what TRL's compute_loss counts; the proof's forwards are no training
+
+
+class TrainerLoss(nn.Module):
+    """A trainer's loss as a model: the entries of a batch go in, the loss of `compute_loss` on this batch alone comes out.
+
+    Attributes:
+        gives_items: also say by what the user's own loss is to divide: the items of this batch, as in Trainer's evaluation.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.model = trainer.model
+        self.config = getattr(trainer.model, "config", None)
+        self.is_own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
+        self.gives_items = False
+        self._compute_loss = trainer.compute_loss
+        self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
+
+    def forward(self, **batch: Any) -> Any:
+        """The loss, a scalar; for a head whose loss is a sum of means the outputs with this loss."""
+        items = self._count_items([batch]) if self.gives_items else None
+        if parts_known_by(batch) is None:
+            return self._compute_loss(self.model, batch, num_items_in_batch=items)
+        loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
+        outputs["loss"] = loss
+        return outputs
+
+    def prove(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> TargetRule:
+        """The rule that counts the targets of this loss. An own loss that is no mean by itself may be one of the items' number."""
+        self.model.train()  # as each training step does: the proof must see the modules as they will train
+        try:
+            return prove_targets(self, samples, collate_fn)
+        except (LossNotAdditive, TypeError):
+            if not self.is_own:
+                raise
+        self.gives_items = True
+        try:
+            return prove_targets(self, samples, collate_fn)
+        except LossNotAdditive as error:
+            error.add_note("A loss_fn is an argument of hf_ga.train_step. Here compute_loss (or compute_loss_func) is the loss.")
+            raise
+
+
+@dataclass
+class CountedWindow:
+    """A window with the targets of its micro-batches, and how many of these were begun."""
+
+    window: Window
+    counts: list[Counts]
+    totals: Counts
+    num_begun: int = 0
+    balance: list[BalanceCall] = field(default_factory=list)
+
+
+class WindowLoss:
+    """The proven loss of a trainer: what each micro-batch adds to the mean loss over all targets of its window."""
+
+    def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
+        self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
+        self.module = TrainerLoss(trainer)
+        with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
+            self.rule = self.module.prove(probe_samples(windows, NUM_PROOF_SAMPLES), windows.fetcher.collate_fn)
+        windows.pad_to_window = self.rule.pad_to_window
+        self.current: CountedWindow | None = None
+        self._reaches_backward = False  # known once: reading a gradient waits for the device
+
+    def begin_window(self, batches: list[WindowBatch]) -> None:
+        """Count a window's targets, on the host.
+
+        Raises:
+            ConfigError: the batches are not one window, or the one before was not trained. DataError: no target under fp16.
+        """
+        if len({(batch.request.epoch, batch.request.index) for batch in batches if isinstance(batch, WindowBatch)}) != 1:
+            raise ConfigError("get_batch_samples must return the micro-batches of one window as they came from the data loader.")
+        if self.current is not None and not self.current.num_begun:
+            raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
+        counts = [count_targets(self.rule.name, batch, len(batch.positions)) for batch in batches]
+        window = Window(replace(batches[0].request, seed=self.trainer.args.seed), self.fetcher, batches)
+        self.current = CountedWindow(window, counts, add_counts(self.rule.name, counts))
+        if self.trainer.accelerator.scaler is not None and not any(self.current.totals):
+            raise DataError("a window has no target at all, for which fp16 cannot scale a loss: leave such samples out.")
+
+    def begin_micro_batch(self, model: nn.Module) -> int:
+        """Which micro-batch of the window comes now (0-based).
+
+        Raises:
+            ConfigError: there is none, or the model is not the one that was proven.
+        """
+        current = self.current
+        if current is None or current.num_begun == len(current.counts):
+            raise ConfigError("training_step must be called once for each micro-batch that get_batch_samples returned.")
+        if model is not self.module.model:
+            raise ConfigError(f"the model must be trained as it was proven, but it was wrapped in a {type(model).__name__}.")
+        current.num_begun += 1
+        return current.num_begun - 1
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Keyed dropout, and no balancing loss but the window's, in every forward and what `backward()` runs again."""
+        with self.rule.places.active(), nullcontext() if self.rule.router is None else self.rule.router.active():
+            yield
+
+    def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
+        """In place of `compute_loss` during a training step: what micro-batch `index` adds to the window's mean loss."""
+        current, rule = self.current, self.rule
+        if index == 0:
+            self._begin_forwards()
+        if not any(current.counts[index] if rule.router is None else current.totals):  # no target, no mean: it adds nothing
+            return torch.zeros((), device=self.device, requires_grad=True)
+        micro_batch = current.window.micro_batches[index]
+        set_keys(rule, current.window, micro_batch, self.device)
+        with known_padding(inputs, micro_batch.batch):
+            outputs = self.module(**inputs)
+        term = window_term(rule.name, outputs, inputs, current.counts[index], current.totals)
+        if rule.router is not None:
+            term = term + rule.router.term(rule.router.take(), current.balance)
+        if not self._reaches_backward:
+            self._reaches_backward = True
+            term.register_hook(self._check_not_scaled)
+        return term
+
+    def _begin_forwards(self) -> None:
+        """Behind Trainer's own `model.train()`, before the first forward of a window."""
+        if self.rule.modes != module_modes(self.module):
+            raise ConfigError(
+                "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
+                "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
+            )
+        if self.rule.router is not None and any(self.current.totals):
+            window, accelerator = self.current.window, self.trainer.accelerator
+            with _without_bookkeeping(self.trainer):
+                self.current.balance = add_calls(
+                    choices_of_experts(accelerator, self.module, window, self.rule, window.micro_batches)
+                )
+
+    def _check_not_scaled(self, gradient: Tensor) -> None:
+        scaler = self.trainer.accelerator.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        if float(gradient) != scale:
+            raise ConfigError(
+                f"the part of the window's loss must reach backward() as it is, but was multiplied by {float(gradient) / scale:g}: "
+                "an overridden training_step scales it again. Leave that out."
+            )
+
+
+class ExactTrainerMixin:
+    """Put before any subclass of `transformers.Trainer`: its gradient is that of the full batch, whatever the accumulation.
+
+    The window is per_device_train_batch_size x gradient_accumulation_steps samples, and any such split of it makes the same update:
+    the mean of the trainer's own loss (`compute_loss`, `compute_loss_func`, label smoothing, or the head's) over all targets of the
+    window, the order of samples by a hash of (data_seed or seed, epoch), dropout keyed by (seed, epoch, position). The logged loss
+    is this mean. `num_items_in_batch` is never the window's: a loss of one's own is to be the mean over the batch that it gets.
+    `dataloader_drop_last` leaves out the last window if it is short.
+
+    Raises, when training begins:
+        ConfigError, DataError: what cannot be made exact (see `exact_checks`). LossNotAdditive, UnkeyedRandomness: see
+            `hf_ga.prove_targets`.
+
+    Example:
+        from hf_ga import ExactTrainer as Trainer              # instead of: from transformers import Trainer
+
+        class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):  # TRL's, or one's own
+            pass
+    """
+
+    _window_loss: WindowLoss | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trainer's `train`; what cannot be made exact is refused before it begins."""
+        check_trainer(self, ExactTrainerMixin)
+        return super().train(*args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's dataset and collate function."""
+        theirs = super().get_train_dataloader()
+        args = self.args
+        windows = WindowLoader(
+            theirs.dataset,
+            theirs.collate_fn,
+            accelerator=self.accelerator,
+            per_device_batch_size=args.per_device_train_batch_size,
+            global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random",
+            drop_last_window=args.dataloader_drop_last,
+            planner=lambda lengths, processes: plan_window(len(lengths), processes, args.per_device_train_batch_size),
+        )
+        self._window_loss = WindowLoss(self, windows)
+        return WindowedDataLoader(windows, theirs)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """The micro-batches of one window. No number of items: the loss of each is weighted by its own targets."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._window_loss.begin_window(batches)
+        return batches, None
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """One micro-batch's gradient; returns its part of the window's mean loss."""
+        loss = self._window_loss
+        index = loss.begin_micro_batch(model)
+        if index == 0:
+            model.zero_grad()  # what is left of a window that a callback broke off
+        before = random_states()
+        with _accumulation_unseen(self), loss.active(), _replaced(self, "compute_loss", partial(loss.part, index=index)):
+            result = super().training_step(model, inputs)
+        if moved := moved_generators(before):
+            raise UnkeyedRandomness(
+                f"the training step drew from {' and '.join(moved)} although the proof's forwards did not: this randomness depends "
+                "on the split of the window. Switch it off."
+            )
+        return result
+
+
+class ExactTrainer(ExactTrainerMixin, Trainer):
+    """`transformers.Trainer` with right gradient accumulation: see `ExactTrainerMixin`."""
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of the instance for a while."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
+
+
+@contextmanager
+def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
+    """Trainer divides the loss by one of these numbers, a user's own loss may by the other: a part must not be divided again."""
+    trainer.current_gradient_accumulation_steps = 1  # set anew for each window by the loop
+    with _replaced(trainer.args, "gradient_accumulation_steps", 1):
+        yield
+
+
+@contextmanager
+def _without_bookkeeping(trainer: Trainer) -> Iterator[None]:
+    """Undo what the forwards of the proof add to counters that a trainer logs."""
+    kept = {name: deepcopy(vars(trainer)[name]) for name in BOOKKEEPING if name in vars(trainer)}
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)

@@ -1,0 +1,295 @@
+"""One head under four eyes: plain PyTorch on the full batch (the truth), hf_ga, `transformers.Trainer`, and dropout.
+
+`scripts/sweep_heads.py` runs this for every architecture of transformers.
+"""
+
+import inspect
+import traceback
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+import hf_ga
+from heads.small_models import build_small, small_config, switch_off_dropout
+from heads.small_samples import KINDS, WIDTHS, PaddingCollator, Sample, make_samples
+from hf_ga.exact.plan import plan_by_sizes
+
+TOLERANCE = 1e-5  # of the norm of the true gradient, over all parameters together
+DROPOUT = 0.1
+MICRO_BATCH, ACCUMULATION = 2, 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "8x1": {"per_device_batch_size": 8},
+    "2x4": {"per_device_batch_size": 2},
+    "1x8": {"per_device_batch_size": 1},
+    "uneven": {"planner": partial(plan_by_sizes, sizes=[3, 1, 4])},
+}
+# auto class mapping -> kinds of its heads
+MAPPINGS: dict[str, tuple[str, ...]] = {
+    "CAUSAL_LM": ("causal LM", "causal LM with router loss"),
+    "MASKED_LM": ("masked LM",),
+    "SEQUENCE_CLASSIFICATION": ("sequence classification", "regression", "multi-label"),
+    "TOKEN_CLASSIFICATION": ("token classification",),
+    "QUESTION_ANSWERING": ("question answering",),
+    "MULTIPLE_CHOICE": ("multiple choice",),
+    "SEQ_TO_SEQ_CAUSAL_LM": ("seq2seq",),
+    "NEXT_SENTENCE_PREDICTION": ("next sentence",),
+    "PRETRAINING": ("pre-training",),
+    "IMAGE_CLASSIFICATION": ("image classification",),
+}
+ROUTER = "causal LM with router loss"
+Gradient = list[Tensor]
+Refusals = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
+
+
+class OutOfScope(Exception):
+    """A class of the mappings that is no text head and no image classifier with attention."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model class and what it is asked to learn."""
+
+    model_type: str
+    class_name: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.class_name} ({self.kind})"
+
+
+@dataclass
+class Verdict:
+    """What was measured of one head. Errors are relative to the norm of the truth, over all parameters together.
+
+    Attributes:
+        status: "right", "refused", "wrong", "not built" or "out of scope". reason: of a refusal, or why it could not be built.
+        trainer_ratio: norm of Trainer's gradient / norm of the truth.
+        dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not asked).
+        dropout_error: the largest difference between two layouts. dropout_effect: distance from the gradient without dropout.
+    """
+
+    name: str
+    model_type: str
+    class_name: str
+    kind: str
+    status: str = "not built"
+    reason: str = ""
+    error: float | None = None
+    rule: str = ""
+    trainer_error: float | None = None
+    trainer_ratio: float | None = None
+    trainer_reason: str = ""
+    dropout: str = ""
+    dropout_reason: str = ""
+    dropout_error: float | None = None
+    dropout_effect: float | None = None
+    seconds: float = field(default=0.0)
+
+    @property
+    def trainer_right(self) -> bool:
+        return self.trainer_error is not None and self.trainer_error <= TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "trainer_right": self.trainer_right}
+
+
+def all_heads() -> list[Head]:
+    """Every class of the mappings once with every kind that its first mapping has; router losses where the config knows them."""
+    heads: dict[str, list[Head]] = {}
+    for mapping, kinds in MAPPINGS.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
+        for model_type, classes in names.items():
+            for class_name in [classes] if isinstance(classes, str) else classes:
+                heads.setdefault(class_name, [Head(model_type, class_name, k) for k in kinds if k != ROUTER or _routes(model_type)])
+    return [head for of_class in heads.values() for head in of_class]
+
+
+def examine(head: Head) -> Verdict:
+    """Build the head and ask everything about it. An error of the model ends in a verdict, not in an exception."""
+    verdict = Verdict(head.name, head.model_type, head.class_name, head.kind)
+    try:
+        model, samples, collate = build_head(head, 0.0)
+        truth = true_gradient(model, samples, collate)
+        if not all(g.isfinite().all() for g in truth) or not norm(truth):
+            raise ValueError(f"its true gradient has the norm {norm(truth)}")
+    except OutOfScope as error:
+        verdict.status, verdict.reason = "out of scope", str(error)
+        return verdict
+    except Exception as error:
+        verdict.reason = described(error)
+        return verdict
+    _ask_hf_ga(verdict, model, samples, collate, truth)
+    _ask_trainer(verdict, model, samples, collate, truth)
+    if verdict.status == "right":
+        _ask_dropout(verdict, head, truth)
+    return verdict
+
+
+def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample], PaddingCollator]:
+    """The small model of a head with its samples and collate function."""
+    model_class = getattr(transformers, head.class_name)
+    _check_text(head, model_class)
+    config = small_config(_config_class(head, model_class), dropout, **_attributes(head))
+    pad_id = _with_special_tokens(config)
+    model = build_small(model_class, config)
+    if head.kind == "image classification" and not any("Attention" in type(module).__name__ for module in model.modules()):
+        raise OutOfScope("an image classifier without attention layers")
+    if not dropout:
+        switch_off_dropout(model)
+        _check_router(head, model, pad_id)
+    return model, make_samples(head.kind, head.class_name, config), PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0))
+
+
+def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
+    """One forward and backward of the head's own loss over all samples at once: torch and transformers only."""
+    model.zero_grad(set_to_none=True)
+    model(**collate(samples)).loss.backward()
+    return taken_gradient(model)
+
+
+def hf_ga_gradient(
+    model: nn.Module, samples: list[Sample], collate: PaddingCollator, rule: hf_ga.TargetRule | None = None, **layout: Any
+) -> tuple[Gradient, hf_ga.TargetRule]:
+    """The gradient of the same samples by hf_ga in a layout, and the rule that it proved (or was given)."""
+    accelerator = Accelerator(cpu=True)
+    windows = hf_ga.WindowLoader(samples, collate, accelerator=accelerator, global_batch_size=len(samples), shuffle=False, **layout)
+    model.zero_grad(set_to_none=True)
+    for window in windows:
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+    return taken_gradient(model), rule or windows.proofs[-1][-1]
+
+
+def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
+    """The gradient that `transformers.Trainer` hands to its optimizer, for the same samples in the same order."""
+    from heads.trainer import gradient_by_trainer
+
+    model.zero_grad(set_to_none=True)
+    return gradient_by_trainer(model, samples, collate, MICRO_BATCH, ACCUMULATION)
+
+
+def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
+    """Whether a training forward moves torch's generator."""
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        model(**collate(samples))
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def taken_gradient(model: nn.Module) -> Gradient:
+    """Copies of the gradients, zeros where a trainable parameter has none; the model has none afterwards."""
+    taken = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def norm(gradient: Gradient) -> float:
+    """L2 norm over all parameters, in float64."""
+    return float(torch.stack([g.double().norm() for g in gradient]).norm())
+
+
+def distance(gradient: Gradient, reference: Gradient) -> float:
+    """||gradient - reference|| / ||reference||; a NaN is infinite."""
+    value = norm([g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]) / norm(reference)
+    return value if value == value else float("inf")
+
+
+def described(error: Exception) -> str:
+    """Type, message and last line of the source, short enough for a table."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" [{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}]" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
+
+
+def _ask_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+    try:
+        gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
+    except Refusals as error:
+        verdict.status, verdict.reason = "refused", described(error)
+        return
+    except Exception as error:
+        verdict.status, verdict.reason = "wrong", described(error)
+        return
+    verdict.error, verdict.rule = distance(gradient, truth), rule.name
+    verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
+
+
+def _ask_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+    try:
+        gradient = trainer_gradient(model, samples, collate)
+    except Exception as error:
+        verdict.trainer_reason = described(error)
+        return
+    verdict.trainer_error, verdict.trainer_ratio = distance(gradient, truth), norm(gradient) / norm(truth)
+
+
+def _ask_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
+    try:
+        model, samples, collate = build_head(head, DROPOUT)
+        if not draws_randomness(model, samples, collate):
+            verdict.dropout = "none drawn"
+            return
+        rule = hf_ga.prove_targets(model, samples, collate)  # once for all layouts
+        gradients = [hf_ga_gradient(model, samples, collate, rule, **layout)[0] for layout in LAYOUTS.values()]
+    except Refusals as error:
+        verdict.dropout, verdict.dropout_reason = "refused", described(error)
+        return
+    except Exception as error:
+        verdict.dropout, verdict.dropout_reason = "error", described(error)
+        return
+    verdict.dropout_error = max(distance(a, b) for a in gradients for b in gradients if a is not b)
+    verdict.dropout_effect = min(distance(g, truth) for g in gradients)
+    agree = verdict.dropout_error <= TOLERANCE and verdict.dropout_effect > 10 * TOLERANCE
+    verdict.dropout = "agree" if agree else "differ"
+
+
+def _routes(model_type: str) -> bool:
+    return hasattr(transformers.CONFIG_MAPPING[model_type], "output_router_logits")
+
+
+def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
+    """Not every class that gives router logits adds a loss of them."""
+    if head.kind != ROUTER:
+        return
+    batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
+    with torch.no_grad():
+        losses = [model(**batch, output_router_logits=asked).loss for asked in (False, True)]
+    if torch.equal(*losses):
+        raise OutOfScope("its loss has no part for the router")
+
+
+def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
+    """Of the pre-training mapping only what computes a loss of text is meant."""
+    names = inspect.signature(model_class.forward).parameters
+    if head.kind == "pre-training" and not ("input_ids" in names and {"labels", "start_positions"} & set(names)):
+        raise OutOfScope("pre-training without a loss of text labels")
+
+
+def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
+    """A text model of a family of several modalities is listed under the family's config, but has its own."""
+    own = getattr(model_class, "config_class", None)
+    return own if isinstance(own, type) else transformers.CONFIG_MAPPING[head.model_type]
+
+
+def _with_special_tokens(config: transformers.PreTrainedConfig) -> int:
+    """Choose the ids that a config leaves to the tokenizer, as its user would. Returns the padding id."""
+    text = config.get_text_config()
+    chosen = 0
+    for name in ("pad_token_id", "decoder_start_token_id"):
+        for part in (text, config):
+            if not isinstance(value := getattr(part, name, None), int) or value < 0:
+                setattr(part, name, chosen)
+        chosen = text.pad_token_id
+    return text.pad_token_id
+
+
+def _attributes(head: Head) -> dict[str, Any]:
+    decoder = {"is_decoder": True} if head.kind.startswith("causal LM") else {}
+    return {**KINDS[head.kind], **decoder}

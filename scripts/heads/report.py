@@ -1,0 +1,157 @@
+"""What a sweep says: a line a head, a summary, Markdown and JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANCE, Verdict
+
+BUILT = ("right", "refused", "wrong")
+DRAWING = ("agree", "differ", "refused", "error")  # of those that draw dropout
+
+METHOD = f"""Every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token classification,
+question answering, multiple choice, seq2seq, next sentence, pre-training, image classification), built small from its config class
+with seeded random weights, without network. A head is a class with a kind of problem: sequence classifiers count three times
+(classes, regression, multi-label), mixtures of experts twice where their causal loss can have a part for the router, a class in
+several mappings once. Each has 8 samples of 4 to 21 tokens, whose numbers of targets differ by more than a factor of 3 where a head
+has targets per token, and a plain padding collate function; for question answering some answers are cut off, start or end or both.
+
+- **Truth**: `model(**collate(all_samples)).loss.backward()`, with torch and transformers only, in float32 without dropout.
+- **hf_ga**: `WindowLoader` and `backward_window` in micro-batches of {MICRO_BATCH}, {ACCUMULATION} of them, on the same samples.
+- **Trainer**: the gradient that `transformers.Trainer` hands to its optimizer for the same model, samples, order and layout.
+- **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
+- **Dropout**: built once more with all dropout probabilities {DROPOUT}; hf_ga's gradients in the layouts {", ".join(LAYOUTS)}
+  (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than {TOLERANCE:.0e}, and all of
+  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is asked of torch's
+  generator, not of hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off: they
+  belong to no sample.
+
+What counts: of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
+text); of the image mapping, models that have a module called attention. The others are out of scope, and named below. Models of
+several modalities get text alone, as far as they take it. What could not be built is listed with the reason and counts nowhere."""
+
+
+def line(verdict: Verdict) -> str:
+    """One head on one line."""
+    if verdict.status not in BUILT:
+        return f"{verdict.status:12s} {verdict.name}: {verdict.reason[:120]}"
+    error = "" if verdict.error is None else f"{verdict.error:.1e}"
+    reason = verdict.reason or verdict.dropout_reason
+    told = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.name}"
+    return f"{told}  {reason[:160]}".rstrip()
+
+
+def summary(verdicts: list[Verdict]) -> list[str]:
+    """The counts, as sentences."""
+    built = [v for v in verdicts if v.status in BUILT]
+    status, dropout = Counter(v.status for v in verdicts), Counter(v.dropout for v in built)
+    drawing = sum(dropout[name] for name in DRAWING)
+    ratios = Counter(round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right)
+    return [
+        f"{len(built)} heads built, of {len({v.class_name for v in built})} classes and {len({v.model_type for v in built})} "
+        f"architectures; {status['not built']} could not be built, {status['out of scope']} are out of scope.",
+        f"hf_ga: {status['right']} right, {status['refused']} refused ({_percent(status['refused'], len(built))}), "
+        f"{status['wrong']} wrong.",
+        f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, {sum(not v.trainer_right for v in built)} not "
+        f"(gradient about 4 times too large for {ratios[4]}).",
+        f"Dropout {DROPOUT}: {drawing} heads draw it; hf_ga's layouts agree for {dropout['agree']} "
+        f"({_percent(dropout['agree'], drawing)}), differ for {dropout['differ']}, refused for {dropout['refused']}, error for "
+        f"{dropout['error']}. {dropout['none drawn']} draw none.",
+    ]
+
+
+def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes: float) -> None:
+    """heads.md and heads.json of the verdicts so far, of `num_heads` asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
+    about = {"versions": versions, "minutes": round(minutes, 1), "tolerance": TOLERANCE, "summary": summary(verdicts)}
+    about |= {"examined": len(verdicts), "listed": num_heads}
+    heads = ",\n".join(json.dumps(_entry(verdict)) for verdict in verdicts)
+    head_of_file = json.dumps(about, indent=1).removesuffix("\n}")
+    (folder / "heads.json").write_text(f'{head_of_file},\n "heads": [\n{heads}\n]\n}}\n')
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    (folder / "heads.md").write_text(_markdown(verdicts, f"{told}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."))
+
+
+def _markdown(verdicts: list[Verdict], where: str) -> str:
+    built = [v for v in verdicts if v.status in BUILT]
+    parts = [
+        "# Every head",
+        "Made by `OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs`; the numbers are in heads.json too.",
+        where,
+        "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
+        METHOD,
+        "## By kind",
+        _by_kind(built),
+        *_listed("## Wrong", built, "status", ("wrong",), "reason"),
+        *_listed("## Refused", built, "status", ("refused",), "reason"),
+        *_listed("## Dropout: drawn, but the layouts do not agree", built, "dropout", DRAWING[1:], "dropout_reason"),
+        "## All heads",
+        _table(["head", "hf_ga", "error", "targets", "Trainer", "error", "ratio", f"dropout {DROPOUT}"], (_row(v) for v in built)),
+        *_listed("## Not built", verdicts, "status", ("not built",), "reason"),
+        *_listed("## Out of scope", verdicts, "status", ("out of scope",), "reason"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_kind(built: list[Verdict]) -> str:
+    rows = []
+    for kind in dict.fromkeys(v.kind for v in built):
+        of_kind = [v for v in built if v.kind == kind]
+        status, dropout = Counter(v.status for v in of_kind), Counter(v.dropout for v in of_kind)
+        trainer = sum(v.trainer_right for v in of_kind)
+        drawing = sum(dropout[name] for name in DRAWING)
+        rows.append([kind, len(of_kind), *(status[s] for s in BUILT), trainer, f"{dropout['agree']} of {drawing}"])
+    return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
+
+
+def _listed(title: str, verdicts: Iterable[Verdict], attribute: str, values: tuple[str, ...], reason: str) -> list[str]:
+    lines = [f"- {v.name}: {_told(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
+    return [title, "\n".join(lines)] if lines else []
+
+
+def _told(verdict: Verdict, attribute: str, reason: str) -> str:
+    if text := getattr(verdict, reason):
+        return text
+    if attribute == "status":
+        return f"error {verdict.error:.1e}"
+    return f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
+
+
+def _row(verdict: Verdict) -> list[str]:
+    trainer = "right" if verdict.trainer_right else "wrong" if verdict.trainer_error is not None else "fails"
+    numbers = (_short(verdict.trainer_error), "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}")
+    return [verdict.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
+
+
+def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+
+
+def _trainer(verdict: Verdict) -> str:
+    return "fails" if verdict.trainer_error is None else f"{verdict.trainer_error:.1e} x{verdict.trainer_ratio:.2f}"
+
+
+def _dropout(verdict: Verdict) -> str:
+    return verdict.dropout or "-" if verdict.dropout_error is None else f"{verdict.dropout} {verdict.dropout_error:.0e}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def _entry(verdict: Verdict) -> dict[str, Any]:
+    """What is known of a head; three digits are enough."""
+    known = {name: value for name, value in verdict.to_dict().items() if value not in (None, "") and name != "name"}
+    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in known.items()}
