@@ -24,7 +24,6 @@ from hf_ga.proof.known_rules import proven_rule
 from hf_ga.proof.targets import TargetRule
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.compiling import drawing, is_compiled
-from hf_ga.speed.lanes import Lane, lanes_of
 from hf_ga.speed.lean_forward import lean_forwards
 from hf_ga.speed.packing import packed_layers
 
@@ -122,13 +121,11 @@ def _add_gradients(
 ) -> StepResult:
     """Forwards and backwards, the meeting, the sum over processes."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    lanes = lanes_of(model, rule, min(window.lanes, len(window.batches)) if loss_fn is None else 1)
     before = random_states()
     with ExitStack() as stack, _undivided(accelerator), lean_forwards(model), gradients_apart(parameters):
-        for lane in lanes:
-            stack.enter_context(drawing(lane.model, lane.rule))
-            stack.enter_context(packed_layers(None if is_compiled(model) else lane.rule.packing))
-        share = _own_share(accelerator, lanes, window, loss_fn, parameters, sync_each)
+        stack.enter_context(drawing(model, rule))
+        stack.enter_context(packed_layers(None if is_compiled(model) else rule.packing))
+        share = _own_share(accelerator, model, rule, window, loss_fn, parameters, sync_each)
         if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None and share.too_large is None:
             share.failure = UnkeyedRandomness(
                 f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
@@ -147,7 +144,8 @@ def _add_gradients(
 
 def _own_share(
     accelerator: Accelerator,
-    lanes: Sequence[Lane],
+    model: nn.Module,
+    rule: TargetRule,
     window: Window,
     loss_fn: LossFunction | None,
     parameters: Sequence[nn.Parameter],
@@ -157,7 +155,6 @@ def _own_share(
     process that is gone, and running out of memory is no failure yet; under FSDP they meet in every forward, so a failing process
     just ends.
     """
-    model, rule = lanes[0].model, lanes[0].rule
     loss = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
     share = Share(loss, (0,) if loss_fn else add_counts(rule.name, []), (False,) * len(parameters))
     try:
@@ -167,7 +164,7 @@ def _own_share(
             planned, window = window, window.memory.fitting(window)
             share.was_cut = window is not planned
         if loss_fn is None:
-            head_gradients(accelerator, lanes, window, share, sync_each=sync_each)
+            head_gradients(accelerator, model, window, rule, share, sync_each=sync_each)
         else:
             summed_gradients(accelerator, model, window, rule, loss_fn, share, sync_each=sync_each)
     except (ProcessFailed, TooLarge):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ga.exact.costs import CPU, CUDA, CostModel, cost_model
-from hf_ga.exact.length_plan import ByLength, longest_first, plan_by_length
+from hf_ga.exact.length_plan import ByLength, plan_by_length
 from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 
 lengths_lists = st.lists(st.integers(0, 60), min_size=1, max_size=70)
@@ -222,15 +222,3 @@ def test_where_layers_compute_no_padding_micro_batches_are_larger():
     (own,), (other,) = (plan_by_length(lengths, 1, 8 * 256, cost=cost) for cost in (packed, padded))
     assert len(own) < len(other)
     assert priced(own, lengths, packed) < 0.99 * priced(other, lengths, packed)
-
-
-def test_two_lanes_share_the_limit_for_at_most_an_eighth_more_time():
-    """Control: what two processes with half of the limit each would do takes more memory."""
-    lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
-    planner, cost = ByLength(8, 8 * 256, CostModel(overhead=200), in_step=False, lanes=2), CostModel(overhead=100)
-    (own,), whole = planner(lengths, 1), plan_by_length(lengths, 2, 4 * 256, cost=cost)
-    assert sorted(np.concatenate(own)) == list(range(64))
-    largest = [max(len(m) * int(lengths[m].max()) for m in share) for share in (own, whole[0] + whole[1])]
-    assert largest[0] < largest[1] <= 4 * 256
-    busy = longest_first(np.array([cost.of(lengths[m]) for m in own]), 2)[0]
-    assert busy <= max(priced(share, lengths, cost) * cost.attention_width for share in whole) * (1 + 1 / 8) * (1 + 1e-9)

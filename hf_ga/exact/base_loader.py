@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.costs import LANES, CostModel, cost_model
+from hf_ga.exact.costs import CostModel, cost_model
 from hf_ga.exact.fetch import Splitter
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.memory import MemoryLimit
-from hf_ga.exact.plan import Plan, Planner, of_lanes, plan_window
+from hf_ga.exact.plan import Plan, Planner, plan_window
 from hf_ga.exact.reduce import is_sharded
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class BaseLoader:
 
     Attributes:
         layout: how a window is computed. epoch, num_consumed: where the iteration stands. proofs: target rules found so far.
-        memory: how large a micro-batch may be. lanes: how many are computed at once.
+        memory: how large a micro-batch may be.
     """
 
     def __init__(
@@ -54,13 +54,11 @@ class BaseLoader:
             accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
         )
         _check_limit(max_tokens, longest, planner, by_length)
-        room = per_device_batch_size if max_tokens is None else max_tokens // (longest or max_tokens)
-        self.lanes = _num_lanes(accelerator, room)
         if planner is None and by_length:
             cost = cost or cost_model(accelerator.device.type)
             limit = max_tokens or (None if longest is None else per_device_batch_size * int(cost.widths(np.array(longest))))
-            planner = ByLength(per_device_batch_size, limit, cost, in_step=is_sharded(accelerator), lanes=self.lanes)
-        planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size, lanes=self.lanes)
+            planner = ByLength(per_device_batch_size, limit, cost, in_step=is_sharded(accelerator))
+        planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
         self.splitter = Splitter(seed, self.layout, planner, accelerator.process_index)
         self.device = accelerator.device
         self.seed, self.drop_last_window, self.num_workers = seed, drop_last_window, num_workers
@@ -144,11 +142,5 @@ def _check_limit(max_tokens: int | None, longest: int | None, planner: Planner |
         check_limit(max_tokens, longest, "the longest sample's")
 
 
-def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int, lanes: int) -> Plan:
-    return of_lanes(plan_window(len(lengths), num_processes * lanes, micro_batch_size // lanes), lanes)
-
-
-def _num_lanes(accelerator: Accelerator, room: int) -> int:
-    """Micro-batches that are computed at once: on a CPU several, if `room`, the longest samples that fit into memory, allows."""
-    alone = accelerator.device.type == "cpu" and accelerator.num_processes == 1 and accelerator.mixed_precision == "no"
-    return LANES if alone and room >= LANES and torch.get_num_threads() >= LANES else 1
+def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> Plan:
+    return plan_window(len(lengths), num_processes, micro_batch_size)

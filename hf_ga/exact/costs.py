@@ -10,12 +10,9 @@ if TYPE_CHECKING:
 
 # Attention computes 4 x width x hidden operations a token and layer, everything else of a layer 24 x hidden^2: they are equal at a
 # width of 6 x hidden. A fit of the times of some 150 packed micro-batches of 4 layers x 256 on two cores: 6.5 x hidden for a GPT,
-# 5.2 for a BERT; with a lane on each of the two, 8.8 and 6.8.
+# 5.2 for a BERT.
 WIDTHS_PER_HIDDEN = 6
 HIDDEN_SIZE = 768  # where nobody says: that of BERT-base and GPT-2-small
-
-# Micro-batches that are computed at once on a CPU (`lanes.py`). Measured on two cores only; each lane has gradients of its own.
-LANES = 2
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,8 @@ class CostModel:
         return sum(len(m) * int(self.widths(lengths[m].max())) for share in plan for m in share)
 
 
-# From the same fits: beside its tokens a micro-batch costs as much as 175 (GPT) and 219 tokens (BERT) on two cores, some 40 ms, and
-# as 97 and 116 in one of two lanes, which computes tokens half as fast. Python's work, weights and gradients that pass through
-# memory and the products of few rows are in it. Widths in multiples of 8 gain 0 to 3 % there, and cost more tokens.
+# From the same fits: beside its tokens a micro-batch costs as much as 175 (GPT) and 219 tokens (BERT) on two cores, some 40 ms:
+# Python's work, and weights and gradients that pass through memory. Widths in multiples of 8 gain 0 to 3 %, and cost more tokens.
 CPU = CostModel(overhead=192)
 # Estimated, not measured: some 1,000 kernel launches a forward and backward take about 10 ms, in which a GPU computes 6,000 tokens
 # of a model of 100 million parameters, or 300 of one of 7 billion. Tensor cores want rows of 16 bytes: 8 numbers of 2 bytes.

@@ -1,9 +1,7 @@
 """The forwards and backwards of one window on this process: what its share adds to the gradient of the window's mean loss."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -22,9 +20,6 @@ from hf_ga.exact.windows import MicroBatch, Window
 from hf_ga.parallel.sharding import gradient_sync
 from hf_ga.proof.targets import TargetRule
 from hf_ga.run.losses import CrossEntropySum
-from hf_ga.speed.known_padding import known_padding
-from hf_ga.speed.lanes import Lane, LaneFailed, add_gradients, deal, side_by_side
-from hf_ga.speed.row_gradients import add_rows, row_gradients
 
 
 @dataclass
@@ -36,15 +31,15 @@ class Forward:
     weight: int = 1
 
 
-def head_gradients(accelerator: Accelerator, lanes: Sequence[Lane], window: Window, share: Share, *, sync_each: bool) -> None:
+def head_gradients(
+    accelerator: Accelerator, model: nn.Module, window: Window, rule: TargetRule, share: Share, *, sync_each: bool
+) -> None:
     """Of the head's own mean loss: targets are counted first, on the host, so the divisor is known before any forward.
 
     Args:
-        lanes: the model, and copies that compute micro-batches beside it; all gradients end in the model's `.grad`.
         share: gets counts and loss; the loss is divided by the targets of the window already.
         sync_each: under FSDP, reduce the gradients after every micro-batch.
     """
-    model, rule = lanes[0].model, lanes[0].rule
     counts = [count_targets(rule.name, m.batch, len(m)) for m in window.micro_batches]
     share.counts = add_counts(rule.name, counts)
     totals = _totals(accelerator, window, share)
@@ -55,61 +50,35 @@ def head_gradients(accelerator: Accelerator, lanes: Sequence[Lane], window: Wind
     forwards = as_many_as_others(accelerator, window, forwards, rule)
     with rule.active():
         balance = _balance(accelerator, model, window, rule, forwards, share)
-        add = partial(_add_terms, accelerator, window=window, totals=totals, balance=balance, sync_each=sync_each)
-        if len(lanes) == 1:
-            add(lanes[0], forwards, share)
-        else:
-            _add_in_lanes(lanes, forwards, share, add)
+        _add_terms(accelerator, model, window, rule, forwards, share, totals=totals, balance=balance, sync_each=sync_each)
 
 
 def _add_terms(
     accelerator: Accelerator,
-    lane: Lane,
+    model: nn.Module,
+    window: Window,
+    rule: TargetRule,
     forwards: Sequence[Forward],
     share: Share,
-    is_over: Callable[[], bool] = lambda: False,
     *,
-    window: Window,
     totals: Counts,
     balance: list[BalanceCall],
     sync_each: bool,
 ) -> None:
-    """Forward and backward of these micro-batches, one after the other. `is_over` tells that the result will not be used."""
-    rule, module, accepted = lane.rule, callable_module(lane.model), argument_filter(lane.model)
+    """Forward and backward of these micro-batches, one after the other."""
+    module, accepted = callable_module(model), argument_filter(model)
     batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
-    with row_gradients(accelerator, lane.model) as tables:
-        for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
-            if is_over():
-                return
-            with gradient_sync(accelerator, lane.model, sync_each or i == len(forwards) - 1):
-                rule.expect(forward.counts)
-                with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
-                    with known_padding(batch, forward.micro_batch.batch):
-                        outputs = module(**accepted(batch))
-                    term = window_term(rule.name, outputs, batch, forward.counts, totals)
-                    if rule.router is not None:
-                        term = term + rule.router.term(rule.router.take(), balance)
-                _backward(accelerator, term, forward.weight)
-            add_rows(tables)
-            if forward.weight:
-                share.loss += term.detach()
-
-
-def _add_in_lanes(lanes: Sequence[Lane], forwards: Sequence[Forward], share: Share, add: Callable[..., None]) -> None:
-    """The micro-batches dealt out to lanes, and what they found added up in the lanes' order."""
-    dealt = deal([f.micro_batch for f in forwards], lanes[0].rule.packing is not None, len(lanes))
-    shares = [replace(share, loss=torch.zeros_like(share.loss)) for _ in lanes]
-    with ExitStack() as stack:
-        for lane in lanes[1:]:
-            stack.enter_context(lane.rule.active())
-        try:
-            side_by_side(lanes, lambda i, is_over: add(lanes[i], [forwards[k] for k in dealt[i]], shares[i], is_over))
-        except LaneFailed as failed:
-            share.in_hand = shares[failed.index].in_hand
-            raise failed.error from None
-    add_gradients(lanes)
-    for own in shares:
-        share.loss += own.loss
+    for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
+        with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
+            rule.expect(forward.counts)
+            with accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+                outputs = module(**accepted(batch))
+                term = window_term(rule.name, outputs, batch, forward.counts, totals)
+                if rule.router is not None:
+                    term = term + rule.router.term(rule.router.take(), balance)
+            _backward(accelerator, term, forward.weight)
+        if forward.weight:
+            share.loss += term.detach()
 
 
 def summed_gradients(
@@ -133,28 +102,25 @@ def summed_gradients(
     forwards = as_many_as_others(accelerator, window, [Forward(m, ()) for m in window.micro_batches])
     module, accepted, total = callable_module(model), argument_filter(model), 0.0
     batches = keyed_batches(accelerator, window, rule, [f.micro_batch for f in forwards], share)
-    with row_gradients(accelerator, model) as tables:
-        for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
-            with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
-                with accelerator.autocast():
-                    with known_padding(batch, forward.micro_batch.batch):
-                        outputs = module(**accepted(batch))
-                    loss, number = loss_of(outputs, batch, loss_fn)
-                known = isinstance(loss_fn, CrossEntropySum)
-                count = loss_fn.count(forward.micro_batch.batch) if known else float(number)
-                weight = forward.weight if count else 0
-                if not weight and not is_sharded(accelerator):
-                    continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
-                if not count and not (loss.requires_grad and torch.isfinite(loss)):
-                    raise LossNotAdditive(
-                        "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without "
-                        f"targets (0 times a logit), got {loss}."
-                    )
-                _backward(accelerator, loss / window.num_samples, weight)
-            add_rows(tables)
-            if weight:
-                share.loss += loss.detach().to(share.loss.dtype)
-                total += count
+    for i, (batch, forward) in enumerate(zip(batches, forwards, strict=True)):
+        with gradient_sync(accelerator, model, sync_each or i == len(forwards) - 1):
+            with accelerator.autocast():
+                outputs = module(**accepted(batch))
+                loss, number = loss_of(outputs, batch, loss_fn)
+            known = isinstance(loss_fn, CrossEntropySum)
+            count = loss_fn.count(forward.micro_batch.batch) if known else float(number)
+            weight = forward.weight if count else 0
+            if not weight and not is_sharded(accelerator):
+                continue  # without targets the sum may be 0 / 0: it contributes nothing and is left out
+            if not count and not (loss.requires_grad and torch.isfinite(loss)):
+                raise LossNotAdditive(
+                    "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without "
+                    f"targets (0 times a logit), got {loss}."
+                )
+            _backward(accelerator, loss / window.num_samples, weight)
+        if weight:
+            share.loss += loss.detach().to(share.loss.dtype)
+            total += count
     share.counts = (total,)
 
 
@@ -172,7 +138,7 @@ def choices_of_experts(
     batches = keyed_batches(accelerator, window, rule, micro_batches, share)
     for batch, micro_batch in zip(batches, micro_batches, strict=True):
         rule.expect(count_targets(rule.name, micro_batch.batch, len(micro_batch)))
-        with accelerator.autocast(), known_padding(batch, micro_batch.batch):
+        with accelerator.autocast():
             module(**accepted(batch))
         calls.append(rule.router.take() if rule.router is not None else [])
     return calls

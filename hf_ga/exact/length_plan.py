@@ -6,20 +6,18 @@ with as many samples in each and no greater width in any.
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from hf_ga.exact.costs import CPU, CostModel
-from hf_ga.exact.plan import Plan, of_lanes
+from hf_ga.exact.plan import Plan
 
 MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model, or
-# 1/12 where two micro-batches lie in memory at once: 249 and 247 MiB for a GPT and a BERT of 4 layers x 256 (1/16: 314 and 264).
-# 1/8 took micro-batches of samples of one length so small that a window of the GPT needed a quarter more time than by number.
-# On one process only, as several share out the work in small micro-batches anyway.
-LITTLE_TIME, LITTLE_TIME_IN_LANES, SMALLER_LIMITS = 32, 12, (12, 10, 8, 6, 5, 4)  # the last in sixteenths of the limit
+# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model. On one
+# process only, as several share out the work in small micro-batches anyway. The second in sixteenths of the limit.
+LITTLE_TIME, SMALLER_LIMITS = 32, (12, 10, 8, 6, 5, 4)
 # How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
 SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
 
@@ -32,39 +30,30 @@ class ByLength:
         micro_batch_size: samples that fit into one micro-batch however long they are.
         max_tokens: most padded tokens in one; None: as many as so many of the window's longest samples have.
         cost, in_step: see `plan_by_length`.
-        lanes: micro-batches that a process computes at once, which share the limit.
     """
 
     micro_batch_size: int
     max_tokens: int | None
     cost: CostModel
     in_step: bool
-    lanes: int = 1
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
         limit = self.max_tokens or self.micro_batch_size * int(self.cost.widths(lengths).max(initial=1))
         plan = self._plan(lengths, num_processes, limit)
         if num_processes == 1 and len(lengths):
-            little = LITTLE_TIME if self.lanes == 1 else LITTLE_TIME_IN_LANES
-            most = self._time(plan, lengths) * (little + 1)
+            most = self._time(plan, lengths) * (LITTLE_TIME + 1)
             for sixteenths in SMALLER_LIMITS:
                 smaller = self._plan(lengths, num_processes, max(1, limit * sixteenths // 16))
-                if self._time(smaller, lengths) * little > most:
+                if self._time(smaller, lengths) * LITTLE_TIME > most:
                     break
                 plan = smaller
-        return of_lanes(plan, self.lanes)
-
-    @property
-    def _cost_in_lane(self) -> CostModel:
-        """A lane computes tokens as much slower as there are lanes, but not what comes with a micro-batch."""
-        return replace(self.cost, overhead=self.cost.overhead // self.lanes)
+        return plan
 
     def _plan(self, lengths: np.ndarray, num_processes: int, limit: int) -> Plan:
-        limit = max(1, limit // self.lanes)
-        return plan_by_length(lengths, num_processes * self.lanes, limit, cost=self._cost_in_lane, in_step=self.in_step)
+        return plan_by_length(lengths, num_processes, limit, cost=self.cost, in_step=self.in_step)
 
     def _time(self, plan: Plan, lengths: np.ndarray) -> int:
-        return int(self._cost_in_lane.of_processes(plan, lengths).max())
+        return int(self.cost.of_processes(plan, lengths).max())
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,6 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
     return [micro_batches[process::num_processes] for process in range(num_processes)]
 
 
-def of_lanes(plan: Plan, lanes: int) -> Plan:
-    """A plan for `lanes` times as many processes -> each process has the micro-batches of its lanes.
-
-    >>> of_lanes([["a", "b"], ["c"], ["d"], ["e"]], 2)
-    [['a', 'b', 'c'], ['d', 'e']]
-    """
-    return [[m for share in plan[i : i + lanes] for m in share] for i in range(0, len(plan), lanes)]
-
-
 def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
     """Check a plan of the user's own making.
 

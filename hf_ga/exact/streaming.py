@@ -122,9 +122,7 @@ class StreamLoader(BaseLoader):
                 self._check_same(request.index, samples)
                 self.num_consumed += 1
                 self.fetcher.keep_first(samples)
-                window = Window(
-                    request, self.fetcher.of(samples), batches, None, self.proofs, self.memory, self.splitter, self.lanes
-                )
+                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs, self.memory, self.splitter)
                 del request, samples, batches  # what the caller lets go is not held here
                 yield window
                 del window

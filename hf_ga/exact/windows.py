@@ -53,7 +53,7 @@ class Window:
         num_samples: samples in the window over all processes.
         expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
         proofs: target rules found so far, kept for all windows of one loader. memory: so is the limit of a micro-batch.
-        splitter: plans the window again where it must be padded to one width. lanes: micro-batches to compute at once (`lanes.py`).
+        splitter: plans the window again where it must be padded to one width.
     """
 
     request: WindowRequest
@@ -63,7 +63,6 @@ class Window:
     proofs: list["Proof"] = field(default_factory=list)
     memory: MemoryLimit = field(default_factory=MemoryLimit)
     splitter: Splitter | None = None
-    lanes: int = 1
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -139,10 +138,8 @@ class WindowLoader(BaseLoader):
             out, windows are split evenly by number.
         target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
         max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
-            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches. Both are shared by
-            the micro-batches that a CPU with two threads or more computes at once (`lanes`).
-        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are, so
-            where two are computed at once they need the memory of two.
+            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
+        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are.
         cost: what a micro-batch costs, for the plan by lengths; left out, it is that of the device.
         pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
@@ -225,7 +222,7 @@ class WindowLoader(BaseLoader):
                 self.num_consumed += 1
                 request = in_flight.pop(0)
                 targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter, self.lanes)
+                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:

@@ -11,7 +11,7 @@ experts is taken over the whole window (`router.py`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,10 +22,8 @@ from hf_ga.exact.parts import PARTS
 from hf_ga.exact.places import KeyedPlaces
 from hf_ga.exact.router import RouterLoss
 from hf_ga.exact.terms import Counts, count_targets
-from hf_ga.proof.lanes_proof import prove_copies
 from hf_ga.proof.packing_proof import prove_packing
 from hf_ga.proof.proof import Prover
-from hf_ga.run.host_memory import give_back_freed_memory
 from hf_ga.speed.lazy_logits import LazyHead
 from hf_ga.speed.packing import Packing
 
@@ -45,7 +43,6 @@ class TargetRule:
         router: the model's balancing loss, where the head adds one.
         unused: names of trainable parameters that got no gradient in the proof.
         packing: how the layers compute real tokens only, where that is proven. not_packed: why it is not.
-        copies: whether copies of its modules may compute beside it (`lanes.py`). not_copied: why not, where that was asked.
         lazy_head: the output layer, where loss and gradient were the same without its logits. full_logits: why they were not.
     """
 
@@ -61,8 +58,6 @@ class TargetRule:
     full_logits: str = ""
     packing: Packing | None = None
     not_packed: str = ""
-    copies: bool = False
-    not_copied: str = ""
 
     def count(self, batch: Batch, num_samples: int) -> int:
         """Targets of a collated batch (on the host: no device is asked), of all parts of the loss together."""
@@ -96,8 +91,7 @@ class TargetRule:
         if self.lazy_head is not None and not full_logits:
             logits = ", no full logits"
         packed = ", no padding between layers" if self.packing is not None else self.not_packed and f", padded ({self.not_packed})"
-        copies = self.not_copied and f", one micro-batch at a time ({self.not_copied})"
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}{copies}"
+        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{router}{logits}{packed}"
 
 
 def prove_targets(
@@ -145,7 +139,7 @@ def prove_targets(
             prover.lazy.learn_count(name)
             one_width = width_matters is not False or (name in PARTS and PARTS[name].one_width)
             packing, not_packed = prove_packing(prover, one_width) if padding_free else (None, "")
-        rule = TargetRule(
+        return TargetRule(
             name,
             one_width,
             width_matters,
@@ -159,8 +153,3 @@ def prove_targets(
             packing,
             not_packed,
         )
-        copies, not_copied = prove_copies(prover, rule)
-    # The proof's forwards are shaped unlike those of training, which would find room between their freed tensors only: 12 to 18 MiB
-    # of some 260 (GPT-2 and BERT of 4 layers x 256).
-    give_back_freed_memory(prover.device)
-    return replace(rule, copies=copies, not_copied=not_copied)

@@ -30,7 +30,6 @@ from hf_ga.exact.terms import Counts, count_targets, loss_sums
 from hf_ga.exact.windows import MicroBatch, Window, WindowLoader
 from hf_ga.proof.targets import TargetRule
 from hf_ga.run.metrics import METRICS, entries_per_sample, predictions_and_references
-from hf_ga.speed.known_padding import known_padding
 from hf_ga.speed.lean_forward import lean_forwards
 
 # Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the layout.
@@ -166,7 +165,7 @@ def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
 
 def _share_of(accelerator: Accelerator, module: nn.Module, losses: "_Losses", read: Callable, micro_batch: MicroBatch) -> _Share:
     batch = send_to_device(micro_batch.batch, accelerator.device, non_blocking=True)
-    with losses.active(), lean_forwards(module), known_padding(batch, micro_batch.batch):  # not where a reader generates
+    with losses.active(), lean_forwards(module):  # not where a reader generates
         counts = losses.expected(micro_batch)
         outputs = module(**accepted_arguments(module, batch))
         loss = losses.of(outputs, batch, counts)

@@ -131,7 +131,7 @@ def _described(splitter: Splitter, windows: Iterable[np.ndarray], pads_to_window
         largest, mean = largest + costs.max(), mean + costs.mean()
     how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
     balance = f", processes balanced to {largest / mean:.2f} (largest / mean cost)" if processes > 1 else ""
-    most = f"{planner.max_tokens:,} tokens" + (f" in {planner.lanes} at once" if planner.lanes > 1 else "")
+    most = f"{planner.max_tokens:,} tokens"
     return (
         f"micro-batches {how}, at most {most}: {padded / max(real, 1):.2f} padded tokens per real one "
         f"(in order of the epoch: {unsorted / max(real, 1):.2f}){balance}"

@@ -33,7 +33,6 @@ from hf_ga.exact.terms import Counts, add_counts, count_targets, window_term
 from hf_ga.exact.windows import Window, WindowLoader
 from hf_ga.proof.known_rules import NUM_PROOF_SAMPLES
 from hf_ga.proof.targets import TargetRule, prove_targets
-from hf_ga.speed.known_padding import known_padding
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader, probe_samples
 from hf_ga.trainer.checks import check_trainer
 
@@ -149,8 +148,7 @@ class WindowLoss:
             return torch.zeros((), device=self.device, requires_grad=True)
         micro_batch = current.window.micro_batches[index]
         set_keys(rule, current.window, micro_batch, self.device)
-        with known_padding(inputs, micro_batch.batch):
-            outputs = self.module(**inputs)
+        outputs = self.module(**inputs)
         term = window_term(rule.name, outputs, inputs, current.counts[index], current.totals)
         if rule.router is not None:
             term = term + rule.router.term(rule.router.take(), current.balance)
