@@ -19,7 +19,7 @@ from hf_ga.exact.reduce import Share, check_supported, is_sharded, meet, sum_gra
 from hf_ga.exact.terms import add_counts
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.windows import Window
-from hf_ga.parallel.sharding import allow_unequal_use, check_sharding, drop_unused, outlive_reducer
+from hf_ga.parallel.sharding import allow_unequal_use, check_sharding, drop_unused, keep_process_group_alive
 from hf_ga.proof.known_rules import proven_rule
 from hf_ga.proof.targets import TargetRule
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
@@ -79,7 +79,7 @@ def backward_window(
     allow_unequal_use(model, sum_of_means=rule.name in PARTS)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.reducer._reset_state()  # a forward through DDP without a backward (somebody's evaluation) leaves its reducer waiting
-        outlive_reducer(model)
+        keep_process_group_alive(model)
     retries = 0
     while (result := _tried(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each_micro_batch)) is None:
         retries += 1

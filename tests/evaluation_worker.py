@@ -19,7 +19,7 @@ from forked import together
 from torch.utils.data import DataLoader
 
 import hf_ga
-from hf_ga.parallel.processes import check_agreement, of_main
+from hf_ga.parallel.processes import broadcast_from_main, check_agreement
 from hf_ga.proof.targets import prove_targets
 from hf_ga.run.evaluation import Reader, evaluate, evaluation_windows
 from hf_ga.run.text_metrics import TEXT_METRICS
@@ -118,7 +118,7 @@ def run(folder):
     accelerator = Accelerator(cpu=True)
     results = {name: measured(accelerator, name) for name in CASES}
     results |= {"naive targets": naive_targets(accelerator), "disagreement": disagreement(accelerator)}
-    results["of main"] = of_main(accelerator, {"process": accelerator.process_index})
+    results["of main"] = broadcast_from_main(accelerator, {"process": accelerator.process_index})
     name = f"{accelerator.num_processes}-{accelerator.process_index}.json"
     Path(folder, name).write_text(json.dumps(results))
     accelerator.end_training()

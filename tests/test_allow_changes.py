@@ -1,4 +1,4 @@
-"""Resuming with other settings or data: refused with all that changed, and with --allow_changes the new settings act.
+"""Resuming with other settings or data: refused with all that changed, and with --resume_with_changes the new settings act.
 
 The oracle of a learning rate is the schedule's formula; that of an order is the order itself; both are compared with the old ones.
 """
@@ -102,7 +102,7 @@ def watched():
 def go_on(place, output, checkpoint, **changes):
     """Returns what was seen, the new lines, and the summary."""
     with watched() as seen:
-        summary = train(place, output, resume_from_checkpoint=str(checkpoint), allow_changes=True, **changes)
+        summary = train(place, output, resume_from_checkpoint=str(checkpoint), resume_with_changes=True, **changes)
     return seen, [line for line in lines_of(output) if line["step"] > seen.before.step], summary
 
 
@@ -136,7 +136,7 @@ def test_refused_without_the_flag(change, words, place, checkpoint, tmp_path):
         change = {"dataset_name": str(place / change["dataset_name"])}
     with pytest.raises(hf_ga.CheckpointError) as error:
         train(place, tmp_path / "out", resume_from_checkpoint=str(checkpoint), **change)
-    for word in [f"checkpoint-{STOP} is of another run", *words, "--allow_changes"]:
+    for word in [f"checkpoint-{STOP} is of another run", *words, "--resume_with_changes"]:
         assert word in str(error.value)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
@@ -389,7 +389,7 @@ def test_adapters_on_another_base(place, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"optim": "sgd"}, ["cannot go on with optim 'adamw' -> 'sgd', not even with --allow_changes"]),
+        ({"optim": "sgd"}, ["cannot go on with optim 'adamw' -> 'sgd', not even with --resume_with_changes"]),
         ({"freeze": ["transformer.wpe"], "seed": 8}, ["cannot go on with freeze None -> ['transformer.wpe']"]),
         ({"model_name_or_path": "wide"}, ["cannot go on with what changed (model_name_or_path", "size mismatch"]),
         ({"task": "text-classification"}, ["cannot go on with what changed (task 'causal-lm' -> 'text-classification'", "lm_head"]),

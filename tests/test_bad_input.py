@@ -277,7 +277,10 @@ CASES = {
     "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
     # flags that nothing else asks about
     "what to do about numbers": ("--on_nonfinite ignore", ["unknown on_nonfinite 'ignore'", "stop, skip"]),
-    "changes without a checkpoint": ("--allow_changes", ["allow_changes is about a checkpoint", "resume_from_checkpoint"]),
+    "changes without a checkpoint": (
+        "--resume_with_changes",
+        ["resume_with_changes needs a checkpoint", "resume_from_checkpoint"],
+    ),
     "negative workers": ("--dataloader_num_workers -1", ["dataloader_num_workers must be at least 0", "got -1"]),
     "negative buffer": ("--shuffle_buffer_size=-1", ["shuffle_buffer_size must be at least 0", "got -1"]),
     "more than 32 bits": ("--eval_steps 4294967296", ["eval_steps must be at most 4294967295", "got 4294967296"]),

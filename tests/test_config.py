@@ -77,7 +77,7 @@ OTHER = {
     "save_total_limit": ("3", 3),
     "output_dir": ("elsewhere", "elsewhere"),
     "overwrite_output_dir": ("true", True),
-    "allow_changes": ("true", True),
+    "resume_with_changes": ("true", True),
     "resume_from_checkpoint": ("auto", "auto"),
 }
 

@@ -314,7 +314,7 @@ def test_the_others_wait_before_they_complain(rank, waits, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    with pytest.raises(hf_ga.DataError, match="nothing"), processes.main_speaks_first():
+    with pytest.raises(hf_ga.DataError, match="nothing"), processes.main_process_reports_first():
         raise hf_ga.DataError("nothing")
     assert waited == waits
 

@@ -173,7 +173,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 def test_all_processes_hear_the_refusal(tmp_path, monkeypatch):
     """The others take no lock, and raise the main process's words."""
     heard = []
-    monkeypatch.setattr(lock, "of_main", lambda accelerator, value: heard.append(value) or "in use")
+    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value) or "in use")
     for is_main in (True, False):
         process = SimpleNamespace(is_main_process=is_main, num_processes=2)
         with pytest.raises(hf_ga.ConfigError, match="in use"), only_run_in(tmp_path / str(is_main), process):

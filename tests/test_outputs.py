@@ -11,9 +11,10 @@ from runs import filled_place, lines_of, save_jobs, train_job
 from safetensors.torch import load_file
 
 from hf_ga import FinetuneConfig
+from hf_ga.recovery.versions import versions
 from hf_ga.run.model_card import write_model_card
 from hf_ga.run.models import own_dtype
-from hf_ga.run.outputs import save_best, versions
+from hf_ga.run.outputs import save_best
 
 
 @pytest.fixture(scope="module")

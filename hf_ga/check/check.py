@@ -32,7 +32,7 @@ from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.places import KeyedPlaces
 from hf_ga.exact.windows import Window
 from hf_ga.proof.targets import prove_targets
-from hf_ga.run.outputs import versions
+from hf_ga.recovery.versions import versions
 
 QUICK_SAMPLES, QUICK_LAYOUTS = 16, ("uneven", "one by one", "short last window")
 

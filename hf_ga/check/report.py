@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_ga.run.report import write_json
+from hf_ga.recovery.files import write_json
 
 OURS = "hf_ga"
 

@@ -21,8 +21,7 @@ from hf_ga.exact.plan import Planner
 from hf_ga.exact.reduce import gather_rows
 from hf_ga.exact.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.exact.windows import Window
-from hf_ga.exact.workers import items_of, telling
-from hf_ga.recovery.signals import end_with_parent_only
+from hf_ga.exact.workers import end_with_parent_only, items_of, telling
 
 
 class StreamLoader(BaseLoader):

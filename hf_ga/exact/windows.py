@@ -18,8 +18,7 @@ from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.memory import MemoryLimit
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Planner
-from hf_ga.exact.workers import items_of, telling
-from hf_ga.recovery.signals import end_with_parent_only
+from hf_ga.exact.workers import end_with_parent_only, items_of, telling
 
 if TYPE_CHECKING:
     from hf_ga.exact.base_loader import Proof

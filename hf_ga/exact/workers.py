@@ -1,12 +1,15 @@
 """Items of a DataLoader: what goes wrong in a worker, or with it, comes out as one clear error where its item is waited for."""
 
+import multiprocessing
+import os
 import pickle
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.pool import ExceptionWithTraceback
 from multiprocessing.process import BaseProcess
-from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -135,7 +138,7 @@ def _why(worker: BaseProcess, windows: "BaseLoader") -> str:
     how = f"ended by itself with code {code}"
     causes = "the code of the dataset or the collate function ended it"
     if code < 0:
-        how = f"was killed by signal {-code} ({Signals(-code).name})"
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         causes = (
             "the system ran out of memory (a worker has its own copy of what it touches), shared memory is full (/dev/shm; "
             "--shm-size of a container), compiled code of the dataset crashed, or somebody ended it"
@@ -152,3 +155,22 @@ def _failed(error: Exception) -> Failed:
         return Failed(error)
     except Exception:
         raise error from None  # as torch tells it
+
+
+def end_with_parent_only(worker: int) -> None:
+    """For `worker_init_fn` of a DataLoader: obey a SIGTERM of the parent only, which ends its workers by it.
+
+    By torch's own handler, one that is sent to all processes of a job ends the workers, and the run would fail for want of samples
+    instead of finishing its window.
+    """
+    if hasattr(signal, "sigwaitinfo"):  # macOS and Windows do not tell who sent a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
 from transformers.utils import logging
 
-from hf_ga.errors import ConfigError, HfGaError
+from hf_ga.errors import CheckpointError, ConfigError, HfGaError
+from hf_ga.exact.reduce import sum_over_processes
 
 # Seconds in which the main process can say what is wrong for all, before another one says it.
 PATIENCE = 5.0
@@ -21,7 +22,7 @@ _LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SI
 
 
 @contextmanager
-def main_goes_first(accelerator: Accelerator) -> Iterator[None]:
+def main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """The main process runs the block alone, then all others do: they find in the caches what it left there.
 
     Accelerate's `main_process_first` leaves the others waiting for ever where the block raises; here they raise too.
@@ -36,7 +37,7 @@ def main_goes_first(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def main_speaks_first() -> Iterator[None]:
+def main_process_reports_first() -> Iterator[None]:
     """What is wrong for all processes is said once: the others wait a little before they raise, and are ended meanwhile.
 
     Launchers end all processes as soon as one has failed. An error of one process alone comes out after the wait.
@@ -47,6 +48,24 @@ def main_speaks_first() -> Iterator[None]:
         if get_int_from_env(["RANK"], 0):
             time.sleep(PATIENCE)
         raise
+
+
+@contextmanager
+def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+    """A block that every process enters, whatever each does in it, and that all have left when one goes on.
+
+    Raises:
+        CheckpointError: raised by the block on any process: on all, instead of waiting for it for ever. Of several the first's.
+    """
+    failure = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = str(error)
+        if accelerator.num_processes == 1:
+            raise
+    if accelerator.num_processes > 1 and any(sum_over_processes(accelerator, [failure is not None])):  # one number, mostly 0
+        raise CheckpointError(next(filter(None, gather_object([failure]))))
 
 
 def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
@@ -64,18 +83,18 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
         )
 
 
-def of_main(accelerator: Accelerator, value: Any) -> Any:
+def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
     """The main process's value, on all processes."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
-def say(accelerator: Accelerator, text: str) -> None:
+def print_on_main(accelerator: Accelerator, text: str) -> None:
     """Print once. Accelerate's own `print` does so on every machine."""
     if accelerator.is_main_process:
         print(text)
 
 
-def silence_others(accelerator: Accelerator) -> None:
+def silence_other_ranks(accelerator: Accelerator) -> None:
     """No progress bars and hints of the libraries but on the main process; errors remain."""
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()

@@ -66,7 +66,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     if not is_sharded(accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            outlive_reducer(model)
+            keep_process_group_alive(model)
         return model, optimizer
     reduce_in_float32(accelerator)
     plugin = accelerator.state.fsdp_plugin
@@ -81,7 +81,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
         return accelerator.prepare(model, optimizer)
 
 
-def outlive_reducer(model: nn.parallel.DistributedDataParallel) -> None:
+def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
     """Let a model under DDP end without hanging.
 
     Python frees an object's entries in the order in which they came. The process group's own object, freed last, gives the GIL back

@@ -17,8 +17,8 @@ from hf_ga.parallel.shards import check_shardable, load_shards, load_whole
 from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy
 from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, step_of
 from hf_ga.recovery.manifest import OPTIMIZER, PREFIX, SHARDS, STATE, WEIGHTS, is_in_shards, read_manifest, verify, write_manifest
+from hf_ga.recovery.versions import versions
 from hf_ga.recovery.write_errors import writing
-from hf_ga.run.outputs import versions
 
 
 def save_checkpoint(

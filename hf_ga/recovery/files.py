@@ -4,9 +4,11 @@ While something is written its name begins with `partial-` (folders) or ends in 
 new one of its name is called `replaced-...` until the new one is there. `tidy` sees to what a crash leaves of either.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 PARTIAL, REPLACED, SUFFIX = "partial-", "replaced-", ".partial"
 
@@ -33,6 +35,11 @@ def write_text(path: Path, text: str) -> None:
     flush(beside)
     beside.replace(path)
     flush(path.parent)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def partial_of(final: Path) -> Path:

@@ -5,8 +5,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from hf_ga.errors import CheckpointError
-from hf_ga.parallel.agreement import agreed
-from hf_ga.parallel.processes import of_main
+from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 from hf_ga.recovery.files import discard, restore, write_text
 from hf_ga.recovery.manifest import PREFIX, read_manifest, verify
 
@@ -56,13 +55,13 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> 
         CheckpointError: the folder is damaged or no checkpoint, or no checkpoint of `output_dir` is whole. On all processes.
     """
     found = None
-    with agreed(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process and wanted == "auto":
             found = _find_newest(output_dir)
         elif accelerator.is_main_process:
             found = Path(wanted)
             verify(found)
-    return of_main(accelerator, found)
+    return broadcast_from_main(accelerator, found)
 
 
 def _find_newest(output_dir: Path) -> Path | None:

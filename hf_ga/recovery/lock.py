@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.processes import of_main
+from hf_ga.parallel.processes import broadcast_from_main
 
 LOCK = "run.lock"  # in the folder while a run is in it; tells who that is
 
@@ -30,7 +30,7 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     is_main = accelerator.is_main_process
     missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False, on_acquired=_sign)
-    refusal = of_main(accelerator, _take(lock, folder) if is_main else None)
+    refusal = broadcast_from_main(accelerator, _take(lock, folder) if is_main else None)
     if refusal is not None:
         raise ConfigError(refusal)
     try:

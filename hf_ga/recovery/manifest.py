@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged, or of another version of hf_ga: it has not exactly {sorted(_KEYS)}. {_REMEDY}")
     stated = {name: value for name, value in content.items() if name != "sha256"}
     if text != _dump(content) or content["sha256"] != _own_digest(stated):  # the text: white space is no part of the content
-        raise CheckpointError(f"{path} is damaged: it has not the SHA-256 that it states of itself. {_REMEDY}")
+        raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     if content["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {content['format']}, this version of hf_ga reads {FORMAT}. {_REMEDY}")
     return content
@@ -84,9 +84,7 @@ def _compare(file: Path, stated: dict[str, Any]) -> None:
     if size != stated["bytes"]:
         raise CheckpointError(f"{file} is damaged: it has {size:,} bytes, {MANIFEST} states {stated['bytes']:,}. {_REMEDY}")
     if not same:
-        raise CheckpointError(
-            f"{file} is damaged, or of another checkpoint: it has not the SHA-256 that {MANIFEST} states. {_REMEDY}"
-        )
+        raise CheckpointError(f"{file} is damaged, or of another checkpoint: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
 
 
 def _dump(content: dict[str, Any]) -> str:

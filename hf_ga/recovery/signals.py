@@ -1,7 +1,5 @@
 """SIGTERM, SIGINT (Ctrl-C) and SLURM's warnings while a run trains: remembered, and answered at the end of a window."""
 
-import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -62,25 +60,6 @@ def stop_requests() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def end_with_parent_only(worker: int) -> None:
-    """For `worker_init_fn` of a DataLoader: obey a SIGTERM of the parent only, which ends its workers by it.
-
-    By torch's own handler, one that is sent to all processes of a job ends the workers, and the run would fail for want of samples
-    instead of finishing its window.
-    """
-    if hasattr(signal, "sigwaitinfo"):  # macOS and Windows do not tell who sent a signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_parent, daemon=True).start()
-
-
-def _wait_for_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
-        pass
-    os._exit(0)
 
 
 def _handlers() -> dict[int, Any]:

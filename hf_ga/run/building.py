@@ -20,7 +20,7 @@ from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.exact.layout import scaled_learning_rate
 from hf_ga.exact.reduce import is_sharded
 from hf_ga.exact.streaming import StreamLoader
-from hf_ga.parallel.agreement import agreed
+from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.parallel.sharding import full_state_dict, prepare
 from hf_ga.proof.targets import TargetRule, prove_targets
 from hf_ga.recovery.checkpoint import weights_sha256
@@ -58,7 +58,7 @@ FREE_TO_CHANGE = {
     "torch_compile",
     "padding_free",
     "sync_each_micro_batch",
-    "allow_changes",
+    "resume_with_changes",
     "on_nonfinite",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -171,7 +171,7 @@ def _save_best(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype
 ) -> str | None:
     weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
-    with agreed(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
     return best_sha256(Path(config.output_dir)) if accelerator.is_main_process else None

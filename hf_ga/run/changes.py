@@ -46,12 +46,13 @@ def check_changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any],
     if listed and not allowed:
         raise CheckpointError(
             f"{folder} is of another run; changed: {', '.join(listed.values())}. Use the same settings, start anew, or go on as "
-            "another run with --allow_changes."
+            "another run with --resume_with_changes."
         )
     if never := [listed[name] for name in NEVER_CHANGED if name in listed]:
         raise CheckpointError(
-            f"{folder} cannot go on with {', '.join(never)}, not even with --allow_changes: the optimizer's state belongs to one "
-            "optimizer and to the parameters it trains. Use the same, or start anew with the saved model as model_name_or_path."
+            f"{folder} cannot go on with {', '.join(never)}, not even with --resume_with_changes: the optimizer's state fits only the "
+            "same optimizer and the same trained parameters. Restore these settings, or start a new run with the saved model as "
+            "model_name_or_path."
         )
     return list(listed.values())
 
@@ -61,7 +62,7 @@ def own_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def go_on_otherwise(run: Run, progress: Progress, changed: list[str], groups: list[dict[str, Any]]) -> None:
+def apply_changed_settings(run: Run, progress: Progress, changed: list[str], groups: list[dict[str, Any]]) -> None:
     """Give a run whose weights, moments and position were loaded its own settings.
 
     Args:

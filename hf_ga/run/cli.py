@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_ga.check.cli import CheckConfig, run_check
 from hf_ga.check.report import OURS
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
-from hf_ga.parallel.processes import main_speaks_first
+from hf_ga.parallel.processes import main_process_reports_first
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetuning import finetune
 
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    with main_speaks_first():
+    with main_process_reports_first():
         config = parse_config(arguments)
     logging.disable_progress_bar()  # transformers shows one for every file that it writes
     finetune(config)

@@ -133,7 +133,7 @@ class FinetuneConfig:
     resume_from_checkpoint: str | None = option(
         None, "`auto` (the newest in output_dir; starts anew where there is none) or the folder of a checkpoint."
     )
-    allow_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
+    resume_with_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
 
     def __post_init__(self) -> None:
         """Paths become strings, as they go into summary.json; the batch size, which may be a word, becomes a number."""

@@ -128,8 +128,8 @@ def _check_of_task(config: "FinetuneConfig") -> None:
         raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
     if config.lora_r is not None and config.freeze:
         raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
-    if config.allow_changes and config.resume_from_checkpoint is None:
-        raise ConfigError("allow_changes is about a checkpoint: name it with resume_from_checkpoint, or leave allow_changes out.")
+    if config.resume_with_changes and config.resume_from_checkpoint is None:
+        raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or leave resume_with_changes out.")
     if config.eval_only and config.resume_from_checkpoint is not None:
         raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
     if config.eval_only and config.model_name_or_path is None:

@@ -19,13 +19,23 @@ from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.precision import enable_fp16_on_cpu, precision_name
 from hf_ga.exact.reduce import check_supported, is_sharded
-from hf_ga.parallel.agreement import agreed
-from hf_ga.parallel.processes import check_agreement, main_goes_first, main_speaks_first, of_main, say, share_cores, silence_others
+from hf_ga.parallel.processes import (
+    broadcast_from_main,
+    check_agreement,
+    main_process_first,
+    main_process_reports_first,
+    print_on_main,
+    raise_on_all_ranks,
+    share_cores,
+    silence_other_ranks,
+)
 from hf_ga.parallel.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.proof.targets import prove_targets
 from hf_ga.recovery.checkpoint import state_sha256
+from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint
 from hf_ga.recovery.lock import only_run_in
+from hf_ga.recovery.versions import versions
 from hf_ga.run.adapters import check_peft
 from hf_ga.run.building import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
@@ -33,9 +43,9 @@ from hf_ga.run.host_memory import keep_freed_memory
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.memory_probe import find_limit, told_how_to_go_on
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
-from hf_ga.run.outputs import prepare_output_dir, save_last, versions, write_reports
+from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, read_unlabelled, write_predictions
-from hf_ga.run.report import read_metrics, write_json
+from hf_ga.run.report import read_metrics
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
@@ -54,7 +64,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             to resume from, or a disk that is full. NonFinite: a loss or gradient is not. RunStopped: a signal asked
             for it; the run is saved.
     """
-    with main_speaks_first():
+    with main_process_reports_first():
         config.check()
         check_peft(config)
         accelerator = _accelerator(config)
@@ -70,7 +80,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
     _check_sharded(config, accelerator)
-    with main_goes_first(accelerator):  # what it downloads, trains and tokenises is kept, and the others find it
+    with main_process_first(accelerator):  # what it downloads, trains and tokenises is kept, and the others find it
         tokenizer = load_tokenizer(config)
         base = load_base_config(config)
         dtype = own_dtype(base)
@@ -82,19 +92,19 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     if config.resume_from_checkpoint is not None:
         checkpoint = find_checkpoint(accelerator, Path(config.output_dir), config.resume_from_checkpoint)
     for line in (data.description, *data.facts, *([] if config.eval_only else [str(layout)]), precision_name(accelerator)):
-        say(accelerator, line)
+        print_on_main(accelerator, line)
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
     if config.torch_compile:
-        say(accelerator, f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
+        print_on_main(accelerator, f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
     check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
-    say(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
+    print_on_main(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
     if data.unigram_entropy is not None:
-        say(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
-    progress = resume(run, checkpoint, allow_changes=config.allow_changes) if checkpoint else Progress()
-    with agreed(accelerator):
+        print_on_main(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+    progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
     forget_other_best(run, progress)
@@ -119,7 +129,7 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
-    silence_others(accelerator)
+    silence_other_ranks(accelerator)
     share_cores(accelerator)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -202,16 +212,18 @@ def _finish(
     }
     if "test" in data.splits:
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
-    with agreed(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
             write_reports(config, summary)
     _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
-    summary = of_main(accelerator, summary)
+    summary = broadcast_from_main(accelerator, summary)
     accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
     accelerator.end_training()
     shown = {k: v for k, v in summary.items() if _is_shown(k) and isinstance(v, float)}
-    say(accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}")
+    print_on_main(
+        accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}"
+    )
     return summary
 
 
@@ -234,7 +246,7 @@ def _evaluate_only(
         folder.mkdir(parents=True, exist_ok=True)
     for split, rule in rules.items():
         measured = make_evaluator(config, accelerator, model, data, rule)(split)
-        say(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+        print_on_main(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
         results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
     _predict(config, accelerator, model, data, unlabelled)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
@@ -250,7 +262,7 @@ def _predict(
     if unlabelled is not None:
         path = Path(config.output_dir) / "predictions.jsonl"
         count = write_predictions(config, accelerator, model, data, unlabelled, path)
-        say(accelerator, f"{count} rows predicted: {path}")
+        print_on_main(accelerator, f"{count} rows predicted: {path}")
 
 
 def _is_shown(name: str) -> bool:

@@ -16,7 +16,7 @@ from hf_ga.exact.memory import is_out_of_memory, size_of
 from hf_ga.exact.places import restored_buffers
 from hf_ga.exact.reduce import is_sharded
 from hf_ga.exact.windows import Window
-from hf_ga.parallel.processes import say
+from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.latest import newest
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.run import Run
@@ -53,7 +53,7 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
     run.model.zero_grad(set_to_none=True)
     if is_auto:
         fits = f"micro-batches of {size_of(window.micro_batches[0])} fit into memory"
-        say(run.accelerator, f"per_device_train_batch_size auto: {fits if memory.elements is None else memory}")
+        print_on_main(run.accelerator, f"per_device_train_batch_size auto: {fits if memory.elements is None else memory}")
 
 
 @contextmanager

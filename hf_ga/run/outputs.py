@@ -1,22 +1,17 @@
 """What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, card, plot."""
 
 import hashlib
-import platform
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import datasets
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.files import flush, flush_tree, new_partial, publish, tidy
+from hf_ga.recovery.files import flush, flush_tree, new_partial, publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.lock import LOCK
 from hf_ga.recovery.manifest import WEIGHTS, digest, read_manifest
@@ -24,7 +19,7 @@ from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora, merged, save_adapter
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.model_card import write_model_card
-from hf_ga.run.report import plot_curves, read_metrics, write_json
+from hf_ga.run.report import plot_curves, read_metrics
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
@@ -114,12 +109,6 @@ def write_reports(config: FinetuneConfig, summary: dict[str, Any]) -> None:
                 write_model_card(config, summary, model)
     with writing(folder / "summary.json", folder):
         write_json(folder / "summary.json", summary)  # last: where it is, the run is over
-
-
-def versions() -> dict[str, str]:
-    """Of everything that a result may depend on."""
-    modules = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "datasets": datasets}
-    return {"hf_ga": version("hf_ga"), "python": platform.python_version()} | {k: m.__version__ for k, m in modules.items()}
 
 
 def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_ga.recovery.files import SUFFIX, flush, write_text
+from hf_ga.recovery.files import SUFFIX, flush
 from hf_ga.recovery.write_errors import writing
 
 
@@ -77,11 +77,6 @@ def _up_to(lines: bytes, step: int, num_skipped: int) -> bytes:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
-    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:

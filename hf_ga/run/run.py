@@ -23,7 +23,7 @@ class Progress:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
         best_metric: best value of the metric that chooses the best model. best_sha256: of that model's weights.
         evaluations_since_best: how many came after it.
-        metrics_size: bytes of metrics.jsonl. changes: settings that were changed by resuming (--allow_changes), `name old -> new`.
+        metrics_size: bytes of metrics.jsonl. changes: of --resume_with_changes, each `name old -> new`.
     """
 
     step: int = 0

@@ -8,8 +8,7 @@ from typing import Any
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.precision import load_scaler_state, scaler_state
 from hf_ga.exact.reduce import is_sharded
-from hf_ga.parallel.agreement import agreed
-from hf_ga.parallel.processes import of_main, say
+from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.parallel.shards import save_shards
 from hf_ga.recovery.checkpoint import (
     SHARDS,
@@ -23,7 +22,7 @@ from hf_ga.recovery.checkpoint import (
 from hf_ga.recovery.files import flush
 from hf_ga.recovery.write_errors import writing
 from hf_ga.run.adapters import part_to_keep
-from hf_ga.run.changes import changed_names, check_changes, describe, go_on_otherwise, own_groups, scheduled_steps
+from hf_ga.run.changes import apply_changed_settings, changed_names, check_changes, describe, own_groups, scheduled_steps
 from hf_ga.run.outputs import best_sha256
 from hf_ga.run.run import Progress, Run
 
@@ -46,7 +45,7 @@ def save(run: Run, progress: Progress) -> None:
         if is_sharded(run.accelerator):
             _save_in_shards(run, step, state)
         else:
-            with agreed(run.accelerator):
+            with raise_on_all_ranks(run.accelerator):
                 if run.accelerator.is_main_process:
                     _flush_metrics(run)
                     save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, run.save_total_limit)
@@ -58,13 +57,13 @@ def save(run: Run, progress: Progress) -> None:
 
 def _save_in_shards(run: Run, step: int, state: dict[str, Any]) -> None:
     main, shards = run.accelerator.is_main_process, partial_folder(run.output_dir, step) / SHARDS
-    with agreed(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if main:
             _flush_metrics(run)
             begin_checkpoint(run.output_dir, step)
-    with agreed(run.accelerator), writing(shards, run.output_dir):
+    with raise_on_all_ranks(run.accelerator), writing(shards, run.output_dir):
         save_shards(run.model, run.optimizer, shards)
-    with agreed(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if main:
             finish_checkpoint(run.output_dir, step, state, run.save_total_limit)
 
@@ -76,12 +75,12 @@ def _flush_metrics(run: Run) -> None:
             flush(metrics)
 
 
-def resume(run: Run, folder: Path, *, allow_changes: bool = False) -> Progress:
+def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
     """Put a run where a checkpoint left it.
 
     Args:
         folder: verified, as `find_checkpoint` does.
-        allow_changes: go on with other settings or data, as another run; what changed is printed, and kept in `Progress.changes`.
+        with_changes: go on with other settings or data, as another run; what changed is printed, and kept in `Progress.changes`.
 
     Raises:
         CheckpointError: the checkpoint does not fit this model, or is of a run with other settings.
@@ -89,7 +88,7 @@ def resume(run: Run, folder: Path, *, allow_changes: bool = False) -> Progress:
     state = read_state(folder)
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
-    changes = check_changes(folder, state["identity"], run.identity, allow_changes)
+    changes = check_changes(folder, state["identity"], run.identity, with_changes)
     groups = own_groups(run.optimizer)
     _load(run, folder, changes)
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
@@ -98,8 +97,8 @@ def resume(run: Run, folder: Path, *, allow_changes: bool = False) -> Progress:
     if "mixed_precision" not in changed:
         load_scaler_state(run.accelerator, state.get("scaler"))
     if changes:
-        go_on_otherwise(run, progress, changed, groups)
-        say(run.accelerator, describe(run, progress, changes))
+        apply_changed_settings(run, progress, changed, groups)
+        print_on_main(run.accelerator, describe(run, progress, changes))
     else:
         run.scheduler.load_state_dict(state["scheduler"])
     progress.changes += changes
@@ -111,11 +110,11 @@ def forget_other_best(run: Run, progress: Progress) -> None:
     """Where `best/` is not the model that the checkpoint calls the best (it is of a future that was given up, or did not come
     along), the next evaluation chooses anew. A run that goes on as it was chooses the same one.
     """
-    found = of_main(run.accelerator, best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
+    found = broadcast_from_main(run.accelerator, best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
     if progress.best_metric is None or found == progress.best_sha256:
         return
     progress.best_metric = None
-    say(run.accelerator, "best/ is not the model that was the best one at this checkpoint: the next evaluation chooses it anew")
+    print_on_main(run.accelerator, "best/ does not hold this checkpoint's best model: the next evaluation chooses a new one")
 
 
 def _load(run: Run, folder: Path, changes: list[str]) -> None:
@@ -128,6 +127,6 @@ def _load(run: Run, folder: Path, changes: list[str]) -> None:
             raise
         reason = " ".join(str(error.__cause__ or error).split())[:400]
         raise CheckpointError(
-            f"{folder} cannot go on with what changed ({', '.join(changes)}), not even with --allow_changes: its weights or its "
-            f"optimizer's state do not fit. {reason} Leave the change out, or start anew."
+            f"{folder} cannot go on with what changed ({', '.join(changes)}), not even with --resume_with_changes: its weights or "
+            f"optimizer's state do not fit. {reason} Undo the change, or start a new run."
         ) from error

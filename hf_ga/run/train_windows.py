@@ -18,7 +18,7 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import plan_window
 from hf_ga.exact.streaming import StreamLoader
 from hf_ga.exact.windows import WindowLoader
-from hf_ga.parallel.processes import say
+from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import TargetRule
 from hf_ga.run.config import FinetuneConfig
 
@@ -58,7 +58,7 @@ def train_windows(
 ) -> WindowLoader | StreamLoader:
     """The loader of the training samples, planned by length; how is said."""
     windows = _loader(config, accelerator, data, model_config, rule)
-    say(accelerator, described(windows, windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)))
+    print_on_main(accelerator, described(windows, windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)))
     return windows
 
 

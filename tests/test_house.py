@@ -1,0 +1,125 @@
+"""The package's design: allowed imports, sizes of rooms, files and functions, and a single loop over micro-batches."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+from count_loops import loops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hf_ga"
+# Lines, with docstrings.
+BUDGETS = {
+    "hf_ga/exact": 2400,
+    "hf_ga/proof": 950,
+    "hf_ga/speed": 950,
+    "hf_ga/parallel": 450,
+    "hf_ga/recovery": 850,
+    "hf_ga/training.py": 220,
+    "hf_ga/data": 2600,
+    "hf_ga/run": 2600,
+    "hf_ga/check": 1500,
+    "hf_ga/trainer": 420,
+    "hf_ga": 13000,
+    "scripts": 3000,
+}
+FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
+
+
+def sources(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_room_is_within_its_budget(room):
+    sizes = {path.relative_to(ROOT).as_posix(): num_lines(path) for path in sources(ROOT / room)}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    total = sum(sizes.values())
+    assert total <= BUDGETS[room], f"{room}: {total} lines, {total - BUDGETS[room]} over its budget; largest files: {largest}"
+
+
+def test_files_are_short():
+    sizes = {path.relative_to(ROOT).as_posix(): num_lines(path) for path in [*sources(PACKAGE), *sources(ROOT / "scripts")]}
+    assert not {name: size for name, size in sizes.items() if size > FILE}
+
+
+def test_functions_are_short():
+    long = {}
+    for path in [*sources(PACKAGE), *sources(ROOT / "scripts")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > FUNCTION:
+                long[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    assert not long
+
+
+def test_top_level_is_small():
+    entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= TOP_LEVEL, sorted(entries)
+
+
+def test_no_import_circles():
+    graph = grimp.build_graph("hf_ga", include_external_packages=False)
+    circles = []
+    for module in sorted(graph.modules):
+        for imported in sorted(graph.find_modules_directly_imported_by(module)):
+            if back := graph.find_shortest_chain(imported, module):
+                circles.append(" -> ".join((module, *back)))
+    assert not circles, "\n".join(circles)
+
+
+def lint(root: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache"]
+    return subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root), "PATH": ""}, capture_output=True, text=True)
+
+
+def test_imports_go_down_only():
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("exact/order.py", "import hf_ga.recovery.files"),
+        ("speed/compiling.py", "import hf_ga.parallel.processes"),
+        ("data/masking.py", "import hf_ga.run.config"),
+        ("trainer/checks.py", "import hf_ga.data.tasks"),
+        ("errors.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_ga.exact.plan"),
+    ],
+)
+def test_upward_import_breaks_the_contract(tmp_path, module, line):
+    shutil.copytree(PACKAGE, tmp_path / "hf_ga", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "hf_ga" / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    result = lint(tmp_path)
+    importer = "hf_ga." + module.removesuffix(".py").replace("/", ".")
+    assert result.returncode == 1
+    assert f"{importer} -> {line.split()[-1]}" in result.stdout, result.stdout + result.stderr
+
+
+def test_one_loop_over_micro_batches():
+    found = [f"{path.relative_to(ROOT)}:{line} {name}" for path in sources(PACKAGE) for line, name in loops(path.read_text())]
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        ("def f():\n    for batch in window:\n        model(**batch).loss.backward()", 1),
+        ("def f():\n    while batches:\n        loss = term(module(batches.pop()))\n        accelerator.backward(loss)", 1),
+        ("def f():\n    for batch in window:\n        for part in batch:\n            self.model(part).sum().backward()", 1),
+        ("def f():\n    for batch in window:\n        model(**batch)", 0),
+        ("def f():\n    model(**batch).loss.backward()", 0),
+    ],
+)
+def test_loops_are_counted(source, number):
+    assert len(loops(source)) == number
