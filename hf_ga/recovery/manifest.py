@@ -75,16 +75,14 @@ def is_in_shards(manifest: dict[str, Any]) -> bool:
 
 
 def _compare(file: Path, stated: dict[str, Any]) -> None:
-    """Size first, which costs nothing."""
     try:
         size = file.stat().st_size
-        same = size == stated["bytes"] and digest(file) == stated["sha256"]
+        if size != stated["bytes"]:
+            raise CheckpointError(f"{file} is damaged: it has {size:,} bytes, {MANIFEST} states {stated['bytes']:,}. {_REMEDY}")
+        if digest(file) != stated["sha256"]:
+            raise CheckpointError(f"{file} is damaged, or of another checkpoint: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}. {_REMEDY}") from error
-    if size != stated["bytes"]:
-        raise CheckpointError(f"{file} is damaged: it has {size:,} bytes, {MANIFEST} states {stated['bytes']:,}. {_REMEDY}")
-    if not same:
-        raise CheckpointError(f"{file} is damaged, or of another checkpoint: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
 
 
 def _dump(content: dict[str, Any]) -> str:
