@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # what `_HOMES` says, for those who read without running
     from hf_ga.exact.streaming import StreamLoader
     from hf_ga.exact.windows import MicroBatch, Window, WindowLoader
     from hf_ga.proof.targets import TargetRule, prove_targets
-    from hf_ga.run.batch_arithmetic import BatchPlan, plan_batch
     from hf_ga.run.batch_norm import replace_batch_norm
     from hf_ga.run.config import FinetuneConfig
     from hf_ga.run.finetuning import finetune
+    from hf_ga.run.plan_batch import BatchPlan, plan_batch
     from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
     from hf_ga.training import StepResult, backward_window, train_step
 
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 # Module -> its public names. They are imported when they are asked for, as a command line has something to do before torch is there
 # (`start.py`).
 _HOMES = {
-    "run.batch_arithmetic": ["BatchPlan", "plan_batch"],
+    "run.plan_batch": ["BatchPlan", "plan_batch"],
     "run.batch_norm": ["replace_batch_norm"],
     "run.config": ["FinetuneConfig"],
     "check.check": ["check_equivalence"],

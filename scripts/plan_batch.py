@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hf_ga import ConfigError
-from hf_ga.run.batch_arithmetic import plan_batch
+from hf_ga import ConfigError, plan_batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,8 @@ def main() -> int:
     (flags.output_dir / "experiment.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
     plot(results, flags.output_dir / "experiment.png")
     print(table)
-    print("\n".join(failures) if failures else "every layout is the full batch: " + stated_limits())
+    limits = ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
+    print("\n".join(failures) if failures else f"every layout is the full batch: {limits}")
     return 1 if failures else 0
 
 
@@ -75,11 +76,6 @@ def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
                 if not value <= LIMITS[name]
             ]
     return lines
-
-
-def stated_limits() -> str:
-    """The limits in one line."""
-    return ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
 
 
 def as_json(results: dict[str, list[ArmResult]]) -> list[dict]:

@@ -1,109 +1,196 @@
-"""Submit a run to SLURM, one `accelerate launch` a node, resumed after preemption: `python scripts/submit_slurm.py --help`.
+"""Submit a run to SLURM, with one `accelerate launch` per node, through submitit.
 
     python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu --dry_run -- \
         scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir outputs/gpt2
 
-Needs the extra `slurm` (submitit). A preempted job is queued again and goes on from its newest checkpoint, and so does, up to
---max_timeouts times, one that ran into its time limit. --dry_run prints what would be submitted; --cluster local runs it here.
+Needs the extra `slurm`. Every start gets `--resume_from_checkpoint auto`, which continues from the newest checkpoint in output_dir,
+if there is one. A preempted job saves and is queued again; a job that reaches its time limit too, up to --max_timeouts times.
 """
 
 import argparse
-import importlib.util
+import os
+import re
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+from submitit import AutoExecutor, JobEnvironment
+from submitit.helpers import DelayedSubmission
+from submitit.slurm.slurm import _make_sbatch_string
+
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.run.slurm import NodeJob, node_job
-from hf_ga.run.slurm_executors import Resources, local_executor, minutes_of, sbatch_script, slurm_executor
+from hf_ga.run.cli import parse_config
+from hf_ga.run.plan_batch import launch_flags
+
+GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
+SIGNAL_SECONDS = 120  # at most from the SIGTERM of a preemption to the signal that queues the job again, or to SIGKILL
+RESUME = ("--resume_from_checkpoint", "auto")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse flags, submit or print. Returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
-    flags = make_parser().parse_args(words[:end])
+@dataclass(frozen=True)
+class NodeJob:
+    """The task that submitit runs once on each node. `launch_options`: further flags of `accelerate launch`."""
+
+    command: tuple[str, ...]
+    nodes: int
+    processes_per_node: int
+    use_cpu: bool = False
+    launch_options: tuple[str, ...] = ()
+
+    def __call__(self) -> None:
+        """Launch, and wait for the end.
+
+        Raises:
+            HfGaError: the launched command failed.
+        """
+        environment = JobEnvironment()
+        port = 20000 + int(environment.job_id) % 10000  # the same on all nodes; two jobs on one node hardly ever share it
+        words = self.launch_words(environment.node, environment.hostnames[0], port)
+        print(shlex.join(words), flush=True)
+        variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # the venv may not be activated
+        variables |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS)}  # default: 30 s
+        variables |= {"ACCELERATE_USE_CPU": "true"} if self.use_cpu else {}
+        terminated: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
+        code = run_to_end(words, os.environ | variables, getattr(signal, f"SIG{environment.USR_SIG}"))
+        if code and terminated:  # SIGTERM ended the launched processes, too: a failure now would prevent the requeue
+            time.sleep(SIGNAL_SECONDS)
+        if code:
+            raise HfGaError(f"node {environment.node}: exit code {code} of {shlex.join(words)}")
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Called by submitit at preemption and at the time limit, to queue the job again. SIGTERM follows, and the run saves."""
+        return DelayedSubmission(self)
+
+    def launch_words(self, rank: int | str, host: str, port: int | str) -> list[str]:
+        """The launch on node `rank`; node 0 is `host` and listens on `port`. With one node, Accelerate chooses a free port."""
+        flags = [*launch_flags(self.nodes, self.processes_per_node), *self.launch_options]
+        if "--config_file" in self.launch_options and "--multi_gpu" in flags:
+            flags.remove("--multi_gpu")  # it would override the file's distributed_type: DDP instead of FSDP
+        if self.nodes > 1:
+            flags += ["--machine_rank", str(rank), "--main_process_ip", host, "--main_process_port", str(port)]
+        elif self.processes_per_node > 1:
+            flags += ["--main_process_port", "0"]
+        return ["accelerate", "launch", *flags, *self.command, *RESUME]
+
+
+def run_to_end(words: Sequence[str], variables: dict[str, str], ignored: signal.Signals) -> int:
+    """Run a command and return its exit code. If this process ends first, end the command with SIGTERM, later with SIGKILL.
+
+    The command ignores the signal with which SLURM announces a preemption: SLURM sends it to all processes of a job.
+    """
+    ignore = lambda: signal.signal(ignored, signal.SIG_IGN)  # noqa: E731
+    launcher = subprocess.Popen(list(words), env=variables, start_new_session=True, preexec_fn=ignore)
     try:
-        if importlib.util.find_spec("submitit") is None:
-            raise ConfigError('submitit is not installed: pip install "hf_ga[slurm]".')
-        resources = read_resources(flags)
-        options = [("--config_file", flags.accelerate_config), ("--mixed_precision", flags.mixed_precision)]
-        job = node_job(words[end + 1 :], resources, [word for pair in options if pair[1] for word in pair])
-        return submit(flags, resources, job)
-    except HfGaError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return launcher.wait()
+    finally:
+        if launcher.poll() is None:
+            processes = psutil.Process(launcher.pid).children(recursive=True)  # may outlive the launcher, to save
+            os.killpg(launcher.pid, signal.SIGTERM)
+            for process in psutil.wait_procs(processes, GRACE_SECONDS)[1]:
+                process.kill()
+            launcher.kill()
+            launcher.wait()
+
+
+def minutes_of(text: str) -> int:
+    """Minutes of a time limit, given as minutes or as [days-]hours:minutes:seconds.
+
+    >>> [minutes_of(text) for text in ("90", "24:00:00", "1-00:00:30")]
+    [90, 1440, 1441]
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups()) if found else (0, 0, int(text), 0)
+    return days * 1440 + hours * 60 + minutes + -(-seconds // 60)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags before `--`."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("command", nargs="+", help="after --: the script and its flags")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs on each, one process a GPU; 0: CPUs (default: 8)")
-    parser.add_argument("--processes_per_node", type=int, help="only without GPUs: processes on each node (default: 1)")
-    parser.add_argument("--time", default="24:00:00", help="limit of one start, as SLURM writes it (default: 24:00:00)")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="one process per GPU; 0: processes on CPUs (default: 8)")
+    parser.add_argument("--processes_per_node", type=int, default=1, help="without GPUs: processes per node (default: 1)")
+    parser.add_argument("--time", type=minutes_of, default="24:00:00", help="[days-]hours:minutes:seconds (default: 24:00:00)")
     parser.add_argument("--partition", help="queue to submit to (default: the cluster's)")
-    parser.add_argument("--account", help="account to charge (default: yours)")
-    parser.add_argument("--mem", help="memory of each node, such as 480G; 0: all of it (default: the cluster's)")
-    parser.add_argument("--cpus_per_task", type=int, help="CPU cores of each node's task (default: the cluster's)")
+    parser.add_argument("--cpus_per_task", type=int, help="CPU cores per node (default: the cluster's)")
     parser.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="other option of sbatch; repeatable")
     parser.add_argument("--setup", action="append", default=[], help="shell line to run first, such as a module load; repeatable")
     parser.add_argument("--job_name", default="hf_ga", help="name in the queue (default: hf_ga)")
     parser.add_argument("--max_timeouts", type=int, default=3, help="restarts after the time limit (default: 3)")
-    parser.add_argument("--accelerate_config", help="file from accelerate_configs/ for FSDP and the like (default: DDP)")
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="wins over the file (default: no)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/slurm"), help="of logs, seen by all nodes (default: outputs/slurm)"
-    )
-    parser.add_argument("--cluster", choices=["slurm", "local"], default="slurm", help="local: on this machine (default: slurm)")
-    parser.add_argument("--wait", action="store_true", help="wait for the end, and exit with 1 if the run failed")
-    parser.add_argument("--dry_run", action="store_true", help="print the batch script and each node's command; submit nothing")
+    parser.add_argument("--accelerate_config", help="file from accelerate_configs/, for FSDP (default: DDP)")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="overrides the file (default: no)")
+    parser.add_argument("--folder", default="outputs/slurm", help="for logs, shared by all nodes (default: outputs/slurm)")
+    parser.add_argument("--cluster", choices=["slurm", "local"], default="slurm", help="local: this machine (default: slurm)")
+    parser.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 if the run failed")
+    parser.add_argument("--dry_run", action="store_true", help="print the batch script and the launch commands, submit nothing")
     return parser
 
 
-def read_resources(flags: argparse.Namespace) -> Resources:
-    """Check and derive.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse flags, print or submit. Returns the exit code."""
+    flags = make_parser().parse_args(arguments)
+    try:
+        return submit(flags, node_job(flags))
+    except HfGaError as error:
+        print("error:", error, file=sys.stderr)
+        return 2
+
+
+def node_job(flags: argparse.Namespace) -> NodeJob:
+    """The task of each node. Checks the flags of finetune.py now, not after hours in a queue.
 
     Raises:
-        ConfigError: a number that is too small, processes given beside GPUs, or a malformed --sbatch or --time.
+        ConfigError: finetune.py would refuse its flags.
     """
-    for name, least in {"nodes": 1, "gpus_per_node": 0, "processes_per_node": 1, "cpus_per_task": 1, "max_timeouts": 0}.items():
-        value = getattr(flags, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}.")
-    if flags.gpus_per_node and flags.processes_per_node not in (None, flags.gpus_per_node):
-        raise ConfigError(
-            f"processes_per_node is gpus_per_node ({flags.gpus_per_node}), got {flags.processes_per_node}: leave it out."
-        )
-    if wrong := [text for text in flags.sbatch if not text.partition("=")[2]]:
-        raise ConfigError(f"sbatch takes NAME=VALUE, got {wrong[0]}.")
-    named = {name: getattr(flags, name) for name in ("partition", "account", "mem", "cpus_per_task")}
-    more = {name: str(value) for name, value in named.items() if value is not None}
-    more |= {text.partition("=")[0].lstrip("-"): text.partition("=")[2] for text in flags.sbatch}
-    processes = flags.gpus_per_node or flags.processes_per_node or 1
-    limits = (minutes_of(flags.time), flags.max_timeouts)
-    return Resources(flags.nodes, flags.gpus_per_node, processes, *limits, flags.job_name, tuple(flags.setup), more)
+    processes = flags.gpus_per_node or flags.processes_per_node
+    script, *script_flags = flags.command
+    if Path(script).name == "finetune.py":
+        config = parse_config([*script_flags, *RESUME])
+        config.check()
+        config.layout(flags.nodes * processes)
+    options = {"--config_file": flags.accelerate_config, "--mixed_precision": flags.mixed_precision}
+    words = tuple(word for name, value in options.items() if value for word in (name, value))
+    return NodeJob(tuple(flags.command), flags.nodes, processes, use_cpu=not flags.gpus_per_node, launch_options=words)
 
 
-def submit(flags: argparse.Namespace, resources: Resources, job: NodeJob) -> int:
+def sbatch_parameters(flags: argparse.Namespace) -> dict:
+    """submitit's parameters of the batch script."""
+    srun = ["--kill-on-bad-exit=1"]  # the other nodes would wait for a failed one
+    if flags.cpus_per_task:
+        srun.append(f"--cpus-per-task={flags.cpus_per_task}")  # srun does not take it from sbatch since SLURM 22.05
+    more = {"requeue": True} | dict(text.split("=", 1) for text in flags.sbatch)
+    named = {name: value for name in ("partition", "cpus_per_task", "gpus_per_node") if (value := getattr(flags, name))}
+    parameters = {"job_name": flags.job_name, "time": flags.time, "nodes": flags.nodes, "ntasks_per_node": 1, **named}
+    return {**parameters, "setup": flags.setup, "srun_args": srun, "additional_parameters": more}
+
+
+def submit(flags: argparse.Namespace, job: NodeJob) -> int:
     """Print, or submit and perhaps wait. Returns the exit code."""
     if flags.dry_run:
-        print(sbatch_script(flags.folder, resources))
-        print("# what the task on each node starts (HOST: node 0; PORT: 20000 + job id % 10000):")
-        for node in range(resources.nodes):
-            print(f"# node {node}: {shlex.join(job.node_command(node, 'HOST', 'PORT'))}")
+        print(_make_sbatch_string("python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)))
+        for node in range(flags.nodes):
+            print(f"# node {node}: {shlex.join(job.launch_words(node, 'HOST', 'PORT'))}")
         return 0
     try:
-        executor = (local_executor if flags.cluster == "local" else slurm_executor)(flags.folder, resources)
+        executor = AutoExecutor(flags.folder, flags.cluster, **{f"{flags.cluster}_max_num_timeout": flags.max_timeouts})
     except RuntimeError as error:
-        raise ConfigError(f"this machine submits to no SLURM: {error} --dry_run and --cluster local work without.") from error
+        raise ConfigError(f"SLURM is not available on this machine ({error}). Use --cluster local or --dry_run.") from error
+    if flags.cluster == "local":
+        executor.update_parameters(nodes=flags.nodes, timeout_min=flags.time, gpus_per_node=flags.gpus_per_node)
+    else:
+        executor.update_parameters(**{f"slurm_{name}": value for name, value in sbatch_parameters(flags).items()})
     submitted = executor.submit(job)
     print(f"job {submitted.job_id}, log: {submitted.paths.stdout}", flush=True)
-    if not flags.wait:
-        return 0
-    failure = submitted.exception()
-    print(failure or "done", file=sys.stderr if failure else sys.stdout)
+    failure = submitted.exception() if flags.wait else None
+    if failure:
+        print(failure, file=sys.stderr)
     return 1 if failure else 0
 
 

@@ -16,8 +16,8 @@ import hf_ga
 from hf_ga import ConfigError, plan_batch
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.exact.plan import check_plan, plan_window
-from hf_ga.run.batch_arithmetic import Share
 from hf_ga.run.cli import parse_config
+from hf_ga.run.plan_batch import Share
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "plan_batch.py"
 SEED_CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
@@ -56,7 +56,7 @@ def test_3072_on_240_devices_by_hand():
     assert plan.shares == (Share(192, 13, {7: 1, 6: 1}), Share(48, 12, {6: 2}))
     assert 192 * 13 + 48 * 12 == 192 * (7 + 6) + 48 * (6 + 6) == plan.layout.window_size == 3072
     assert (plan.layout.num_processes, plan.layout.accumulation_steps) == (240, 2)
-    assert (plan.accumulation_ratio, plan.balance) == (1.28, 3072 / (240 * 13))
+    assert plan.balance == 3072 / (240 * 13)
     assert naive_windows(3072, 240, 10) == [2400, 4800], "control: rounding misses the wanted batch, by 22 % or 56 %"
 
 
@@ -124,16 +124,9 @@ def test_learning_rates_by_hand():
     """A rate of 1e-3 found with 768: four times the batch, SGD four times the rate, Adam twice."""
     plan = plan_batch(3072, **SEED_CASE, learning_rate=1e-3, base_batch_size=768)
     assert plan.learning_rate_factors == {"linear": 4.0, "sqrt": 2.0}
-    assert plan.learning_rates == pytest.approx({"linear": 4e-3, "sqrt": 2e-3}, rel=1e-12)
     assert "x 4 (linear, for SGD) = 0.004 or x 2 (sqrt, for Adam) = 0.002, found with 768" in str(plan)
     by_window = {a.layout.window_size: a for a in plan.alternatives}
     assert by_window[2400].learning_rate_factors == pytest.approx({"linear": 3.125, "sqrt": math.sqrt(3.125)}, rel=1e-12)
-    # Without a base: the wanted batch is what the rate was found with.
-    plan = plan_batch(3072, **SEED_CASE, learning_rate=1e-3)
-    by_window = {a.layout.window_size: a for a in plan.alternatives}
-    assert plan.learning_rates == {"linear": 1e-3, "sqrt": 1e-3} == by_window[3072].learning_rates
-    assert by_window[4800].learning_rates == pytest.approx({"linear": 1.5625e-3, "sqrt": 1.25e-3}, rel=1e-12)
-    assert plan_batch(3072, **SEED_CASE).learning_rates is None
 
 
 def test_tokens_as_the_limit():
@@ -154,7 +147,7 @@ def test_flags_give_the_layout():
     assert flags.training_script == "scripts/finetune.py"
     assert parse_config(flags.training_script_args).layout(flags.num_processes) == plan.layout
     one = plan_batch(64, per_device_train_batch_size=8)
-    assert "--multi_gpu" not in one.launch_flags and "--machine_rank" not in str(one)
+    assert "--multi_gpu" not in str(one) and "--machine_rank" not in str(one)
     assert "--machine_rank, --main_process_ip and --main_process_port" in str(plan)
 
 
@@ -165,13 +158,13 @@ def test_flags_give_the_layout():
         ({"nodes": 0}, "nodes must be at least 1, got 0"),
         ({"devices_per_node": -1}, "devices_per_node must be at least 1, got -1"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
-        ({"per_device_train_batch_size": None}, "is needed once: .* got None samples and None tokens"),
-        ({"tokens_per_micro_batch": 99, "sequence_length": 9}, "is needed once: .* got 8 samples and 99 tokens"),
-        ({"sequence_length": 9}, "need each other: .* got None and 9"),
-        ({"per_device_train_batch_size": None, "tokens_per_micro_batch": 99}, "need each other: .* got 99 and None"),
+        ({"per_device_train_batch_size": None}, "limit of a micro-batch is unclear: got"),
+        ({"tokens_per_micro_batch": 99, "sequence_length": 9}, "limit of a micro-batch is unclear: got"),
+        ({"sequence_length": 9}, "limit of a micro-batch is unclear: got"),
+        ({"per_device_train_batch_size": None, "tokens_per_micro_batch": 99}, "limit of a micro-batch is unclear: got"),
         (
             {"per_device_train_batch_size": None, "tokens_per_micro_batch": 99, "sequence_length": 100},
-            "sequence_length 100 does not fit into tokens_per_micro_batch 99",
+            "limit of a micro-batch is unclear: got",
         ),
         ({"base_batch_size": 0}, "base_batch_size must be at least 1, got 0"),
         ({"learning_rate": 0.0}, r"learning_rate must be greater than 0 and finite, got 0\.0"),

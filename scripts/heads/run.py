@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
 
 from tqdm import tqdm
 
@@ -76,26 +76,24 @@ def sweep(
         jobs: worker processes. time_limit: seconds a head.
         serve: what a worker runs, left out `serve_heads`: it sends "ready", then a verdict for every head that it receives.
     """
-    workers: Queue[Worker] = Queue()
-    for _ in range(jobs):
-        workers.put(Worker(time_limit, serve or serve_heads))
+    workers = [Worker(time_limit, serve or serve_heads) for _ in range(jobs)]
+    idle: Queue[Worker] = Queue()
+    for worker in workers:
+        idle.put(worker)
 
     def one(head: Head) -> Verdict:
-        worker = workers.get()
+        worker = idle.get()
         try:
             return worker.examine(head)
         finally:
-            workers.put(worker)
+            idle.put(worker)
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
             yield from pool.map(one, heads)
     finally:
-        while True:
-            try:
-                workers.get_nowait().stop()
-            except Empty:
-                break
+        for worker in workers:
+            worker.stop()
 
 
 def evenly_spread(heads: list[Head], count: int) -> list[Head]:
