@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertForSequenceClassification
 
 import hf_ga
-from hf_ga.run.host_memory import keep_freed_memory
 
 MOST_STEPS = {"check": 12.0, "quick check": 4.0}
 VOCABULARY, NUM_SAMPLES = 30522, 64
@@ -31,7 +30,6 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=64, help="tokens of the longest sample; the shortest has 8 (default: 64)")
     flags = parser.parse_args()
     torch.manual_seed(0)
-    keep_freed_memory(torch.device("cpu"))
     config = BertConfig(vocab_size=VOCABULARY, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536)
     model, samples = BertForSequenceClassification(config).train(), make_samples(flags.longest)
     kinds: dict[str, Callable[[], Any]] = {

@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_ga.run.start import finetune_main
+from hf_ga.run.cli import finetune_main
 
 if __name__ == "__main__":
     sys.exit(finetune_main())

@@ -3,10 +3,8 @@
 python tests/stand_in_worker.py OUTPUT_DIR
 """
 
-import copy
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +20,8 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.data.spans import read_answers
-from hf_ga.exact import gradients
 from hf_ga.exact.windows import WindowLoader
 from hf_ga.run.evaluation import evaluate, evaluation_windows
-from hf_ga.speed.known_padding import known_padding
 from hf_ga.trainer.exact_trainer import WindowLoss
 
 CPU, DROPOUT = torch.device("cpu"), 0.3
@@ -146,44 +142,6 @@ def steps(device, max_grad_norm):
     return found[1:]  # the first one proves the model
 
 
-def asking_the_device(device):
-    """The control: as transformers asks by itself."""
-    with mock.patch.object(gradients, "known_padding", lambda *args: nullcontext()):
-        return {name: computed(device, *CASES[name])["waits"] for name in ("GPT-2", "BERT", "choices", "one length")}
-
-
-@torch.no_grad()
-def changed_masks(device):
-    """What a model gives where a mask is not that of the batch any more: (distance from the CPU, whether it waited), by how.
-
-    On the host no token is padding, so a mask that is taken for the batch's would be left out.
-    """
-
-    def written(mask):
-        mask[:, -2:] = 0
-        return mask
-
-    def another(mask):
-        return mask * (torch.arange(mask.shape[1], device=mask.device) < mask.shape[1] - 2)
-
-    def reversed_view(mask):
-        written(mask)
-        return mask.flip(1)
-
-    found, model = {}, helpers.bert_classifier().eval()
-    there, ids = copy.deepcopy(model).to(device), torch.arange(2, 22).reshape(2, 10)
-    for name, change in (("as it was", lambda mask: mask), ("written", written), ("another", another), ("reversed", reversed_view)):
-        on_host = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        batch = {key: value.to(device) for key, value in on_host.items()}
-        stand_in_device.waits.clear()
-        with known_padding(batch, on_host):
-            logits = there(input_ids=batch["input_ids"], attention_mask=change(batch["attention_mask"])).logits
-        waited = len(stand_in_device.waits)
-        right = model(input_ids=ids, attention_mask=change(on_host["attention_mask"].clone())).logits
-        found[name] = (float((logits.cpu() - right).norm() / right.norm()), waited)
-    return found
-
-
 def answers(device):
     """What reading the answers of four samples waits for."""
     sample = {"starts": [-1, 0, 4, 8], "ends": [-1, 3, 7, 12], "context": "one two four", "no_answer": 0}
@@ -266,9 +224,7 @@ if __name__ == "__main__":
     results = {name: compared(device, *case) for name, case in CASES.items()}
     results |= {
         "answers": answers(device),
-        "changed masks": changed_masks(device),
         "steps": [steps(device, norm) for norm in (1.0, None)],
-        "asking": asking_the_device(device),
         "usual loop": usual_loop(device),
     }
     results |= {"mixed": mixed_devices(device), "equivalence": equivalence(device), "trainers": trainers(device, sys.argv[1])}

@@ -172,7 +172,7 @@ def write_in_turns(name: str, log: Path, count: int, turn: Connection) -> str:
 def test_processes_take_turns_until_each_has_ended(tmp_path):
     log = tmp_path / "log"
     calls = [("a", log, 2), ("b", log, 0), ("c", log, 1), ("d", log, 2)]
-    first, killed, *others = apart.run_in_turns(write_in_turns, calls, [False] * 4)
+    first, killed, *others = apart.run_in_turns(write_in_turns, calls)
     assert first == "a" and isinstance(killed, apart.ProcessEnded) and others == ["c", "d"]
     starts, turns = ["a starts", "b starts", "c starts", "d starts"], ["a 0", "c 0", "d 0", "a 1", "d 1"]
     assert log.read_text().splitlines() == [*starts, *turns]
@@ -197,7 +197,7 @@ def test_processes_that_wait_for_their_turns_end_with_an_error_of_their_parent(t
     monkeypatch.setattr(apart, "_until_it_waits", fail)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        apart.run_in_turns(write_in_turns, [("a", tmp_path / "log", 2), ("b", tmp_path / "log", 2)], [False] * 2)
+        apart.run_in_turns(write_in_turns, [("a", tmp_path / "log", 2), ("b", tmp_path / "log", 2)])
     timer.cancel()
     assert not late
 
@@ -207,7 +207,7 @@ def test_arms_of_a_round_are_measured_together_where_they_take_turns(monkeypatch
     """An arm that is refused is asked once."""
     asked = []
 
-    def measured(function, calls, as_finetune):
+    def measured(function, calls):
         asked.append([arm for _, arm, _ in calls])
         return [Measurement(refused="no" if arm == TRAINER else "") for arm in asked[-1]]
 
@@ -351,7 +351,7 @@ def test_windows_of_an_epoch_are_split_one_after_the_other(monkeypatch):
 def test_splits_of_the_settings_own_samples_and_of_short_ones_have_a_bound_each(monkeypatch):
     asked = []
 
-    def measured(function, setting, rows, rounds, *, as_finetune):
+    def measured(function, setting, rows, rounds):
         asked.append({len(row["input_ids"]) for row in rows})
         return {"1": [(1.0, 1.0)], "4": [(1.0, 1.0)], "16": [(1.0 + len(asked), 1.0)]}
 

@@ -14,9 +14,6 @@ import pytest
 import runs
 import stand_in_runs
 import stand_in_worker
-import torch
-
-from hf_ga.speed.known_padding import known_padding
 
 LIMIT = 400  # seconds; a script takes 60 to 90
 SAME, ANOTHER = helpers.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
@@ -83,33 +80,9 @@ def test_a_step_waits_once_for_the_device(clips, found):
     assert len(waits) == 2 and all(len(of_step) == 1 and "_is_finite" in of_step[0] for of_step in waits), waits
 
 
-def test_transformers_asks_the_device_for_padding(found):
-    """The control: without what is known on the host, each forward of these waits."""
-    asking = found["asking"]
-    assert all(len(asking[name]) >= MICRO_BATCHES for name in ("GPT-2", "BERT", "choices"))
-    assert len(asking["one length"]) >= 8
-
-
 def test_answers_are_read_at_once(found):
     """Start and end logits of all samples: two copies to the host."""
     assert len(found["answers"]) == 2, found["answers"]
-
-
-def test_only_the_mask_of_the_batch_is_looked_up_on_the_host(found):
-    """A mask that somebody wrote to, or made, is looked at on the device, and the outputs are right."""
-    waited = {name: waits > 0 for name, (_, waits) in found["changed masks"].items()}
-    assert waited == {"as it was": False, "written": True, "another": True, "reversed": True}
-    assert all(error < SAME for error, _ in found["changed masks"].values()), found["changed masks"]
-
-
-def test_tensors_of_inference_mode_are_let_through():
-    """They have no version, so the device is asked about them."""
-    on_host = {"attention_mask": torch.ones(2, 5, dtype=torch.int64)}
-    with torch.inference_mode():
-        batch = {"attention_mask": torch.ones(2, 5, dtype=torch.int64, device="meta")}
-    assert batch["attention_mask"].is_inference()
-    with known_padding(batch, on_host):
-        pass
 
 
 def test_the_stand_in_sees_what_waits_and_what_is_mixed(found):

@@ -20,7 +20,6 @@ from hf_ga.run.adapters import check_peft
 from hf_ga.run.building import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
-from hf_ga.run.host_memory import keep_freed_memory
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.optimizers import OPTIMIZERS
 
@@ -84,7 +83,6 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
     check_peft(config)
     check_one_process()
     accelerator = Accelerator()
-    keep_freed_memory(accelerator.device)  # as `finetune` does
     tokenizer = load_tokenizer(config)
     base = load_base_config(config)
     data = prepare_data(config, tokenizer, known_labels(base))

@@ -39,7 +39,6 @@ from hf_ga.recovery.versions import versions
 from hf_ga.run.adapters import check_peft
 from hf_ga.run.building import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.host_memory import keep_freed_memory
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.memory_probe import find_limit, told_how_to_go_on
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
@@ -68,7 +67,6 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         config.check()
         check_peft(config)
         accelerator = _accelerator(config)
-        keep_freed_memory(accelerator.device)
         if config.eval_only:  # only adds files of its own
             return _finetune(config, accelerator)
         with only_run_in(Path(config.output_dir), accelerator):

@@ -1,7 +1,6 @@
 """Functions in processes of their own, so that each has a peak of memory, a thread pool and an Accelerate state of its own."""
 
 import multiprocessing
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -9,11 +8,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest.mock import patch
 
 from transformers.utils import logging
-
-from hf_ga.run.start import environment
 
 # Imported once by the process that all others are forked of: so they start within a second, from the same memory.
 _PRELOADED = ["benchmark.sections", "trl.trainer.sft_trainer"]
@@ -24,20 +20,17 @@ class ProcessEnded(Exception):
     """The process ended without an answer (out of memory?)."""
 
 
-def run_apart(function: Callable, *arguments: Any, as_finetune: bool = False) -> Any:
+def run_apart(function: Callable, *arguments: Any) -> Any:
     """What the function returns, computed in a process of its own. Function, arguments and result must be picklable.
-
-    Args:
-        as_finetune: with the settings with which `finetune.py` starts itself again; then it is not forked, but imports all anew.
 
     Raises:
         ProcessEnded: it ended without an answer. Whatever the function raises.
     """
-    with _started(function, *arguments, as_finetune=as_finetune) as future:
+    with _started(function, *arguments) as future:
         return _result(function, future)
 
 
-def run_in_turns(function: Callable, calls: Sequence[Sequence[Any]], as_finetune: Sequence[bool]) -> list[Any | ProcessEnded]:
+def run_in_turns(function: Callable, calls: Sequence[Sequence[Any]]) -> list[Any | ProcessEnded]:
     """What `function(*call, turn)` returns for each call, all in processes of their own that live at the same time, one at work.
 
     Where a function calls `wait_for_turn(turn)`, it waits until all others have had their turns: so a machine whose speed changes
@@ -48,9 +41,9 @@ def run_in_turns(function: Callable, calls: Sequence[Sequence[Any]], as_finetune
     """
     with ExitStack() as stack:
         started: list[tuple[Future, Connection]] = []
-        for call, restarted in zip(calls, as_finetune, strict=True):
+        for call in calls:
             ours, turn = multiprocessing.Pipe()
-            future = stack.enter_context(_started(function, *call, turn, as_finetune=restarted))
+            future = stack.enter_context(_started(function, *call, turn))
             for end in (turn, ours):  # closed before the pool is waited for: after an error here, no process waits for its turn
                 stack.enter_context(end)
             started.append((future, ours))
@@ -78,15 +71,11 @@ def _until_it_waits(future: Future, ours: Connection) -> None:
 
 
 @contextmanager
-def _started(function: Callable, *arguments: Any, as_finetune: bool) -> Iterator[Future]:
-    added = environment() if as_finetune else {}
-    context = multiprocessing.get_context("spawn" if added else "forkserver")
-    if not added:
-        context.set_forkserver_preload(_PRELOADED)
+def _started(function: Callable, *arguments: Any) -> Iterator[Future]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
-        with patch.dict(os.environ, added):
-            future = pool.submit(function, *arguments)
-        yield future
+        yield pool.submit(function, *arguments)
 
 
 def _result(function: Callable, future: Future) -> Any:

@@ -31,9 +31,8 @@ comes from, `bert-mlm` is a masked LM whose masks were drawn beforehand. What tr
 forward and backward: Trainer's `training_step`; elsewhere the model's forward and every backward. Useful FLOPs: 6 x
 body parameters x real tokens + 6 x head parameters x targets (embeddings, and attention's products of tokens with
 tokens, count as nothing), over the rate of one large square matrix product in the same rounds and with the same
-threads. CPU seconds are of all threads, waiting ones included. hf_ga's arms do what `scripts/finetune.py` does on a
-CPU: plan by cost, compute two micro-batches at once (`lanes.py`), keep freed memory, and start with its settings of glibc
-(`start.py`), so they are not forked. On lengths within 10 %, where arms differ little, on a CPU they take turns window by
+threads. CPU seconds are of all threads, waiting ones included. All arms start in the same way with the same environment.
+On lengths within 10 %, where arms differ little, on a CPU they take turns window by
 window: all processes of a round live at the same time, and one of them is at work. Splits of a window compute the same
 padded tokens: its micro-batches are padded to its longest sample. Beside them a window of short samples, where what
 comes with a micro-batch weighs most.

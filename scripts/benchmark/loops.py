@@ -13,7 +13,6 @@ from benchmark.meters import forwards_and_backwards
 from benchmark.setting import SIZES
 from hf_ga.exact.costs import cost_model
 from hf_ga.proof.known_rules import proven_rule
-from hf_ga.run.host_memory import keep_freed_memory
 
 
 def accelerate_loop(lap: Lap) -> None:
@@ -62,7 +61,6 @@ def _lengths(lap: Lap, packed: bool = False) -> dict[str, Any]:
 
 def _hf_ga(lap: Lap, padding_free: bool = False, **loading: Any) -> None:
     accelerator = make_accelerator(lap)
-    keep_freed_memory(accelerator.device)  # as `finetune` does
     windows = hf_ga.WindowLoader(
         lap.samples,
         lap.collate,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from benchmark import logits, planning, profiles, speed, speed_tables, steps
 from benchmark.apart import run_apart
-from benchmark.arms import COMPARED, HF_GA
+from benchmark.arms import COMPARED
 from benchmark.figures import Section
 from benchmark.samples import count_targets, ragged_samples, uniform_samples
 from benchmark.setting import Sample, Setting
@@ -75,10 +75,10 @@ def run_splits(plan: Plan) -> list[Section]:
     found = []
     for whole in plan.settings:
         setting, samples = plan.ragged(whole)
-        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_OWN * plan.rounds, as_finetune=True)
+        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_OWN * plan.rounds)
         found.append(steps.splits_section(setting, times, "samples padded to the longest of the window"))
         setting, samples = plan.even(whole, UNIFORM_LENGTH, whole.window_size)
-        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SHORT * plan.rounds, as_finetune=True)
+        times = run_apart(steps.measure_splits, setting, samples, STEPS_OF_SHORT * plan.rounds)
         found.append(steps.splits_section(setting, times, f"samples of {setting.max_length} tokens"))
     return found
 
@@ -88,7 +88,7 @@ def run_dropout(plan: Plan) -> list[Section]:
     found = []
     for setting in plan.settings:
         setting, samples = plan.ragged(setting)
-        times = run_apart(steps.measure_dropout, setting, samples, 2 * plan.rounds, as_finetune=True)
+        times = run_apart(steps.measure_dropout, setting, samples, 2 * plan.rounds)
         found.append(steps.dropout_section(setting, times))
     return found
 
@@ -111,7 +111,7 @@ def run_profile(plan: Plan) -> list[Section]:
         setting, samples = plan.ragged(profiles.on_one_thread(setting))
         num_windows = min(profiles.NUM_WINDOWS, len(samples) // setting.window_size)
         some = samples[: num_windows * setting.window_size]
-        seen = {arm: run_apart(profiles.profile_arm, setting, arm, some, as_finetune=arm in HF_GA) for arm in profiles.PROFILED}
+        seen = {arm: run_apart(profiles.profile_arm, setting, arm, some) for arm in profiles.PROFILED}
         found.append(profiles.profile_section(setting, seen, num_windows))
     return found
 

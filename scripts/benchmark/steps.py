@@ -19,7 +19,6 @@ from benchmark.meters import synchronize
 from benchmark.samples import collate_function
 from benchmark.setting import Sample, Setting, build_model
 from hf_ga.exact.places import KeyedPlaces
-from hf_ga.run.host_memory import keep_freed_memory
 
 SPLITS = (1, 4, 16)  # micro-batches of a window
 MOST_SPLIT, MOST_KEYED = 1.10, 1.05
@@ -93,7 +92,6 @@ def dropout_section(setting: Setting, times: Times) -> Section:
 def _prepared(setting: Setting, samples: Sequence[Sample]) -> tuple[Accelerator, Any, Any, hf_ga.WindowLoader]:
     torch.set_num_threads(setting.num_threads)
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
-    keep_freed_memory(accelerator.device)  # as `finetune` does
     windows = hf_ga.WindowLoader(
         samples,
         collate_function(setting),
