@@ -2,6 +2,7 @@
 
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.report import EquivalenceReport
+from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.errors import (
     CheckpointError,
     ConfigError,
@@ -13,15 +14,18 @@ from hf_ga.errors import (
     RunStopped,
     UnkeyedRandomness,
 )
-from hf_ga.exact.streaming import StreamLoader
-from hf_ga.exact.windows import MicroBatch, Window, WindowLoader
-from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.update import StepResult
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import prepare
+from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.batch_norm import replace_batch_norm
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetuning import finetune
 from hf_ga.run.plan_batch import BatchPlan, plan_batch
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
-from hf_ga.training import StepResult, backward_window, train_step
+from hf_ga.training import backward_window, prove_targets, train_step
 
 __version__ = "0.1.0"
 
@@ -39,10 +43,10 @@ __all__ = [
     "MicroBatch",
     "NonFinite",
     "OutOfMemory",
+    "ProvenLoss",
     "RunStopped",
     "StepResult",
     "StreamLoader",
-    "TargetRule",
     "UnkeyedRandomness",
     "Window",
     "WindowLoader",
@@ -50,6 +54,7 @@ __all__ = [
     "check_equivalence",
     "finetune",
     "plan_batch",
+    "prepare",
     "prove_targets",
     "replace_batch_norm",
     "train_step",

@@ -1,31 +1,79 @@
-"""One optimizer step on one window: the terms of its micro-batches (`terms.py` owns the divisor), then clip and update once."""
+"""One optimizer step on one window: what the proof found, put into the exact step, then clip and update once."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_ga.errors import ConfigError, NonFinite, ProcessFailed, UnkeyedRandomness
-from hf_ga.exact.forward import LossFunction, gradients_apart, module_modes
-from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.gradients import head_gradients, summed_gradients
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, size_of, too_large_for
-from hf_ga.exact.parts import PARTS
+from hf_ga.errors import ConfigError, NonFinite
+from hf_ga.exact.backend import check_supported
+from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
+from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.precision import check_optimizer, check_precision
-from hf_ga.exact.reduce import Share, check_supported, is_sharded, meet, sum_gradients
-from hf_ga.exact.terms import add_counts
+from hf_ga.exact.step import Step
 from hf_ga.exact.update import StepResult, update
-from hf_ga.exact.windows import Window
-from hf_ga.parallel.sharding import allow_unequal_use, check_sharding, drop_unused, keep_process_group_alive
-from hf_ga.proof.known_rules import proven_rule
-from hf_ga.proof.targets import TargetRule
+from hf_ga.exact.window import Window
+from hf_ga.parallel.fsdp import backend_for
+from hf_ga.proof.cache import find_proof, keep_proof
+from hf_ga.proof.targets import ProvenLoss, prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
-from hf_ga.speed.compiling import drawing, is_compiled
-from hf_ga.speed.lean_forward import lean_forwards
-from hf_ga.speed.packing import packed_layers
+from hf_ga.speed.compiling import is_compiled
+from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.speed.packing import Packing
+
+NUM_PROOF_SAMPLES = 64  # from all over the dataset
+
+
+def default_speed_ups(model: nn.Module) -> list[SpeedUp]:
+    """The speed-ups to try on a model, by what was measured (docs/performance.md): packing and fused attention on a CPU only."""
+    everywhere = [LeanForward(), ChunkedLoss()]
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    sharded = isinstance(model, FullyShardedDataParallel) or hasattr(model, "set_requires_gradient_sync")
+    return [*everywhere, Packing(), FusedAttention()] if on_cpu and not sharded and not is_compiled(model) else everywhere
+
+
+def prove_targets(
+    model: nn.Module,
+    samples: Sequence[Any],
+    collate_fn: Callable[[list[Any]], Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    allow_split_dependent_randomness: bool = False,
+    speed_ups: Sequence[SpeedUp] | None = None,
+) -> ProvenLoss:
+    """Find out how a model's loss counts its targets and prove it on a few samples. The model and all random states stay as they
+    are.
+
+    Args:
+        model: in any mode, wrapped or not; the proof runs in training mode with keyed dropout.
+        samples: some samples of the dataset; the shortest and the longest tell whether padding matters.
+        collate_fn: list of samples -> arguments of the model.
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); wins over the head's own loss.
+        allow_split_dependent_randomness: accept draws that cannot be tied to a sample; in the proof the modules that draw them are
+            in evaluation mode.
+        speed_ups: hooks to try; those that change loss or gradient are left out. Default: `default_speed_ups(model)`.
+
+    Raises:
+        LossNotAdditive: no counting rule fits, or several that differ, or no sample has a target. ConfigError: no parameter is
+            trainable, or some are not float32. UnkeyedRandomness: a draw of the model cannot be tied to its sample.
+
+    Example:
+        proven = prove_targets(model, [dataset[i] for i in range(32)], collate_fn)
+        proven.name        # 'shifted labels' for a GPT, 'labels' for a BERT with a masked-LM head
+    """
+    return prove(
+        model,
+        samples,
+        collate_fn,
+        loss_fn=loss_fn,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+        speed_ups=default_speed_ups(model) if speed_ups is None else speed_ups,
+    )
 
 
 def backward_window(
@@ -33,10 +81,10 @@ def backward_window(
     model: nn.Module,
     window: Window,
     *,
-    targets: TargetRule | None = None,
+    targets: ProvenLoss | None = None,
     loss_fn: LossFunction | None = None,
-    allow_unkeyed: bool = False,
-    sync_each_micro_batch: bool = False,
+    allow_split_dependent_randomness: bool = False,
+    fsdp_reduce_each_micro_batch: bool = False,
 ) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. Clipping, the optimizer and zeroing are the caller's.
 
@@ -50,16 +98,15 @@ def backward_window(
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
-        targets: what `prove_targets` returned; left out, it is proven with the first window, on samples of the whole dataset, and
-            kept on the loader.
-        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); wins over the head's own loss.
-        allow_unkeyed: go on although some draws depend on the split.
-        sync_each_micro_batch: under FSDP, reduce the gradients after every micro-batch instead of once a window: more traffic, but
-            no process keeps whole gradients between micro-batches.
+        targets: what `prove_targets` returned; left out, the model is proven with the first window, on samples of the whole
+            dataset, and the proof is kept on the loader.
+        loss_fn, allow_split_dependent_randomness: see `prove_targets`.
+        fsdp_reduce_each_micro_batch: reduce the gradients after every micro-batch instead of once a window: more traffic, but no
+            process keeps whole gradients between micro-batches.
 
     Raises:
         LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, a precision that would
-            not be the one asked for, or the loader's `target_counts` contradict the proven rule. OutOfMemory: a single sample does
+            not be the one asked for, or the loader's `target_counts` contradict the proven loss. OutOfMemory: a single sample does
             not fit or, under FSDP, a micro-batch. ProcessFailed: another process raised one of these, or anything else, in this
             window.
 
@@ -69,133 +116,28 @@ def backward_window(
     """
     check_supported(accelerator)
     check_precision(accelerator)
-    check_sharding(accelerator)
-    rule = targets or proven_rule(model, window, loss_fn, allow_unkeyed)
-    if rule.modes != module_modes(model):
+    proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
+    if proven.modes != module_modes(model):
         raise ConfigError(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
             "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
         )
-    allow_unequal_use(model, sum_of_means=rule.name in PARTS)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.reducer._reset_state()  # a forward through DDP without a backward (somebody's evaluation) leaves its reducer waiting
-        keep_process_group_alive(model)
-    retries = 0
-    while (result := _tried(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each_micro_batch)) is None:
-        retries += 1
-    result.retries = retries
-    return result
-
-
-def _tried(
-    accelerator: Accelerator,
-    model: nn.Module,
-    window: Window,
-    rule: TargetRule,
-    loss_fn: LossFunction | None,
-    allow_unkeyed: bool,
-    sync_each: bool,
-) -> StepResult | None:
-    """None, on all processes, if memory ran out on one: then micro-batches must be smaller, and nothing is left of the try."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        return _add_gradients(accelerator, model, window, rule, loss_fn, allow_unkeyed, sync_each)
-    except TooLarge as error:
-        size = error.size
-    with torch.no_grad():
-        for buffer, before in buffers:  # what counts samples must not count them twice
-            buffer.copy_(before)
-    window.memory.after_failure(size)
-    clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
-    return None
-
-
-def _add_gradients(
-    accelerator: Accelerator,
-    model: nn.Module,
-    window: Window,
-    rule: TargetRule,
-    loss_fn: LossFunction | None,
-    allow_unkeyed: bool,
-    sync_each: bool,
-) -> StepResult:
-    """Forwards and backwards, the meeting, the sum over processes."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = random_states()
-    with ExitStack() as stack, _undivided(accelerator), lean_forwards(model), gradients_apart(parameters):
-        stack.enter_context(drawing(model, rule))
-        stack.enter_context(packed_layers(None if is_compiled(model) else rule.packing))
-        share = _own_share(accelerator, model, rule, window, loss_fn, parameters, sync_each)
-        if not allow_unkeyed and (moved := moved_generators(before)) and share.failure is None and share.too_large is None:
-            share.failure = UnkeyedRandomness(
-                f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did "
-                "not: this randomness depends on the split of the window. Switch it off, or accept it with allow_unkeyed."
-            )
-        share = meet(accelerator, share)
-        result = _result(window, rule, share, is_sum=loss_fn is not None)
-        if accelerator.num_processes > 1 and not is_sharded(accelerator):
-            sum_gradients(parameters, share.has_gradient)
-        drop_unused(accelerator, model, rule.unused)
-        if loss_fn is not None and (gradients := [p.grad for p in parameters if p.grad is not None]):
-            torch._foreach_mul_(gradients, window.num_samples / (sum(share.counts) or 1.0))
-    window.memory.after_success(share.was_cut)
-    return result
-
-
-def _own_share(
-    accelerator: Accelerator,
-    model: nn.Module,
-    rule: TargetRule,
-    window: Window,
-    loss_fn: LossFunction | None,
-    parameters: Sequence[nn.Parameter],
-    sync_each: bool,
-) -> Share:
-    """This process's part of the gradient, in `.grad`. What fails is told to the others when they meet, so that nobody waits for a
-    process that is gone, and running out of memory is no failure yet; under FSDP they meet in every forward, so a failing process
-    just ends.
-    """
-    loss = torch.zeros((), dtype=_sum_dtype(accelerator), device=accelerator.device)
-    share = Share(loss, (0,) if loss_fn else add_counts(rule.name, []), (False,) * len(parameters))
-    try:
-        if rule.pad_to_window:
-            window = window.padded_to_window()
-        if not is_sharded(accelerator):
-            planned, window = window, window.memory.fitting(window)
-            share.was_cut = window is not planned
-        if loss_fn is None:
-            head_gradients(accelerator, model, window, rule, share, sync_each=sync_each)
-        else:
-            summed_gradients(accelerator, model, window, rule, loss_fn, share, sync_each=sync_each)
-    except (ProcessFailed, TooLarge):
-        raise
-    except Exception as error:
-        share.failure = error
-        if is_out_of_memory(error) and share.in_hand is not None:
-            _judge_out_of_memory(accelerator, share)
-    if share.failure is not None and (accelerator.num_processes == 1 or is_sharded(accelerator)):
-        raise share.failure
-    share.has_gradient = tuple(p.grad is not None for p in parameters)
-    return share
-
-
-def _judge_out_of_memory(accelerator: Accelerator, share: Share) -> None:
-    """A micro-batch of several samples is too large, and can be cut; else it is a failure."""
-    if len(share.in_hand) > 1 and not is_sharded(accelerator):
-        share.too_large, share.failure = size_of(share.in_hand), None
-    else:
-        share.failure = too_large_for(accelerator.process_index, share.in_hand)
-
-
-def _result(window: Window, rule: TargetRule, share: Share, *, is_sum: bool) -> StepResult:
-    total = sum(share.counts)
-    if not is_sum and window.expected_targets not in (None, total):
+    if proven.dropout.sites and is_compiled(model):
         raise ConfigError(
-            f"window {window.index} of epoch {window.epoch} has {int(total)} targets counted as {rule.name}, but target_counts "
-            f"say {window.expected_targets}: correct target_counts, or leave them out."
+            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
+            "dropout to 0, or do not compile it."
         )
-    loss = share.loss / (total or 1.0) if is_sum else share.loss
-    return StepResult(loss, int(total) if float(total).is_integer() else total, skipped=total == 0)
+    step = Step(
+        accelerator,
+        backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
+        model,
+        proven.loss,
+        proven.hooks,
+        pad_to_window=proven.pad_to_window,
+        unused=proven.unused,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+    )
+    return step.add_gradients(window)
 
 
 def train_step(
@@ -206,10 +148,10 @@ def train_step(
     *,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     max_grad_norm: float | None = None,
-    targets: TargetRule | None = None,
+    targets: ProvenLoss | None = None,
     loss_fn: LossFunction | None = None,
-    allow_unkeyed: bool = False,
-    sync_each_micro_batch: bool = False,
+    allow_split_dependent_randomness: bool = False,
+    fsdp_reduce_each_micro_batch: bool = False,
     on_nonfinite: str = "stop",
 ) -> StepResult:
     """One update: gradient of the window, clip once, optimizer, scheduler, zero the gradients.
@@ -235,7 +177,7 @@ def train_step(
     """
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau wants a metric in every step: step it yourself after an evaluation, not in train_step."
+            "ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation, not in train_step."
         )
     if on_nonfinite not in ON_NONFINITE:
         raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
@@ -248,33 +190,44 @@ def train_step(
         window,
         targets=targets,
         loss_fn=loss_fn,
-        allow_unkeyed=allow_unkeyed,
-        sync_each_micro_batch=sync_each_micro_batch,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+        fsdp_reduce_each_micro_batch=fsdp_reduce_each_micro_batch,
     )
     if result.skipped:
         return result
-    update(accelerator, model, optimizer, max_grad_norm, result)
+    update(backend_for(accelerator), model, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
-        rule = targets or proven_rule(model, window, loss_fn, allow_unkeyed)
-        result.cause = find_cause(accelerator, model, window, rule, loss_fn, result.loss)
+        proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
+        window = window.padded_to_window() if proven.pad_to_window else window
+        result.cause = find_cause(accelerator, model, window, proven.loss, proven.dropout, result.loss)
         if on_nonfinite == "stop":
             raise NonFinite(f"{result.cause}. Nothing was updated.")
     return result
 
 
-@contextmanager
-def _undivided(accelerator: Accelerator) -> Iterator[None]:
-    """`accelerator.backward` divides by gradient_accumulation_steps, in short windows too: it is 1 while we divide by targets."""
-    steps = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = 1
-    try:
-        yield
-    finally:
-        accelerator.gradient_accumulation_steps = steps
+def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_split_dependent_randomness: bool) -> ProvenLoss:
+    """The proof kept on the window's loader; made now if the model, its modes or the loss are new to it.
 
-
-def _sum_dtype(accelerator: Accelerator) -> torch.dtype:
-    return torch.float32 if accelerator.device.type == "mps" else torch.float64
+    Raises:
+        ConfigError: it would have to be made now, on the shards of FSDP1.
+    """
+    if proven := find_proof(window.state, model, loss_fn):
+        return proven
+    if isinstance(model, FullyShardedDataParallel):
+        raise ConfigError(
+            "under FSDP1 a model must be proven before it is wrapped: proven = hf_ga.prove_targets(model, samples, collate_fn) "
+            "before prepare, then targets=proven."
+        )
+    samples = window.probe_samples(NUM_PROOF_SAMPLES)
+    proven = prove_targets(
+        unwrapped(model),
+        samples,
+        window.fetcher.collate_fn,
+        loss_fn=loss_fn,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+    )
+    keep_proof(window.state, model, loss_fn, proven)
+    return proven

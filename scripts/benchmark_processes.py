@@ -24,8 +24,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.exact.reduce import is_sharded
-from hf_ga.parallel.sharding import enable_fsdp_on_cpu, prepare
+from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.fsdp import enable_fsdp_on_cpu, prepare
 
 VOCABULARY = 8192
 
@@ -88,12 +88,12 @@ def make_window(accelerator: Accelerator, accumulation: int, flags: argparse.Nam
 
 
 def arms_of(
-    accelerator: Accelerator, model: nn.Module, window: hf_ga.Window, rule: hf_ga.TargetRule
+    accelerator: Accelerator, model: nn.Module, window: hf_ga.Window, rule: hf_ga.ProvenLoss
 ) -> dict[str, Callable[[], object]]:
     """Each computes the gradient of the same window."""
 
     def ours(each: bool = False) -> object:
-        return hf_ga.backward_window(accelerator, model, window, targets=rule, sync_each_micro_batch=each)
+        return hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
 
     if is_sharded(accelerator):
         return {"reduced once a window": ours, "reduced in each micro-batch": lambda: ours(each=True)}

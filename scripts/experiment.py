@@ -20,10 +20,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
-from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.plan import Planner, plan_by_sizes
-from hf_ga.exact.windows import Window, WindowLoader
-from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.proof.targets import ProvenLoss
+from hf_ga.training import prove_targets
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.models import load_tokenizer
@@ -147,7 +149,7 @@ class Experiment:
                 if done == self.steps:
                     return
 
-    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: TargetRule) -> float:
+    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: ProvenLoss) -> float:
         rows = self.data.splits["validation"]
         windows = evaluation_windows(
             rows,
@@ -166,7 +168,7 @@ class Experiment:
             return float(np.mean([model(**batch).loss.item() for batch in batches]))
 
 
-def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: TargetRule, arm: Arm) -> float:
+def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: ProvenLoss, arm: Arm) -> float:
     """One optimizer step with the arm's mistake. Returns the loss that such a loop would report: its weighted sum."""
     micro_batches = window.micro_batches
     counts = np.array([rule.count(m.batch, len(m)) for m in micro_batches])

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.data.spans import read_answers
-from hf_ga.exact.windows import WindowLoader
+from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.trainer.exact_trainer import WindowLoss
 

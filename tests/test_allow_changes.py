@@ -21,7 +21,7 @@ import hf_ga
 from hf_ga import training as step
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.order import epoch_order
-from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.parallel.shards import read_weights
 from hf_ga.run import finetuning, loop
 from hf_ga.run.saving import resume

@@ -501,8 +501,8 @@ def test_bad_input(name, files, tmp_path, capsys):
 CANNOT_BE_WRONG = {
     "trust_remote_code": "says nothing where no model is named",
     "gradient_checkpointing": "only the class of the built model knows whether it can",
-    "sync_each_micro_batch": "says nothing where weights are not cut into shards",
-    "allow_unkeyed": "only allows",
+    "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
+    "allow_split_dependent_randomness": "only allows",
     "deterministic": "any run can be",
     "eval_on_start": "any run can evaluate first",
 }

@@ -163,9 +163,9 @@ def test_allow_unkeyed_still_finds_batch_norm():
         model.forward = lambda x, labels, model=model: {"loss": F.cross_entropy(nn.Sequential.forward(model, x), labels)}
         if kept is layers:
             with pytest.raises(hf_ga.LossNotAdditive, match="normalises"):
-                hf_ga.prove_targets(model, features(), stack, allow_unkeyed=True)
+                hf_ga.prove_targets(model, features(), stack, allow_split_dependent_randomness=True)
         else:
-            assert hf_ga.prove_targets(model, features(), stack, allow_unkeyed=True).name == "labels"
+            assert hf_ga.prove_targets(model, features(), stack, allow_split_dependent_randomness=True).name == "labels"
 
 
 def test_a_loss_function_of_another_closure_is_proven_anew():

@@ -25,7 +25,7 @@ from hf_ga.exact.dropped_attention import (
     dropped_attention,
 )
 from hf_ga.exact.hashing import name_key
-from hf_ga.exact.keyed import keep_mask, keyed_dropout, sample_keys
+from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys
 from hf_ga.exact.packed_tokens import PackedTokens
 
 P = 0.3

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from hf_ga.proof.targets import prove_targets
+from hf_ga.training import prove_targets
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
 from hf_ga.run.metrics import METRICS, Accuracy
 

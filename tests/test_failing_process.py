@@ -12,7 +12,7 @@ from launching import launch
 from safetensors.torch import load_file
 
 import hf_ga
-from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))

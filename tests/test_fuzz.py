@@ -30,7 +30,7 @@ from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
-from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.run.cli import parse_config
 from hf_ga.run.config import FinetuneConfig
 

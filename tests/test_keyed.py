@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from hf_ga.exact import keyed
 from hf_ga.exact.hashing import name_key
-from hf_ga.exact.keyed import (
+from hf_ga.exact.masks import (
     CACHED_ELEMENTS,
     SMALL_ELEMENTS,
     keep_mask,
@@ -173,7 +173,7 @@ def test_masks_that_torch_draws_on_a_device_are_those_of_a_cpu(monkeypatch, shap
 def test_parts_do_not_change_a_mask(monkeypatch):
     """On a CPU a large mask is made in parts."""
     whole = mask((6, 5, 40))
-    monkeypatch.setattr("hf_ga.exact.keyed.CACHED_ELEMENTS", 130)
+    monkeypatch.setattr("hf_ga.exact.masks.CACHED_ELEMENTS", 130)
     assert torch.equal(mask((6, 5, 40)), whole)
     assert mask((3, 0, 4)).shape == (3, 0, 4) and mask((3, 4, 0)).shape == (3, 4, 0)
 

@@ -181,11 +181,11 @@ def test_costs_by_hand():
     lengths = np.array([3, 8, 9, 0])
     plan = [[np.array([0, 1]), np.array([2])], [np.array([3])]]
     # 2 samples of 8: 10 + 16 x 1.5 = 34; one of 16: 10 + 16 x 2 = 42; one of 8: 10 + 8 x 1.5 = 22. In sixteenths of a token.
-    assert cost.of_processes(plan, lengths).tolist() == [16 * (34 + 42), 16 * 22]
+    assert cost.of_ranks(plan, lengths).tolist() == [16 * (34 + 42), 16 * 22]
     assert cost.padded_tokens(plan, lengths) == 16 + 16 + 8
     packed = CostModel(overhead=10, multiple=8, attention_width=16, packed=True)
     # 10 + 3 + 8 + 2 x 8 x 0.5; 10 + 9 + 16 x 1; 10 + 0 + 8 x 0.5.
-    assert packed.of_processes(plan, lengths).tolist() == [16 * (29 + 35), 16 * 14]
+    assert packed.of_ranks(plan, lengths).tolist() == [16 * (29 + 35), 16 * 14]
     assert cost_model("cpu", 256) == CostModel(CPU.overhead, 1, 1536)
     assert cost_model("cpu", 256, packed=True) == CostModel(CPU.overhead, 1, 1536, packed=True)
     assert cost_model("cuda") == cost_model("xpu") == CUDA and CUDA.multiple == 8

@@ -18,7 +18,7 @@ from hf_ga.data import masking
 from hf_ga.data.masking import KeyedMasks, mask_tokens
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.windows import WindowLoader
+from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.evaluation import evaluation_windows
 
 PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14

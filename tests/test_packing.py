@@ -26,9 +26,9 @@ import hf_ga.exact.dropped_attention
 import hf_ga.speed.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.exact import keyed
-from hf_ga.exact.keyed import keep_mask, sample_keys, window_key
+from hf_ga.exact.masks import keep_mask, sample_keys, window_key
 from hf_ga.exact.packed_tokens import PackedTokens, packed_keep_masks
-from hf_ga.exact.places import KeyedPlaces
+from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.proof.packing_proof import find_stack, prove_packing
 from hf_ga.proof.proof import Prover
 from hf_ga.speed.packing import Packing
@@ -182,7 +182,7 @@ def asked(model, samples, one_width=None, collate=pad_right):
 
 def packing_of(model, sample):
     """Without a proof; packs whatever has padding."""
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda count: model(**pad_right([sample] * count)))
     packing = Packing(places, find_stack(model))
     packing.gain = 1.0

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.parts import PARTS
+from hf_ga.exact.sums_of_means import PARTS
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 BERT = {"vocab_size": h.VOCABULARY, "hidden_size": h.WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}

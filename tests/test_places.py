@@ -1,7 +1,7 @@
 """Keyed dropout inside real models: any split of a window has the gradient of the full batch, with dropout on.
 
 The models are tiny and untrained; the samples are ragged, so their micro-batches are padded to different widths. Where a claim
-is that two gradients agree, native dropout (torch's own, no `KeyedPlaces`) is shown to fail the same comparison.
+is that two gradients agree, native dropout (torch's own, no `KeyedDropout`) is shown to fail the same comparison.
 """
 
 import math
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import hf_ga.exact.masks_ahead
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.keyed import sample_keys, window_key
-from hf_ga.exact.places import KeyedPlaces
+from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.dropout import KeyedDropout
 
 SIGMAS = 4.0
 VOCABULARY = 100
@@ -163,7 +163,7 @@ class Bench:
             assert self.model.supports_gradient_checkpointing
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs))
         self.samples = [torch.randint(2, VOCABULARY, (length,)) for length in LENGTHS]
-        self.places = KeyedPlaces(self.model)
+        self.places = KeyedDropout(self.model)
         self.places.find(lambda num_samples: self.forward([3] * num_samples))
 
     def collate(self, ids):
@@ -315,7 +315,7 @@ def repeated_gradient(kind, use_reentrant, sizes=(6,)):
     torch.manual_seed(0)
     model = Repeated(kind, use_reentrant).train()
     inputs, keys = torch.randn(6, 5, 16), sample_keys(0, 0, np.arange(6))
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(inputs[:1].repeat(num_samples, 1, 1)))
     assert len(places.places) == (8 if kind == "one input" else 4)
     with places.active():
@@ -359,7 +359,7 @@ def test_inplace_dropout_is_as_precise_as_its_input():
     """Catches a scale in float32 for float64 activations (the float64 reference of promise 1)."""
     model = nn.Sequential(nn.Tanh(), nn.Dropout(0.1, inplace=True)).train()
     x = torch.ones(4, 64, dtype=torch.float64)
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(x[:num_samples]))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
@@ -372,7 +372,7 @@ def test_inplace_dropout_is_as_precise_as_its_input():
 
 
 def count_native_draws(bench, monkeypatch):
-    """Calls of torch's dropout functions that draw, in one training forward without `KeyedPlaces`."""
+    """Calls of torch's dropout functions that draw, in one training forward without `KeyedDropout`."""
     draws = []
 
     def counting(original, probability_of):
@@ -463,7 +463,7 @@ def test_sample_axes():
             return self.dropout(self.embed(input_ids.T)).mean()
 
     model = TimeFirst().train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 3, dtype=torch.long)))
     assert [place.axis for place in places.places.values()] == [1]
 
@@ -473,7 +473,7 @@ def test_dropout1d_of_two_axes_drops_rows(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout1d(0.5)).train()
     native = model(torch.ones(32, 8)) != 0
     assert all(row.all() or not row.any() for row in native)
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(32)), window_key(0, 0, 0))
@@ -616,7 +616,7 @@ class TwoPaths(nn.Module):
 def test_masks_that_nobody_took_are_not_those_of_the_next_samples():
     model, x, shared = TwoPaths().train(), torch.ones(8, 40), window_key(0, 0, 0)
     ours, others = sample_keys(0, 0, np.arange(16)).split(8)
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
 
     def drawn(keys, *used):
@@ -644,7 +644,7 @@ class Tables(TwoPaths):
 def test_masks_of_samples_yet_to_come_are_not_those_of_others():
     """Where a forward leaves a place out, where other samples come instead, and in another window."""
     model, keys = TwoPaths().train(), sample_keys(0, 0, np.arange(12))
-    places, x, shared = KeyedPlaces(model), torch.ones(4, 40), window_key(0, 0, 0)
+    places, x, shared = KeyedDropout(model), torch.ones(4, 40), window_key(0, 0, 0)
     places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
 
     def drawn(model, *keys, used=(0, 1)):
@@ -666,7 +666,7 @@ def test_masks_of_samples_yet_to_come_are_not_those_of_others():
         places.set_keys(keys[8:], shared, 4)
         assert not places.ahead._waiting, "those of samples that were left out are dropped"
     model = Tables().train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 40)))
     with places.active():
         windows = [window_key(0, 0, index) for index in range(2)]
@@ -717,16 +717,16 @@ def drawing_model(name):
 
 @pytest.mark.parametrize("name", UNKEYED)
 def test_randomness_that_cannot_be_keyed_is_refused(name):
-    """Catches silent acceptance, and blaming the module that comes after; `allow_unkeyed` keys what can be keyed."""
+    """Catches silent acceptance, and blaming the module that comes after; `allow_split_dependent_randomness` keys what can be keyed."""
     model = drawing_model(name)
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     before = random_states()
     with pytest.raises(UnkeyedRandomness, match=UNKEYED[name][1]) as error:
         places.find(lambda num_samples: model(torch.ones(num_samples, 5, 8)))
     assert str(error.value).count("draws from") == 1, "only the module that draws is named"
     assert moved_generators(before) == [], "the probe must not move the user's generators"
     assert places.is_empty
-    places.find(lambda num_samples: model(torch.ones(num_samples, 5, 8)), allow_unkeyed=True)
+    places.find(lambda num_samples: model(torch.ones(num_samples, 5, 8)), allow_split_dependent_randomness=True)
     assert [place.name for place in places.places.values()] == ["2"]
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
@@ -737,18 +737,18 @@ def test_a_mask_without_a_single_sample_axis_is_refused():
     """Catches taking the first axis that changed: here the shape grows with the square of the samples."""
     model = nn.Sequential(Drawing(lambda x: F.dropout(x @ x.T, 0.1, True))).train()
     with pytest.raises(UnkeyedRandomness, match=r"0 draws a mask whose sample axis cannot be told.*\[2, 2\] to \[3, 3\]"):
-        KeyedPlaces(model).find(lambda num_samples: model(torch.ones(num_samples, 8)))
+        KeyedDropout(model).find(lambda num_samples: model(torch.ones(num_samples, 8)))
 
 
 def test_a_place_that_the_probe_did_not_reach_is_refused():
     """Catches a silent fall back to native dropout where a model's path depends on its data."""
     model = nn.Sequential(Drawing(lambda x: F.dropout(x, 0.1, True) if x.sum() > 0 else x)).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(-torch.ones(num_samples, 8)))
     # Nothing was found, so no hooks are set: such a model is taken for one without dropout.
     assert places.is_empty
     model = nn.Sequential(Drawing(lambda x: F.dropout(x, 0.1, True) if x.sum() > 0 else x), nn.Dropout(0.1)).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(-torch.ones(num_samples, 8)))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(2)), window_key(0, 0, 0))
@@ -758,7 +758,7 @@ def test_a_place_that_the_probe_did_not_reach_is_refused():
 
 def test_no_dropout_needs_no_places():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.ReLU()).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     assert places.is_empty
 
@@ -804,7 +804,7 @@ def test_active_leaves_nothing_behind_after_an_error(stage):
         return x
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Dropout(0.5), Drawing(fail)), nn.Dropout(0.5)).train()
-    places, keys = KeyedPlaces(model), (sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
+    places, keys = KeyedDropout(model), (sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
 
     def masked():
         with places.active():
@@ -841,7 +841,7 @@ def test_an_error_in_one_forward_does_not_change_the_next():
         return x
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Dropout(0.5), Drawing(fail)), nn.Dropout(0.5)).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
@@ -859,7 +859,7 @@ def test_find_restores_buffers_gradients_and_generators():
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     inputs = torch.randn(3, 8)
     before = random_states()
-    KeyedPlaces(model).find(lambda num_samples: model(inputs[:num_samples]))
+    KeyedDropout(model).find(lambda num_samples: model(inputs[:num_samples]))
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert moved_generators(before) == []
@@ -875,11 +875,11 @@ def hooked_modules(model, places):
 def test_only_the_model_and_modules_that_draw_are_hooked():
     """Catches hooks on every module, which would cost time in each forward."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     assert hooked_modules(model, places) == ["", "1.1"]
     without = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)).train()
-    places = KeyedPlaces(without)
+    places = KeyedDropout(without)
     places.find(lambda num_samples: without(torch.ones(num_samples, 8)))
     assert hooked_modules(without, places) == []
 
@@ -887,7 +887,7 @@ def test_only_the_model_and_modules_that_draw_are_hooked():
 def test_where_a_module_draws_in_several_calls_those_on_the_way_to_it_are_hooked_too():
     """Catches places of a shared block that cannot be told apart, and hooks on modules without dropout."""
     model = Repeated("one block", use_reentrant=None).train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 4, 16)))
     hooked = hooked_modules(model, places)
     assert len(places.places) > len({place.name for place in places.places.values()}), "a module that draws in several calls"
@@ -906,7 +906,7 @@ def test_masks_are_the_same_whether_the_way_to_a_place_is_hooked_or_not(name, mo
     short = Bench(name)
     assert short.places._path_keys
     expected = captured_masks(short, monkeypatch)
-    monkeypatch.setattr(KeyedPlaces, "_found_path_keys", lambda *_: {})
+    monkeypatch.setattr(KeyedDropout, "_found_path_keys", lambda *_: {})
     long = Bench(name)
     assert not long.places._path_keys
     found = captured_masks(long, monkeypatch)
@@ -930,7 +930,7 @@ class Again(nn.Module):
 def test_a_second_call_and_a_call_from_outside_are_refused():
     """Catches a module that draws the masks of its only call once more: dropout of two calls would be the same."""
     model = Again().train()
-    places = KeyedPlaces(model)
+    places = KeyedDropout(model)
     places.find(lambda num_samples: model(torch.ones(num_samples, 8)))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))

@@ -19,7 +19,7 @@ from test_router import full_gradient as full_router_gradient
 from torch.distributed.fsdp import FSDPModule
 
 import hf_ga
-from hf_ga.exact.keyed import sample_keys, window_key
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
@@ -74,7 +74,7 @@ def positions_of(window: int) -> np.ndarray:
     return np.arange(WINDOW) if window == 0 else np.arange(WINDOW, WINDOW + LAST)
 
 
-def full_batch(model: torch.nn.Module, rule: hf_ga.TargetRule, samples: list[dict], epoch: int, window: int) -> torch.Tensor:
+def full_batch(model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dict], epoch: int, window: int) -> torch.Tensor:
     """The loss of a window in one plain forward, backward done, under the dropout of its samples."""
     positions = positions_of(window)
     order = epoch_order(len(samples), SEED, epoch, True)

@@ -11,7 +11,7 @@ import round_trip_worker
 from forked import phase, run_phases, run_script
 from runs import filled_place, lines_of, small_config, train
 
-from hf_ga.exact.windows import WindowLoader
+from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.recovery.checkpoint import load_checkpoint
 from hf_ga.run import saving
 

@@ -232,14 +232,14 @@ def rows_without_targets(place):
 
 def test_a_signal_that_came_to_another_process_stops_this_one_too(place, tmp_path, monkeypatch):
     """In the same window, since they exchange it there."""
-    told, add = [], loop.sum_over_processes
+    told, add = [], loop.sum_over_ranks
 
     def sums(accelerator, numbers):
         told.append(numbers[-1])
         *others, asked = add(accelerator, numbers)
         return (*others, asked + (len(told) >= 5))
 
-    monkeypatch.setattr(loop, "sum_over_processes", sums)
+    monkeypatch.setattr(loop, "sum_over_ranks", sums)
     with pytest.raises(RunStopped, match="by a signal to another process after step 5: saved"):
         train(place, tmp_path / "out")
     assert not any(told) and (tmp_path / "out" / "checkpoint-5").is_dir()

@@ -16,7 +16,7 @@ from torch import nn
 import hf_ga
 import hf_ga.exact.masks_ahead
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.reduce import check_supported
+from hf_ga.exact.backend import check_supported
 
 WINDOW = 16
 
@@ -329,7 +329,7 @@ def test_randomness_that_begins_after_the_proof_is_refused():
     model.noisy = True
     with pytest.raises(hf_ga.UnkeyedRandomness, match="window 1 of epoch 0 drew from torch"):
         window_gradient(model, second)
-    window_gradient(model, third, allow_unkeyed=True)
+    window_gradient(model, third, allow_split_dependent_randomness=True)
 
 
 # -- train_step -------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from transformers.models.swin.modeling_swin import SwinDropPath
 
 import hf_ga
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.keyed import sample_keys, window_key
-from hf_ga.exact.places import KeyedPlaces
+from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.dropout import KeyedDropout
 
 SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 
@@ -75,7 +75,7 @@ def test_torchs_own_draws_differ_between_layouts(name):
 def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
     """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard deviations."""
     count, module = 4000, kind(rate).train()
-    places = KeyedPlaces(module)
+    places = KeyedDropout(module)
     places.find(lambda n: module(torch.ones(n, 2, 3)))
     with places.active():
         places.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
@@ -98,8 +98,8 @@ def test_other_calls_of_rand_go_to_torch():
 
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), Noise())
     with pytest.raises(hf_ga.UnkeyedRandomness, match=r"1 \(Noise\) draws from torch"):
-        KeyedPlaces(module).find(lambda n: module(torch.ones(n, 2)))
-    places = KeyedPlaces(module)
+        KeyedDropout(module).find(lambda n: module(torch.ones(n, 2)))
+    places = KeyedDropout(module)
     with places.active():
         torch.manual_seed(3)
         drawn = torch.rand(2, 3)

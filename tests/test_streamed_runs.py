@@ -49,7 +49,7 @@ def test_the_stream_in_its_own_order_is_the_run_on_its_rows_in_order(place, tmp_
     """Against the loader of rows with random access, without shuffling. The control: with a shuffle buffer the losses differ."""
     found = train(place, tmp_path / "stream", streaming=True, shuffle_buffer_size=0)["weights_sha256"]
     shuffled = train(place, tmp_path / "shuffled", **STREAMED)["weights_sha256"]
-    monkeypatch.setattr("hf_ga.exact.windows.epoch_order", lambda num_samples, *_: np.arange(num_samples))
+    monkeypatch.setattr("hf_ga.exact.window_loader.epoch_order", lambda num_samples, *_: np.arange(num_samples))
     in_order = train(place, tmp_path / "rows")["weights_sha256"]
     assert found == in_order != shuffled
 

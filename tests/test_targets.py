@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.exact.place_probe import LARGE
-from hf_ga.exact.terms import RULES
+from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.proof.probes import likely_cause
 
 # -- models and samples that only these tests need --------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def additivity_error(model, count, first, second):
     totals, counts = [], []
     for samples in (first, second, first + second):
         batch = h.pad_right(samples)
-        if count is RULES["shifted labels"] and batch["labels"].dim() == 1:
+        if count is COUNTING_RULES["shifted labels"] and batch["labels"].dim() == 1:
             return float("inf")
         counts.append(count(batch, len(samples)))
         totals.append(counts[-1] * model(**batch)["loss"].item())
@@ -271,7 +271,7 @@ def test_a_hidden_draw_is_refused():
 
     with pytest.raises(hf_ga.UnkeyedRandomness, match=r"norm .*draws from torch"):
         hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right)
-    rule = hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right, allow_unkeyed=True)
+    rule = hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right, allow_split_dependent_randomness=True)
     assert rule.name == "labels"
 
 

@@ -215,7 +215,7 @@ ONE_TYPE = pytest.mark.xfail(h.BEFORE_5_23, reason="a regression head of transfo
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
     """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
     this = job(place, name, precision, dropout=True)
-    assert this.run.rule.places.places
+    assert this.run.rule.dropout.places
     _, full = this.gradient("16x1")
     grads64 = this.gradient64()
     allowed = 3 * (2 * h.relative_error(full, grads64) + h.FLOOR)

@@ -29,10 +29,10 @@ from hf_ga.exact.batches import as_batch, sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, run_forward, unwrapped
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.places import KeyedPlaces
-from hf_ga.exact.windows import Window
-from hf_ga.proof.targets import prove_targets
+from hf_ga.exact.window import Window
+from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.recovery.versions import versions
+from hf_ga.training import prove_targets
 
 QUICK_SAMPLES, QUICK_LAYOUTS = 16, ("uneven", "one by one", "short last window")
 
@@ -53,7 +53,7 @@ def check_equivalence(
     max_memory_gib: float | None = None,
     optimizer: MakeOptimizer | None = None,
     max_grad_norm: float | None = None,
-    allow_unkeyed: bool = False,
+    allow_split_dependent_randomness: bool = False,
 ) -> EquivalenceReport:
     """Compare the gradient of every layout of one window with that of the full batch, and with float64, by promise 1.
 
@@ -76,7 +76,7 @@ def check_equivalence(
             in the checked precision is the reference, and the report says so.
         optimizer: list of parameters -> optimizer of the compared step. Default: AdamW with a rate of 1e-3.
         max_grad_norm: the truth, and hf_ga, clip the window's gradient once to this L2 norm.
-        allow_unkeyed: see `prove_targets`.
+        allow_split_dependent_randomness: see `prove_targets`.
 
     Raises:
         ConfigError: bad arguments, several processes, or a full batch that does not fit the memory limit.
@@ -96,7 +96,9 @@ def check_equivalence(
     with preserved_random_states(), own_accelerate_state(), torch.enable_grad():
         copied = working_copy(unwrapped(model), _matching(unwrapped(model), parameters))
         accelerator = make_accelerator(copied, precision)
-        subject = Subject(copied, samples, collate_fn, loss_fn, precision, seed, accelerator, max_grad_norm, allow_unkeyed)
+        subject = Subject(
+            copied, samples, collate_fn, loss_fn, precision, seed, accelerator, max_grad_norm, allow_split_dependent_randomness
+        )
         refusal = _prove(subject)
         memory = _memory(subject, max_memory_gib)
         rows = _rows(subject, chosen, arms, refusal, optimizer or _adamw)
@@ -161,21 +163,22 @@ def _row(
 
 def _prove(subject: Subject) -> HfGaError | None:
     """Find the rule and the places where the model draws; returns the error where hf_ga refuses the model."""
-    arguments = {"loss_fn": subject.loss_fn, "allow_unkeyed": subject.allow_unkeyed}
+    arguments = {"loss_fn": subject.loss_fn, "allow_split_dependent_randomness": subject.allow_split_dependent_randomness}
     try:
         subject.rule = prove_targets(subject.model, subject.samples, subject.collate_fn, **arguments)
-        if subject.rule.places.unkeyed:  # allowed to depend on the split, so it must not be drawn where splits are compared
-            for module in subject.rule.places.unkeyed:
+        if subject.rule.dropout.unkeyed:  # allowed to depend on the split, so it must not be drawn where splits are compared
+            for module in subject.rule.dropout.unkeyed:
                 module.training = False
             subject.rule = prove_targets(subject.model, subject.samples, subject.collate_fn, **arguments)
     except (LossNotAdditive, UnkeyedRandomness) as error:
         longest = max(subject.samples, key=sample_length)
-        subject.places = KeyedPlaces(subject.model)
-        subject.places.find(lambda count: _forward(subject, [longest] * count), allow_unkeyed=True)
+        subject.places = find_dropout_sites(
+            subject.model, lambda count: _forward(subject, [longest] * count), allow_split_dependent_randomness=True
+        )
         for module in subject.places.unkeyed:  # what cannot be keyed cannot be compared
             module.training = False
         return error
-    subject.places = subject.rule.places
+    subject.places = subject.rule.dropout
     return None
 
 
@@ -202,9 +205,9 @@ def _facts(subject: Subject, memory: Memory, quick: bool) -> list[str]:
     if subject.without_float64:
         own = "its own error is that of the same samples in reverse order"
         truth = f"reference: the full batch in {subject.precision}, as {subject.without_float64}; {own}"
-    places = len(subject.places.places) if subject.places else 0
+    places = len(subject.places.sites) if subject.places else 0
     counted = str(subject.rule) if subject.rule else "targets: hf_ga found no rule for them"
-    drawn = f"dropout keyed at {places} places" if places else "no dropout is drawn"
+    drawn = f"dropout keyed at {places} sites" if places else "no dropout is drawn"
     window = (
         f"window of {len(subject.samples)} samples{' (quick)' if quick else ''}, {len(numbers)} tensors, {sum(numbers):,} weights"
     )

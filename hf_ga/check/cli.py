@@ -103,7 +103,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         parameters=config.parameters,
         max_memory_gib=config.max_memory_gib,
         optimizer=partial(_optimizer, config),
-        allow_unkeyed=config.allow_unkeyed,
+        allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):
         report.facts.append("nothing is compared: class_weights and label_smoothing ask for another loss than the head's own")

@@ -23,8 +23,8 @@ from hf_ga.check.reference import Gradients, MakeOptimizer, norms, one_step, pla
 from hf_ga.check.report import Cause, Row
 from hf_ga.check.subjects import Outcome, Step, Subject, run_ours, run_step
 from hf_ga.check.switches import SWITCHES, ClipCounter
-from hf_ga.exact.terms import RULES
-from hf_ga.exact.windows import Window
+from hf_ga.exact.loss import COUNTING_RULES
+from hf_ga.exact.window import Window
 
 CLIPPING, PADDING = "clipping per micro-batch", "padding width"
 # All names that a cause may have.
@@ -229,7 +229,7 @@ def _counts(window: Window) -> dict[str, np.ndarray]:
         "shifted labels": countable and labels.dim() > 1,
         "attended tokens": isinstance(first.get("attention_mask"), Tensor),
     }
-    for name, rule in RULES.items():
+    for name, rule in COUNTING_RULES.items():
         if applicable.get(name):
             found = np.array([rule(m.batch, len(m)) for m in window.micro_batches], dtype=float)
             if found.sum():

@@ -18,7 +18,7 @@ from hf_ga.check.reference import (
 )
 from hf_ga.check.report import Row
 from hf_ga.check.subjects import Outcome, Subject, clip
-from hf_ga.exact.windows import Window
+from hf_ga.exact.window import Window
 
 UPDATE_TIMES, UPDATE_FLOOR = 3.0, 1e-5  # for arms that are judged by the weights: an optimizer may amplify rounding
 

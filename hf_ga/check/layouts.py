@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from hf_ga.errors import ConfigError
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.plan import split_evenly
-from hf_ga.exact.windows import Window, WindowLoader
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
 ACCUMULATION_STEPS = 4

@@ -15,11 +15,12 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ga.exact.forward import LossFunction, run_forward
-from hf_ga.exact.keyed import sample_keys, window_key
-from hf_ga.exact.places import KeyedPlaces, restored_buffers
+from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.forward import LossFunction, restored_buffers, run_forward
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.precision import parameters_in
-from hf_ga.exact.windows import MicroBatch, Window
+from hf_ga.exact.window import Window
 
 Gradients = dict[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -124,7 +125,7 @@ def plain_backward(
     model: nn.Module,
     window: Window,
     micro_batch: MicroBatch,
-    places: KeyedPlaces | None,
+    places: KeyedDropout | None,
     loss_fn: LossFunction | None = None,
     precision: str = "fp32",
 ) -> tuple[float, Gradients, float | None]:
@@ -140,7 +141,7 @@ def plain_backward(
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in batch.items()}
-    with nullcontext() if places is None else places.active(), restored_buffers(model):
+    with nullcontext() if places is None else places.scope(model), restored_buffers(model):
         if places is not None:
             keys = sample_keys(window.seed, window.epoch, micro_batch.positions)
             places.set_keys(keys.to(device), window_key(window.seed, window.epoch, window.index).to(device))

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from hf_ga.check.reference import FP16_SCALE, Gradients, device_of, taken_gradients
 from hf_ga.errors import ConfigError
+from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
-from hf_ga.exact.forward import LossFunction, accepted_arguments
+from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
-from hf_ga.exact.places import KeyedPlaces, restored_buffers
 from hf_ga.exact.precision import enable_fp16_on_cpu
-from hf_ga.exact.windows import Window
-from hf_ga.proof.targets import TargetRule
+from hf_ga.exact.window import Window
+from hf_ga.proof.targets import ProvenLoss
 from hf_ga.training import backward_window
 
 Step = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
@@ -45,9 +45,9 @@ class Subject:
     seed: int
     accelerator: Accelerator
     max_grad_norm: float | None
-    allow_unkeyed: bool
-    rule: TargetRule | None = None
-    places: KeyedPlaces | None = None
+    allow_split_dependent_randomness: bool
+    rule: ProvenLoss | None = None
+    places: KeyedDropout | None = None
     without_float64: str | None = None
 
 
@@ -75,7 +75,7 @@ def run_ours(subject: Subject, window: Window) -> Outcome:
             window,
             targets=subject.rule,
             loss_fn=subject.loss_fn,
-            allow_unkeyed=subject.allow_unkeyed,
+            allow_split_dependent_randomness=subject.allow_split_dependent_randomness,
         )
     missing = _missing(model)
     gradients = taken_gradients(model)
@@ -90,7 +90,7 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
     if subject.loss_fn is None:
-        batches = [accepted_arguments(model, batch) for batch in batches]
+        batches = [argument_filter(model)(batch) for batch in batches]
     known = {"accumulation_steps": accumulation_steps, "precision": subject.precision}
     seed_generators(subject.seed)  # what it draws by itself is the same in every check
     with own_accelerate_state(), torch.enable_grad():

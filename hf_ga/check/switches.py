@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_ga.check.subjects import Subject
-from hf_ga.exact.batches import same_shapes
-from hf_ga.exact.windows import Window
+from hf_ga.exact.window import Window
+from hf_ga.proof.probes import same_shapes
 
 _COEFFICIENTS = re.compile(r"(router_)?(aux|z)_loss_(coef|alpha|weight)$|load_balancing_(coef|loss_weight)$")
 
@@ -57,7 +57,7 @@ def without_auxiliary_loss(subject: Subject) -> Iterator[None]:
 
 def draws_dropout(subject: Subject, window: Window) -> bool:
     """Whether the model draws anything in training."""
-    return subject.places is not None and bool(subject.places.places or subject.places.unkeyed)
+    return subject.places is not None and bool(subject.places.sites or subject.places.unkeyed)
 
 
 def has_batch_norm(subject: Subject, window: Window) -> bool:

@@ -1,36 +1,29 @@
-"""What the loaders of windows share: sizes, this process's part of a window, and where an iteration stands."""
+"""What the loaders of windows share: sizes, this rank's part of a window, and the position of an iteration."""
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.costs import CostModel, cost_model
+from hf_ga.exact.costs import cost_model
 from hf_ga.exact.fetch import Splitter
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
-from hf_ga.exact.memory import MemoryLimit
 from hf_ga.exact.plan import Plan, Planner, plan_window
-from hf_ga.exact.reduce import is_sharded
-
-if TYPE_CHECKING:
-    from hf_ga.proof.targets import TargetRule
-
-    Proof = tuple[torch.nn.Module, Any, TargetRule]  # model, code of the loss_fn, what was proven of them
+from hf_ga.exact.window import LoaderState
 
 
 class BaseLoader:
-    """Sizes, position and proofs of a loader.
+    """Sizes, position and shared state of a loader.
 
-    A window counts as consumed when it is handed out, so a loop that was left goes on behind it (`set_epoch` begins anew).
+    A window counts as consumed when it is handed out, so a loop that was left continues behind it (`set_epoch` begins anew).
 
     Attributes:
-        layout: how a window is computed. epoch, num_consumed: where the iteration stands. proofs: target rules found so far.
-        memory: how large a micro-batch may be.
+        layout: how a window is computed. epoch, num_consumed: position of the iteration. state: shared with the windows.
     """
 
     def __init__(
@@ -41,7 +34,6 @@ class BaseLoader:
         *,
         seed: int,
         planner: Planner | None,
-        cost: CostModel | None,
         by_length: bool,
         longest: int | None,
         max_tokens: int | None,
@@ -49,31 +41,33 @@ class BaseLoader:
         drop_last_window: bool,
         num_workers: int,
     ) -> None:
+        """by_length: lengths are known. longest: the longest sample's. The others: see `WindowLoader`."""
         accumulation = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
             accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
         )
-        _check_limit(max_tokens, longest, planner, by_length)
+        if max_tokens is not None:
+            _check_max_tokens(max_tokens, planner, by_length)
+            check_limit(max_tokens, longest or 0, "the longest sample's")
         if planner is None and by_length:
-            cost = cost or cost_model(accelerator.device.type)
+            cost = cost_model(accelerator.device.type)
             limit = max_tokens or (None if longest is None else per_device_batch_size * int(cost.widths(np.array(longest))))
-            planner = ByLength(per_device_batch_size, limit, cost, in_step=is_sharded(accelerator))
+            in_step = accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
+            planner = ByLength(per_device_batch_size, limit, cost, in_step)
         planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
         self.splitter = Splitter(seed, self.layout, planner, accelerator.process_index)
         self.device = accelerator.device
         self.seed, self.drop_last_window, self.num_workers = seed, drop_last_window, num_workers
-        self.pad_to_window = pad_to_window
         self.epoch, self.num_consumed = 0, 0
-        self.proofs: list[Proof] = []
-        self.memory = MemoryLimit()
+        self.state = LoaderState(pad_to_window=pad_to_window)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
         self.epoch, self.num_consumed = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands: epoch, windows consumed, what makes the order, and the limit of memory if one was found."""
-        memory = {} if self.memory.elements is None else {"memory": self.memory.state_dict()}
+        """The position of the iteration: epoch, windows consumed, what makes the order, and the memory limit if there is one."""
+        memory = {} if self.state.memory.elements is None else {"memory": self.state.memory.state_dict()}
         return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity(), **memory}
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
@@ -92,27 +86,17 @@ class BaseLoader:
             raise ConfigError(f"this position belongs to another order of windows: {listed}")
         self.epoch, self.num_consumed = state["epoch"], self._carried_over(state) if changed else state["num_consumed"]
         if "memory" in state:
-            self.memory.load_state_dict(state["memory"])
-
-    @property
-    def pads_to_window(self) -> bool:
-        """Whether micro-batches are collated as wide as their window: asked for, or needed by a rule that was proven."""
-        return self.pad_to_window or any(rule.pad_to_window for _, _, rule in self.proofs)
+            self.state.memory.load_state_dict(state["memory"])
 
     def _carried_over(self, state: dict[str, Any]) -> int:
-        """How many of this loader's windows the samples make that were consumed in another order."""
-        here, size = self._identity().get("num_samples", math.inf), self.layout.window_size  # of a stream it is not known
+        """How many of this loader's windows the samples fill that were consumed in another order."""
+        here, size = self._identity().get("num_samples", math.inf), self.layout.window_size  # unknown of a stream
         consumed = min(state["num_consumed"] * state["window_size"], state.get("num_samples", math.inf))
         return int(consumed // size) if consumed < here else math.ceil(here / size)
 
     def _identity(self) -> dict[str, int]:
         """What must be equal for a position to mean the same samples."""
         return {"seed": self.seed, "window_size": self.layout.window_size}
-
-
-def as_it_is(value: Any) -> Any:
-    """The collate function of a `DataLoader` whose items are windows already."""
-    return value
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
@@ -123,14 +107,12 @@ def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
     """
     if max_tokens is not None and max_tokens < longest:
         raise ConfigError(
-            f"every sample must fit into a micro-batch, but max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} "
-            f"tokens: allow at least {longest}, or cut samples shorter (max_length)."
+            f"max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} tokens: every sample must fit into a "
+            f"micro-batch. Allow at least {longest}, or cut samples shorter (max_length)."
         )
 
 
-def _check_limit(max_tokens: int | None, longest: int | None, planner: Planner | None, by_length: bool) -> None:
-    if max_tokens is None:
-        return
+def _check_max_tokens(max_tokens: int, planner: Planner | None, by_length: bool) -> None:
     if max_tokens < 1:
         raise ConfigError(f"max_tokens_per_micro_batch must be at least 1, got {max_tokens}.")
     if planner is not None or not by_length:
@@ -138,9 +120,7 @@ def _check_limit(max_tokens: int | None, longest: int | None, planner: Planner |
             f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned by length: give lengths (of a stream, "
             "length_of) and no planner of your own, or leave it out."
         )
-    if longest is not None:
-        check_limit(max_tokens, longest, "the longest sample's")
 
 
-def _plan_by_count(lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> Plan:
-    return plan_window(len(lengths), num_processes, micro_batch_size)
+def _plan_by_count(lengths: np.ndarray, num_ranks: int, micro_batch_size: int) -> Plan:
+    return plan_window(len(lengths), num_ranks, micro_batch_size)

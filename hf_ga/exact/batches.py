@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,24 @@ from hf_ga.errors import DataError
 
 Batch = Mapping[str, Any]
 IGNORED_LABEL = -100  # the label that torch's cross entropy leaves out
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one forward/backward on this process.
+
+    Attributes:
+        batch: what the collate function returned (CPU tensors, sample axis first).
+        positions: int64, shape (n,): where the samples come in the order of the epoch; they key all randomness.
+        sample_ids: int64, shape (n,): indices in the dataset.
+    """
+
+    batch: dict[str, Any]
+    positions: np.ndarray
+    sample_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
 def sample_length(sample: Any) -> int:
@@ -73,11 +92,6 @@ def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[
     return taken
 
 
-def same_shapes(batch: Batch, other: Batch) -> bool:
-    """Whether all tensors of two batches agree in shape."""
-    return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())
-
-
 def equal_batches(value: Any, other: Any) -> bool:
     """Whether two batches hold the same values; NaN equals NaN, and objects that are no numbers are not looked into."""
     if isinstance(value, Mapping):
@@ -88,6 +102,12 @@ def equal_batches(value: Any, other: Any) -> bool:
         value, other = np.asarray(value), np.asarray(other)
         return value.shape == other.shape and bool(((value == other) | ((value != value) & (other != other))).all())
     return not isinstance(value, int | float | str) or value == other or value != value
+
+
+def widest(batch: Batch, num_samples: int) -> int:
+    """Elements of the largest tensor with one row a sample, padding included."""
+    tensors = (v for v in batch.values() if isinstance(v, Tensor) and v.dim() and len(v) == num_samples)
+    return max((tensor.numel() for tensor in tensors), default=num_samples)
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:

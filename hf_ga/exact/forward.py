@@ -33,11 +33,6 @@ def callable_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def accepted_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The entries of `batch` that the model's forward takes: see `argument_filter`."""
-    return argument_filter(model)(batch)
-
-
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
 
@@ -92,31 +87,24 @@ def head_loss(outputs: Any) -> Tensor:
     return at_least_float32(loss.reshape(()))
 
 
-def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
-    """Forward and loss of a batch that lies on the model's device: see `loss_of`."""
-    return loss_of(model(**accepted_arguments(model, batch)), batch, loss_fn)
+def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+    """What the user's loss function returns: the sum, of at least float32, and the number of targets.
 
-
-def loss_of(outputs: Any, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, Tensor | None]:
-    """Loss of a model's outputs.
-
-    Returns:
-        (loss, number of targets). With `loss_fn` the loss is a sum and the number is a scalar tensor, on the CPU if it was a
-        number: no device is asked for it; without, the loss is the head's own mean and the number is None.
+    A number that is a tensor on the device waits for the device.
 
     Raises:
-        ValueError: `loss_fn` returned something else than a scalar and a number.
+        ValueError: something else than a scalar tensor and a number.
     """
-    if loss_fn is None:
-        return head_loss(outputs), None
-    total, count = loss_fn(outputs, batch)
+    total, number = loss_fn(outputs, batch)
     if not isinstance(total, Tensor) or total.dim():
         raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
-    return at_least_float32(total), torch.as_tensor(count, dtype=torch.float64 if _has_float64(total) else None)
+    return at_least_float32(total), float(number)
 
 
-def _has_float64(tensor: Tensor) -> bool:
-    return tensor.device.type != "mps"
+def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, float | None]:
+    """Forward and loss of a batch on the model's device: (head's mean loss, None), or (sum, targets) of `loss_fn`."""
+    outputs = model(**argument_filter(model)(batch))
+    return (head_loss(outputs), None) if loss_fn is None else own_loss(loss_fn, outputs, batch)
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
@@ -133,6 +121,18 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what a training forward does to buffers (running statistics)."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
 
 
 @contextmanager

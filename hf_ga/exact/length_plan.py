@@ -53,7 +53,7 @@ class ByLength:
         return plan_by_length(lengths, num_processes, limit, cost=self.cost, in_step=self.in_step)
 
     def _time(self, plan: Plan, lengths: np.ndarray) -> int:
-        return int(self.cost.of_processes(plan, lengths).max())
+        return int(self.cost.of_ranks(plan, lengths).max())
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,17 @@ class _Sorted:
     """A window, shortest sample first. A list of cuts, 0 ... n, means the micro-batches between them.
 
     Attributes:
-        widths, prices, own: of each sample: its padded width, what one sample in a micro-batch of that width costs, and what it
-            costs in any micro-batch.
+        widths, prices: of each sample: its padded width, and what one sample in a micro-batch of that width costs.
         most: samples that a micro-batch of that width may have. fixed: cost of a micro-batch beside its samples'.
     """
 
     widths: np.ndarray
     prices: np.ndarray
-    own: np.ndarray
     most: np.ndarray
     fixed: int
 
     def costs(self, cuts: np.ndarray) -> np.ndarray:
-        return np.diff(cuts) * self.prices[cuts[1:] - 1] + np.add.reduceat(self.own, cuts[:-1]) + self.fixed
+        return np.diff(cuts) * self.prices[cuts[1:] - 1] + self.fixed
 
 
 def plan_by_length(
@@ -107,7 +105,7 @@ def plan_by_length(
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
     widths = cost.widths(lengths[order])
-    window = _Sorted(widths, cost.prices(widths), cost.own(lengths[order]), np.maximum(1, max_tokens // widths), cost.fixed)
+    window = _Sorted(widths, cost.prices(widths), np.maximum(1, max_tokens // widths), cost.fixed)
     deal = _in_turns if in_step else longest_first
     best: tuple[int, np.ndarray, list[list[int]]] | None = None
     for cuts in _ways_to_cut(window, num_processes):
@@ -195,9 +193,8 @@ def _of_equal_sizes(window: _Sorted, number: int) -> np.ndarray | None:
 
 def _of_equal_cost(window: _Sorted, number: int) -> np.ndarray | None:
     """At most `number` micro-batches of about the same cost, from the longest sample; None where the limit does not allow that."""
-    whole = window.prices + window.own
-    before = np.append(0, np.cumsum(whole)).tolist()  # cost of all shorter samples
-    prices, most = whole.tolist(), window.most.tolist()
+    before = np.append(0, np.cumsum(window.prices)).tolist()  # cost of all shorter samples
+    prices, most = window.prices.tolist(), window.most.tolist()
     for slack in SLACK:
         cuts = [len(prices)]
         for left in range(number, 0, -1):

@@ -112,6 +112,11 @@ def load_scaler_state(accelerator: Accelerator, state: dict[str, Any] | None) ->
     accelerator.scaler.load_state_dict(state)
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """In what type losses and counts are added up: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float16 and bfloat16 as float32; anything else as it is."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor

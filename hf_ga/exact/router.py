@@ -1,7 +1,7 @@
 """The load-balancing loss of mixtures of experts, exact for any split of a window.
 
-The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the families share it: with E experts, over all T tokens
-of a batch (padding left out) and all layers,
+The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the model families share it: with E experts, over all T
+tokens of a batch (padding left out) and all layers,
 
     loss = E x sum over experts e of f_e P_e,   f_e = (choices of e) / T,   P_e = (sum of the router's probabilities of e) / T
 
@@ -11,7 +11,7 @@ with f and T counted over the whole window first (a pass without gradients), wha
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.precision import sum_dtype
 
 FUNCTION = "load_balancing_loss_func"  # in the modules of all these families, with one meaning
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 @dataclass
-class BalanceCall:
-    """What one call of the function saw, summed over tokens and layers.
+class RouterCounts:
+    """What one call of the balancing loss counts, summed over tokens and layers.
 
     Attributes:
         chosen: float32, shape (experts,): how often each expert was among the chosen. No gradient.
@@ -40,29 +41,24 @@ class BalanceCall:
     num_tokens: Tensor
     value: Tensor
 
-    def times(self, weight: int) -> "BalanceCall":
-        """The sums of a micro-batch that counts `weight` times."""
-        return BalanceCall(self.chosen * weight, self.probability * weight, self.num_tokens * weight, self.value)
+    def flat(self) -> Tensor:
+        """float64, shape (2 x experts + 1,): additive over tokens."""
+        return torch.cat([self.chosen, self.probability, self.num_tokens.reshape(1)]).to(sum_dtype(self.chosen.device))
 
 
-class RouterLoss:
-    """Stands in for the balancing loss of a model while its windows are computed. One object a model.
+class Router:
+    """The balancing loss of one model. While `patched`, the head's own is zero and its calls are kept for `take`.
 
-    Example:
-        router = RouterLoss(model)
-        with router.active():  # coefficients: see `find_coefficients`
-            with torch.no_grad():
-                totals = add_calls([(model(**batch), router.take())[1] for batch in micro_batches])
-            for batch in micro_batches:
-                outputs = model(**batch)  # its loss is without the balancing loss
-                balancing_loss = router.term(router.take(), totals)
+    Attributes:
+        coefficients: of each call of a forward, how much the head weighs it. num_experts: how many experts it counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = {sys.modules[type(module).__module__] for module in model.modules()}
         self._owners = [module for module in modules if hasattr(module, FUNCTION)]
-        self._calls: list[BalanceCall] = []
-        self.coefficients: list[float] = []  # d loss / d value, of each call of a forward: how much the head weighs it
+        self._calls: list[RouterCounts] = []
+        self.coefficients: list[float] = []
+        self.num_experts: list[int] = []
 
     @property
     def is_possible(self) -> bool:
@@ -70,36 +66,52 @@ class RouterLoss:
         return bool(self._owners)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """The head's balancing loss is zero, and its calls are kept for `take`."""
+    def patched(self) -> Iterator[None]:
+        """The head's balancing loss is zero, and its calls are kept."""
         originals = [getattr(owner, FUNCTION) for owner in self._owners]
         try:
             for owner, original in zip(self._owners, originals, strict=True):
-                setattr(owner, FUNCTION, self._stand_in if _is_known(original) else _refused(owner.__name__))
+                known = list(inspect.signature(original).parameters) == ARGUMENTS
+                setattr(owner, FUNCTION, self._count if known else _unsupported(owner.__name__))
             yield
         finally:
             for owner, original in zip(self._owners, originals, strict=True):
                 setattr(owner, FUNCTION, original)
             self._calls.clear()
 
-    def take(self) -> list[BalanceCall]:
+    def take(self) -> list[RouterCounts]:
         """The calls of the last forward."""
         calls, self._calls = self._calls, []
         return calls
 
     def find_coefficients(self) -> None:
         """After forward and backward of one batch: what the head multiplies each call's loss with."""
-        self.coefficients = [0.0 if call.value.grad is None else float(call.value.grad) for call in self.take()]
+        calls = self.take()
+        self.coefficients = [0.0 if call.value.grad is None else float(call.value.grad) for call in calls]
+        self.num_experts = [len(call.chosen) for call in calls]
 
-    def term(self, calls: Sequence[BalanceCall], totals: Sequence[BalanceCall]) -> Tensor:
-        """What a micro-batch adds to the window's loss. calls: of its forward; totals: `add_calls` of the whole window."""
-        terms = [
-            coefficient * len(total.chosen) * (total.chosen / total.num_tokens) @ (call.probability / total.num_tokens)
-            for coefficient, call, total in zip(self.coefficients, calls, totals, strict=True)
-        ]
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers that each call adds to `flat_counts`."""
+        return [2 * experts + 1 for experts in self.num_experts]
+
+    def term(self, calls: Sequence[RouterCounts], totals: Tensor) -> Tensor:
+        """What a forward adds to the window's loss. totals: the sum of `flat_counts` over the window."""
+        terms = []
+        for coefficient, call, part in zip(self.coefficients, calls, totals.float().split(self.sizes), strict=True):
+            chosen, num_tokens = part[: len(call.chosen)], part[-1]
+            terms.append(coefficient * len(chosen) * (chosen / num_tokens) @ (call.probability / num_tokens))
         return torch.stack(terms).sum()
 
-    def _stand_in(
+    def mean(self, totals: Tensor) -> Tensor:
+        """The balancing loss of everything that `totals` counts, a scalar in the type of `totals`."""
+        terms = []
+        for coefficient, experts, part in zip(self.coefficients, self.num_experts, totals.split(self.sizes), strict=True):
+            shares = part[:-1] / part[-1]
+            terms.append(coefficient * experts * shares[:experts] @ shares[experts:])
+        return torch.stack(terms).sum()
+
+    def _count(
         self,
         gate_logits: Sequence[Tensor] | None,
         num_experts: int | None = None,
@@ -112,20 +124,12 @@ class RouterLoss:
         return self._calls[-1].value
 
 
-def add_calls(micro_batches: Sequence[Sequence[BalanceCall]]) -> list[BalanceCall]:
-    """The calls of several forwards, added up call by call."""
-    return [
-        BalanceCall(
-            sum((call.chosen for call in calls), start=torch.zeros_like(calls[0].chosen)),
-            sum((call.probability for call in calls), start=torch.zeros_like(calls[0].probability)),
-            sum((call.num_tokens for call in calls), start=torch.zeros_like(calls[0].num_tokens)),
-            calls[0].value,
-        )
-        for calls in zip(*micro_batches, strict=True)
-    ]
+def flat_counts(calls: Sequence[RouterCounts]) -> Tensor:
+    """The counts of all calls of a forward in one float64 vector, which adds up over micro-batches."""
+    return torch.cat([call.flat() for call in calls])
 
 
-def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None) -> BalanceCall:
+def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None) -> RouterCounts:
     """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts)."""
     device, num_experts = gate_logits[0].device, gate_logits[0].shape[-1]
     chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
@@ -140,21 +144,17 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
         chosen = chosen.scatter_add(0, choices, counted.repeat_interleave(top_k))
         probability = probability + counted @ probabilities.float()
         num_tokens = num_tokens + counted.sum()
-    return BalanceCall(chosen, probability, num_tokens, torch.zeros((), device=device, requires_grad=True))
+    return RouterCounts(chosen, probability, num_tokens, torch.zeros((), device=device, requires_grad=True))
 
 
-def _is_known(function: object) -> bool:
-    return list(inspect.signature(function).parameters) == ARGUMENTS  # type: ignore[arg-type]
-
-
-def _refused(module_name: str) -> object:
-    """In place of a balancing loss of another kind, which is not ours to split."""
+def _unsupported(module_name: str) -> Callable:
+    """In place of a balancing loss with other arguments."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise LossNotAdditive(
-            f"the router's auxiliary loss of {module_name.rpartition('.')[2]} is of a kind of its own: it is not the sum over its "
-            "micro-batches, and how to split it is not known. Set output_router_logits=False (the load is then not balanced), "
-            "or pass loss_fn."
+            f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its "
+            "micro-batches, and hf_ga does not know how to split it. Set output_router_logits=False (the load is then not "
+            "balanced), or pass loss_fn."
         )
 
     return refuse

@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_ga.exact.reduce import is_sharded, sum_over_processes, sum_tensors
-from hf_ga.parallel.sharding import clip_gradients
+from hf_ga.exact.backend import Backend
 
 
 @dataclass
 class StepResult:
-    """What a step did. Before an update, and under fp16, `loss` and `grad_norm` wait for the device when they are read.
+    """What a step did. Before an update, and under fp16, reading `loss` and `grad_norm` waits for the device.
 
     Attributes:
         num_targets: targets of the window over all processes.
@@ -23,7 +21,7 @@ class StepResult:
         overflowed: it was skipped because a gradient was not finite under fp16; the scale was lowered once.
         loss_scale: under fp16 the scale that the gradients of this window had, on the host; None else, or where nothing was scaled.
         nonfinite: it was skipped because its loss or a gradient was not finite (not under fp16, where that is an overflow).
-        cause: then, which samples and which module it came from, in words.
+        cause: then, which samples and which module it came from, as a sentence.
         retries: how often the window was computed again because memory ran out.
     """
 
@@ -44,59 +42,52 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the gradient before clipping, without the loss scale; None if it was not asked for. That of a window
-        that overflowed is inf or NaN: look at `overflowed` before averaging it.
+        """Global L2 norm of the gradient before clipping, without the loss scale; None without clipping. It is inf or
+        NaN for a window that overflowed.
         """
         return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 
 
 def update(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, result: StepResult
 ) -> None:
-    """Remove the loss scale, clip, step; `result` is told. Where the loss or a gradient is not finite, there is no step.
+    """Remove the loss scale, clip, step; writes the outcome to `result`. No step where the loss or a gradient is not finite.
 
     Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared optimizers.
     """
+    accelerator = backend.accelerator
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not _anything_to_update(accelerator, parameters):
+    # Without any gradient a scaler raises an AssertionError. Only FSDP1 may give a rank none of the parameters and another rank
+    # some.
+    if backend.is_true_on_all_shards(not parameters):
         result.skipped = True
         return
     accelerator.unscale_gradients(optimizer)
     if max_grad_norm:
-        result.grad_norm_tensor = clip_gradients(model, parameters, max_grad_norm)
+        result.grad_norm_tensor = backend.clip(model, parameters, max_grad_norm)
     scales = accelerator.scaler is not None and accelerator.scaler.is_enabled()  # then the scaler looks for overflows itself
-    if not scales and not _is_finite(accelerator, parameters, result):
+    if not scales and not _is_finite(backend, parameters, result):
         result.nonfinite = result.skipped = True
         return
     if accelerator.scaler is None:
         optimizer.step()
         return
-    # Read before the step, where the scaler waits for the device anyway to see whether a gradient is not finite. Behind it, it
-    # would wait for the optimizer too.
+    # Read before the step, where the scaler waits for the device anyway; behind it, the read would wait for the optimizer too.
     result.loss_scale = accelerator.scaler.get_scale()
     optimizer.step()
-    # Of this optimizer: `accelerator.optimizer_step_was_skipped` tells of the last steps of all of them.
+    # Of this optimizer: `accelerator.optimizer_step_was_skipped` is about the last steps of all of them.
     result.overflowed = optimizer.step_was_skipped
     if _skips_by_itself(optimizer):
         result.overflowed = accelerator.scaler.get_scale() < result.loss_scale
     result.skipped = result.overflowed
 
 
-def _anything_to_update(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> bool:
-    """Without any gradient a scaler would raise an AssertionError. Only FSDP1's shards may give a process none of the parameters
-    and another one some, so only there the processes ask each other.
-    """
-    if not is_sharded(accelerator) or accelerator.is_fsdp2:
-        return bool(parameters)
-    return bool(sum_over_processes(accelerator, [len(parameters)])[0])
+def _is_finite(backend: Backend, parameters: Sequence[nn.Parameter], result: StepResult) -> bool:
+    """Whether loss and gradients are finite, on all ranks. Waits for the device once, and reads loss and norm in the same transfer:
+    behind the optimizer's step, reading them would wait for that too.
 
-
-def _is_finite(accelerator: Accelerator, parameters: Sequence[nn.Parameter], result: StepResult) -> bool:
-    """Of loss and gradients, the same on all processes. Where they are, the device is waited for once, and what a step tells of is
-    read by the way: behind the optimizer's step, whoever reads it would wait for that too.
-
-    A norm to clip to must be finite itself: one that overflows float32 would clip every gradient to zero. Without clipping a norm
-    is only the quickest question, and one that overflows is no answer.
+    A norm to clip to must be finite itself: one that overflows float32 would clip every gradient to zero. Without clipping, a norm
+    that overflows is no answer, so each gradient is looked at.
     """
     loss = result.loss_tensor
     if result.grad_norm_tensor is not None:
@@ -104,16 +95,10 @@ def _is_finite(accelerator: Accelerator, parameters: Sequence[nn.Parameter], res
         return bool(numbers.isfinite().all())
     gradients = [part for p in parameters if (part := own_part(p.grad)).numel()]
     result.loss_tensor, _ = numbers = torch.stack([loss, torch.nn.utils.get_total_norm(gradients).to(loss)]).cpu()
-    if _everywhere(accelerator, numbers.isfinite().all()):
+    if backend.is_true_on_all_shards(numbers.isfinite().all()):
         return True
-    return _everywhere(accelerator, torch.stack([loss.isfinite(), *(g.isfinite().all().to(loss.device) for g in gradients)]).all())
-
-
-def _everywhere(accelerator: Accelerator, is_true: Tensor) -> bool:
-    """Without FSDP all processes have the same gradients; with it, each knows of its own shards."""
-    if not is_sharded(accelerator):
-        return bool(is_true)
-    return not sum_tensors(accelerator, [is_true.logical_not().to(accelerator.device)])[0]
+    each = [loss.isfinite(), *(g.isfinite().all().to(loss.device) for g in gradients)]
+    return backend.is_true_on_all_shards(torch.stack(each).all())
 
 
 def own_part(gradient: Tensor) -> Tensor:

@@ -1,1 +1,4 @@
-"""Several processes: FSDP1, FSDP2, sharded checkpoints, what the ranks agree on."""
+"""Several processes: FSDP's backend of the exact step, sharded checkpoints, and helpers that run on all ranks.
+
+The rest of the package never asks which engine runs: `backend_for` answers once.
+"""

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object, get_int_from_
 from transformers.utils import logging
 
 from hf_ga.errors import CheckpointError, ConfigError, HfGaError
-from hf_ga.exact.reduce import sum_over_processes
+from hf_ga.exact.backend import sum_over_ranks
 
 # Seconds in which the main process can say what is wrong for all, before another one says it.
 PATIENCE = 5.0
@@ -64,7 +64,7 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         failure = str(error)
         if accelerator.num_processes == 1:
             raise
-    if accelerator.num_processes > 1 and any(sum_over_processes(accelerator, [failure is not None])):  # one number, mostly 0
+    if accelerator.num_processes > 1 and any(sum_over_ranks(accelerator, [failure is not None])):  # one number, mostly 0
         raise CheckpointError(next(filter(None, gather_object([failure]))))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
@@ -41,7 +41,7 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     return {**batch, "labels": labels}
 
 
-def separating_parts(batch: Batch, num_samples: int) -> dict[str, Any]:
+def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
     """Also mask in a copy the targets of a second mean, in other samples than those of the first: a start beyond the text in A, an
     end beyond it and a sentence label of -100 in B. A batch without such entries stays.
     """
@@ -93,69 +93,8 @@ def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
     return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
 
 
-def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """The most likely reason why a loss is not additive, in words."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch"
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
-    if getattr(config, "expert_capacity", None):
-        return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
-    if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
-        return "the loss is a sum, not a mean"
-    return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
-
-
-def no_single_rule(
-    model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], probes: dict[str, Probe]
-) -> str:
-    """Why none, or more than one, of the rules is taken."""
-    if fitting:
-        return (
-            f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
-            "prove_targets more samples of different lengths, or pass loss_fn."
-        )
-    losses = {name: probe[0] for name, probe in probes.items()}
-    shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
-    numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, off by {residuals[rule]:.1e}" for rule in residuals)
-    return (
-        f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
-        f"{shown}). Likely cause: {likely_cause(model, losses)}. "
-        "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
-    )
-
-
-def unlike_in_another_order(model: nn.Module, loss: float, rounding: float, limit: float) -> str:
-    """Why a model is refused whose loss is not even that of the same samples in another order."""
-    cause = likely_cause(model, None) if loss == loss else "the loss is NaN, a mean over nothing"
-    return (
-        f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
-        f"{limit:.0e}). Likely cause: {cause}, or computing in low precision."
-    )
-
-
-def unknown_router_loss(residual: float) -> str:
-    """Why a mixture of experts is refused."""
-    return (
-        f"the router's auxiliary loss is not the one that is known (off by {residual:.1e} relative). Set "
-        "output_router_logits=False (the load is then not balanced), or pass loss_fn."
-    )
-
-
-def unlike_without_padding(distance: float) -> str:
-    """Why a model is refused for which not even one width for all micro-batches is enough."""
-    return (
-        f"a batch without any padding is computed in another way than one with padding (off by {distance:.1e} relative), so a "
-        "micro-batch of equal lengths differs from the same samples among shorter ones. Likely cause: an argument that the model's "
-        "own processor gives is missing (token_type_ids), or its attention mask is left out where it is all ones. Remedy: give it, "
-        "or let the collate function pad every batch to one width, larger than the longest sample."
-    )
-
-
 def applicable_rules(arguments: Batch) -> list[str]:
-    """The rules of `terms.RULES` that can count a batch with these arguments of the model."""
+    """The rules of `loss.COUNTING_RULES` that can count a batch with these arguments of the model."""
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]
@@ -166,7 +105,7 @@ def applicable_rules(arguments: Batch) -> list[str]:
 
 
 def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
-    """How far the weighted A and B together are from the weighted A+B."""
+    """The relative error of the weighted A and B together against the weighted A+B."""
     counted = counts[2] if is_sum else all(counts)  # a part of a sum may weigh nothing (a class weight of 0), a mean may not
     if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
         return float("inf")
@@ -174,16 +113,19 @@ def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> f
         (loss * weight, 0.0, torch._foreach_mul(gradients, weight))
         for (loss, _, gradients), weight in zip(probes, [1.0] * 3 if is_sum else map(float, counts), strict=True)
     )
-    return off((a[0] + b[0], 0.0, torch._foreach_add(a[2], b[2])), whole)
+    return relative_error((a[0] + b[0], 0.0, torch._foreach_add(a[2], b[2])), whole)
 
 
-def off(probe: Probe, reference: Probe) -> float:
+def relative_error(probe: Probe, reference: Probe) -> float:
     """The largest relative difference of the loss and of every parameter's gradient (with the floor); a NaN counts as infinite."""
-    off_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
+    of_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
     differences = torch._foreach_sub(probe[2], reference[2])
     distance, size = (torch.stack(torch._foreach_norm(tensors)).double().cpu() for tensors in (differences, reference[2]))
     scale = size + FLOOR * size.norm()
-    worst = torch.maximum(
-        (distance / scale.clamp(min=1e-30)).max(), torch.tensor(off_loss).double()
-    )  # a NaN stays, unlike in max()
+    worst = torch.maximum((distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double())  # a NaN stays, unlike in max()
     return float(worst.nan_to_num(nan=float("inf")))
+
+
+def same_shapes(batch: Batch, other: Batch) -> bool:
+    """Whether all tensors of two batches agree in shape."""
+    return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())

@@ -1,13 +1,13 @@
 """Where a number that is not finite comes from: the samples and the first module, found by running a window's forwards again.
 
-It runs only where a window's loss or gradient was not finite, so it may be slow. Each process searches its own share and they
-exchange what they found, so that all say the same.
+It runs only where a window's loss or gradient was not finite, so it may be slow. Each rank searches its own share, and the
+ranks exchange what they found, so that all report the same.
 """
 
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from hf_ga.exact.forward import LossFunction, accepted_arguments, callable_module, run_forward
+from hf_ga.exact.backend import Backend
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.forward import callable_module, restored_buffers
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.gradients import Forward, as_many_as_others, keyed_batches
-from hf_ga.exact.places import restored_buffers
-from hf_ga.exact.reduce import is_sharded
-from hf_ga.exact.router import add_calls
-from hf_ga.exact.terms import count_targets, window_term
+from hf_ga.exact.hooks import Call
+from hf_ga.exact.loss import Loss
+from hf_ga.exact.step import Forward
 from hf_ga.exact.update import own_part
-from hf_ga.exact.windows import Window
-from hf_ga.proof.targets import TargetRule
+from hf_ga.exact.window import Window
+from hf_ga.parallel.fsdp import backend_for
 
 ON_NONFINITE = ("stop", "skip")
 MOST_NAMED = 8  # sample ids in a message
@@ -41,11 +41,15 @@ NEARLY_OVERFLOWS = 1e18  # its square is near the end of float32
 class Case:
     """What was computed when the number came out."""
 
-    accelerator: Accelerator
+    backend: Backend
     model: nn.Module
     window: Window
-    rule: TargetRule
-    loss_fn: LossFunction | None
+    loss: Loss
+    dropout: KeyedDropout
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.backend.is_sharded
 
 
 @dataclass
@@ -53,12 +57,12 @@ class Seen:
     """One forward, run again.
 
     Attributes:
-        modules: those whose output was not finite, in the order in which they ended.
+        call: of which micro-batch. modules: those whose output was not finite, in the order in which they ended.
         parameter: one whose gradient was not finite, the last in the order of the model, where a backward was run.
         largest: the largest absolute gradient, the parameter that has it, and the samples.
     """
 
-    forward: Forward
+    call: Call
     is_finite: bool
     modules: list[str]
     parameter: str | None = None
@@ -83,27 +87,23 @@ class Found:
 
 
 def find_cause(
-    accelerator: Accelerator,
-    model: nn.Module,
-    window: Window,
-    rule: TargetRule,
-    loss_fn: LossFunction | None,
-    loss: float,
+    accelerator: Accelerator, model: nn.Module, window: Window, loss: Loss, dropout: KeyedDropout, mean_loss: float
 ) -> str:
     """One line that says which samples of the window, and which module or parameter, gave a number that is not finite.
 
-    All processes must call it, with the weights of the window; all get the same text. Weights, buffers, random states and modes
-    stay; gradients of the model are what they were.
+    All ranks must call it, with the weights of the window; all get the same text. Weights, buffers, random states and modes stay;
+    gradients of the model are what they were.
 
     Args:
-        loss: mean loss of the window. If it is finite, it was the gradient that is not.
+        window: as it was computed. loss: how its micro-batches were added up. dropout: the model's.
+        mean_loss: of the window. If it is finite, it was the gradient that is not.
     """
-    window = window.padded_to_window() if rule.pad_to_window else window
-    case = Case(accelerator, model, window.memory.fitting(window), rule, loss_fn)
+    backend = backend_for(accelerator)
+    case = Case(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout)
     with _untouched(case):
-        found = _guarded_search(case, backward=math.isfinite(loss))
+        found = _guarded_search(case, backward=math.isfinite(mean_loss))
     everybody = gather_object([found]) if accelerator.num_processes > 1 else [found]
-    return _in_words(case, loss, everybody)
+    return _in_words(case, mean_loss, everybody)
 
 
 @contextmanager
@@ -116,8 +116,6 @@ def _untouched(case: Case) -> Iterator[None]:
         stack.enter_context(restored_buffers(case.model))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
-        stack.enter_context(case.rule.places.active())
-        stack.enter_context(nullcontext() if case.rule.router is None else case.rule.router.active())
         try:
             yield
         finally:
@@ -126,28 +124,30 @@ def _untouched(case: Case) -> Iterator[None]:
 
 
 def _guarded_search(case: Case, *, backward: bool) -> Found:
-    """A search that fails is told, as the others wait for its result; under FSDP they meet in every forward, so it just ends."""
+    """A search that fails is part of its result, for which the other ranks wait. Under FSDP, where forwards are collectives, it
+    raises.
+    """
     try:
         return _search(case, backward=backward)
     except Exception as error:
-        if is_sharded(case.accelerator):
+        if case.is_sharded:
             raise
         return Found(weights=_bad_weights(case.model), failure=f"{type(error).__name__}: {error}")
 
 
 def _search(case: Case, *, backward: bool) -> Found:
-    """Micro-batch by micro-batch, then sample by sample in those that are bad (not under FSDP, where forwards are meetings)."""
+    """Micro-batch by micro-batch, then sample by sample in those that are bad (not under FSDP, where forwards are collectives)."""
     found = Found(weights=_bad_weights(case.model))
     seen = _run(case, case.window, backward=backward)
-    if backward and is_sharded(case.accelerator):
+    if backward and case.is_sharded:
         _exchange_parameters(case.model, seen)  # of a gradient in shards, what is bad may lie on another process
-    bad, alone = [one for one in seen if one.is_bad and one.forward.weight], []
+    bad, alone = [one for one in seen if one.is_bad and one.call.weight], []
     for one in bad:
-        singles = [] if is_sharded(case.accelerator) else _run(case, _sample_by_sample(case.window, one), backward=backward)
+        singles = [] if case.is_sharded else _run(case, _sample_by_sample(case.window, one), backward=backward)
         seen += singles
         alone += (causes := [single for single in singles if single.is_bad])
         ids, causes = (found.alone, causes) if causes else (found.together, [one])
-        ids += [int(i) for cause in causes for i in cause.forward.micro_batch.sample_ids]
+        ids += [int(i) for cause in causes for i in cause.call.micro_batch.sample_ids]
     # A module whose output is not finite in a good forward too means it so: a mask of minus infinities.
     healthy = {module for one in seen if not one.is_bad for module in one.modules}
     causes = alone or bad
@@ -158,47 +158,36 @@ def _search(case: Case, *, backward: bool) -> Found:
 
 
 def _sample_by_sample(window: Window, seen: Seen) -> Window:
-    return window.split([np.array([offset]) for offset in seen.forward.micro_batch.positions - window.positions[0]])
+    return window.split([np.array([offset]) for offset in seen.call.micro_batch.positions - window.positions[0]])
 
 
 def _run(case: Case, window: Window, *, backward: bool) -> list[Seen]:
-    """The window's forwards on this process, with their own dropout. Gradients are left behind."""
-    forwards, seen = _forwards(case, window), []
-    batches = keyed_batches(case.accelerator, window, case.rule, [f.micro_batch for f in forwards])
-    with _watched(case.model) as modules, torch.set_grad_enabled(backward):
-        for batch, forward in zip(batches, forwards, strict=True):
+    """The window's forwards on this rank, with their own dropout. Gradients are left behind."""
+    calls, seen = _calls(case, window), []
+    forward = Forward(case.backend.accelerator, case.model, window, (case.loss, case.dropout))
+    with forward.scope(), _watched(case.model) as modules, torch.set_grad_enabled(backward):
+        for planned in calls:
             modules.clear()
-            loss = _loss(case, batch, forward)
-            one = Seen(forward, _is_finite(loss), list(modules))
+            with case.backend.accelerator.autocast():
+                call, outputs = forward(planned)
+                tally = case.loss.tally(outputs, call)
+                loss = case.loss.mean_of(tally) if case.loss.targets_of(tally) else torch.zeros(())
+            one = Seen(call, _is_finite(loss), list(modules))
             if backward and loss.requires_grad:
-                _look_at_gradients(case.model, loss * forward.weight, one)
+                _look_at_gradients(case.model, loss * call.weight, one)
             seen.append(one)
     return seen
 
 
-def _forwards(case: Case, window: Window) -> list[Forward]:
-    """As in the step: micro-batches without targets are left out, and under FSDP all processes run equally many."""
-    if case.loss_fn is not None:
-        return as_many_as_others(case.accelerator, window, [Forward(m, ()) for m in window.micro_batches])
-    rule = case.rule
-    forwards = [Forward(m, count_targets(rule.name, m.batch, len(m))) for m in window.micro_batches]
-    wanted = [forward for forward in forwards if any(forward.counts) or rule.router]
-    return as_many_as_others(case.accelerator, window, wanted, rule)
-
-
-def _loss(case: Case, batch: dict[str, Any], forward: Forward) -> Tensor:
-    """Of one micro-batch, divided by its own targets; zero without targets."""
-    module, rule = callable_module(case.model), case.rule
-    with case.accelerator.autocast():
-        if case.loss_fn is not None:
-            total, number = run_forward(module, batch, case.loss_fn)
-            return total / number if float(number) else torch.zeros(())
-        outputs = module(**accepted_arguments(case.model, batch))
-        term = torch.as_tensor(window_term(rule.name, outputs, batch, forward.counts, forward.counts))
-        if rule.router is not None:
-            calls = rule.router.take()
-            term = term + rule.router.term(calls, add_calls([calls]))
-    return term
+def _calls(case: Case, window: Window) -> list[Call]:
+    """As in the step: micro-batches without targets are left out, and under FSDP all ranks make equally many forwards."""
+    micro_batches = window.micro_batches
+    if case.loss.counts_in_forward:
+        calls = [Call(m) for m in micro_batches]
+    else:
+        counted = [Call(m, counts=case.loss.count(m.batch, len(m))) for m in micro_batches]
+        calls = [call for call in counted if case.loss.contributes(call.counts)]
+    return case.backend.equalize(window, calls, case.loss)
 
 
 def _look_at_gradients(model: nn.Module, loss: Tensor, seen: Seen) -> None:
@@ -211,7 +200,7 @@ def _look_at_gradients(model: nn.Module, loss: Tensor, seen: Seen) -> None:
         if not _is_finite(gradient):
             seen.parameter = _plain_name(name)  # the last one is kept: gradients flow from the loss backwards
         else:
-            ids = seen.forward.micro_batch.sample_ids.tolist()
+            ids = seen.call.micro_batch.sample_ids.tolist()
             seen.largest = max(seen.largest, (float(gradient.abs().max()), _plain_name(name), ids))
 
 
@@ -264,7 +253,7 @@ def _in_words(case: Case, loss: float, everybody: Sequence[Found]) -> str:
     if alone or together:
         said.append(_where(case, is_finite, everybody))
         said += [f"it comes from {_samples(alone)}"] * bool(alone)
-        why = "single ones are not tried under FSDP" if is_sharded(case.accelerator) else "none of them is so alone"
+        why = "single ones are not tried under FSDP" if case.is_sharded else "none of them is so alone"
         said += [f"it comes from a whole micro-batch, of {_samples(together)}; {why}"] * bool(together)
     else:
         said.append(_nothing_found(is_finite, everybody))
@@ -282,7 +271,7 @@ def _where(case: Case, is_finite: bool, everybody: Sequence[Found]) -> str:
         return f"the gradient of {parameter} is not" + (f", and {first}" if first else "")
     if first:
         return first
-    return f"the outputs of all modules are finite, so it came out of {'the sum' if case.loss_fn is None else 'loss_fn'}"
+    return f"the outputs of all modules are finite, so it came out of {'loss_fn' if case.loss.name == 'loss_fn' else 'the sum'}"
 
 
 def _samples(ids: Sequence[int]) -> str:
@@ -297,4 +286,4 @@ def _nothing_found(is_finite: bool, everybody: Sequence[Found]) -> str:
             f"those of its micro-batches are finite, up to {largest:.3g} in {name} for that of {_samples(ids)}, but their sum or "
             "its norm overflows float32"
         )
-    return "the same forwards again gave finite numbers: look for draws that are not keyed, hooks, or a device that fails"
+    return "the same forwards again gave finite numbers: look for random draws that are not keyed, hooks, or a failing device"

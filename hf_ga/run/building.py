@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from transformers import PretrainedConfig, get_scheduler
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.labels import class_weights
+from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.exact.layout import scaled_learning_rate
-from hf_ga.exact.reduce import is_sharded
-from hf_ga.exact.streaming import StreamLoader
+from hf_ga.parallel.fsdp import full_state_dict, is_sharded, prepare
 from hf_ga.parallel.processes import raise_on_all_ranks
-from hf_ga.parallel.sharding import full_state_dict, prepare
-from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import weights_sha256
 from hf_ga.run.adapters import Part, add_lora, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
@@ -34,6 +32,9 @@ from hf_ga.run.outputs import best_sha256, save_best
 from hf_ga.run.readers import make_reader
 from hf_ga.run.run import Run
 from hf_ga.run.train_windows import check_tokens, train_windows
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.training import prove_targets
 
 NUM_PROOF_SAMPLES = 64
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
@@ -57,7 +58,7 @@ FREE_TO_CHANGE = {
     "gradient_checkpointing",
     "torch_compile",
     "padding_free",
-    "sync_each_micro_batch",
+    "fsdp_reduce_each_micro_batch",
     "resume_with_changes",
     "on_nonfinite",
     "per_device_train_batch_size",
@@ -92,7 +93,7 @@ def build_run(
     model = build_model(config, accelerator, data, model_config, dtype)
     size = _size(model)  # before it is cut into shards
     head_rule, rule = _proven(config, accelerator, model, data, loss_fn)
-    windows = train_windows(config, accelerator, data, model_config, rule)
+    windows = train_windows(config, accelerator, data, rule)
     optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
@@ -121,8 +122,8 @@ def build_run(
         save_steps=config.save_steps or once_per_epoch,
         save_total_limit=config.save_total_limit,
         max_grad_norm=config.max_grad_norm or None,
-        sync_each_micro_batch=config.sync_each_micro_batch,
-        allow_unkeyed=config.allow_unkeyed,
+        fsdp_reduce_each_micro_batch=config.fsdp_reduce_each_micro_batch,
+        allow_split_dependent_randomness=config.allow_split_dependent_randomness,
         on_nonfinite=config.on_nonfinite,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
@@ -130,17 +131,14 @@ def build_run(
 
 def _proven(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
-) -> tuple[TargetRule, TargetRule]:
+) -> tuple[ProvenLoss, ProvenLoss]:
     """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
-    more = {"allow_unkeyed": config.allow_unkeyed, "padding_free": config.padding_free}
-    if config.padding_free is None:  # where it was measured
-        more["padding_free"] = accelerator.device.type == "cpu" and not is_sharded(accelerator) and not config.torch_compile
+    more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
+    if config.torch_compile or is_sharded(accelerator):  # never tried with packing
+        more["speed_ups"] = [LeanForward(), ChunkedLoss()]
     samples = proof_samples(data, "train")
     head_rule = prove_targets(model, samples, data.collate, **more)
-    rule = head_rule if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
-    if config.padding_free is None:  # nobody asked, so nobody is told why not
-        head_rule, rule = replace(head_rule, not_packed=""), replace(rule, not_packed="")
-    return head_rule, rule
+    return head_rule, head_rule if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
 
 
 def _size(model: nn.Module) -> str:
@@ -200,7 +198,7 @@ def _warmup_steps(config: FinetuneConfig, max_steps: int) -> int:
 
 
 def make_evaluator(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, rule: TargetRule
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, rule: ProvenLoss
 ) -> Callable[..., dict[str, float]]:
     def measure(split: str = "validation") -> dict[str, float]:
         windows = evaluation_windows(
@@ -209,7 +207,7 @@ def make_evaluator(
             accelerator=accelerator,
             batch_size=config.per_device_eval_batch_size,
             lengths=data.splits[split]["length"],
-            rule=rule,
+            proven=rule,
         )
         reader = make_reader(config, accelerator, model, data, split)
         return evaluate(accelerator, model, windows, rule, metrics=data.task.metrics, reader=reader)

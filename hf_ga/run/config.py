@@ -107,10 +107,10 @@ class FinetuneConfig:
     num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
-    sync_each_micro_batch: bool = option(False, "FSDP: reduce gradients in every micro-batch: less memory, more traffic.")
+    fsdp_reduce_each_micro_batch: bool = option(False, "FSDP: reduce gradients in every micro-batch: less memory, more traffic.")
     on_nonfinite: str = option("stop", f"Where a loss or gradient is not finite, one of: {', '.join(ON_NONFINITE)} (the window).")
     seed: int = option(0, "Of order, dropout and initial weights.")
-    allow_unkeyed: bool = option(False, "Train although some random draws depend on how the window is split.")
+    allow_split_dependent_randomness: bool = option(False, "Train although some random draws depend on how the window is split.")
     deterministic: bool = option(False, "Only deterministic kernels (on a GPU slower, and bit for bit repeatable).")
     # evaluation and output
     per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")

@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import check_supported
 from hf_ga.exact.precision import enable_fp16_on_cpu, precision_name
-from hf_ga.exact.reduce import check_supported, is_sharded
+from hf_ga.parallel.fsdp import enable_fsdp_on_cpu, full_state_dict, is_sharded, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
     check_agreement,
@@ -29,8 +30,6 @@ from hf_ga.parallel.processes import (
     share_cores,
     silence_other_ranks,
 )
-from hf_ga.parallel.sharding import enable_fsdp_on_cpu, full_state_dict, prepare
-from hf_ga.proof.targets import prove_targets
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint
@@ -49,6 +48,7 @@ from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
 from hf_ga.speed.compiling import compile_layers
+from hf_ga.training import prove_targets
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
     if config.torch_compile:
-        print_on_main(accelerator, f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
+        print_on_main(accelerator, f"{compile_layers(run.model, run.rule.dropout)} layers compiled, in the first windows")
     check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
-    print_on_main(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.places.places)} places")
+    print_on_main(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.dropout.sites)} sites")
     if data.unigram_entropy is not None:
         print_on_main(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
@@ -197,7 +197,7 @@ def _finish(
         "changes": progress.changes,
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
-        "most_tokens_in_a_micro_batch": run.windows.memory.elements,  # None: memory never ran out
+        "most_tokens_in_a_micro_batch": run.windows.state.memory.elements,  # None: memory never ran out
         "precision": precision_name(accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
@@ -237,7 +237,8 @@ def _evaluate_only(
     model = build_model(config, accelerator, data, model_config, torch.float32)
     results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
     rules = {  # how targets are counted; nothing is drawn in an evaluation
-        split: prove_targets(model, proof_samples(data, split), data.collate, allow_unkeyed=True) for split in data.splits
+        split: prove_targets(model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True)
+        for split in data.splits
     }
     model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
     if accelerator.is_main_process:

@@ -8,9 +8,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, NonFinite, RunStopped
+from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
-from hf_ga.exact.reduce import sum_over_processes
-from hf_ga.exact.windows import Window
+from hf_ga.exact.window import Window
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.latest import newest
 from hf_ga.recovery.signals import StopRequest, stop_requests
@@ -76,10 +76,10 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         window,
         scheduler=run.scheduler,
         max_grad_norm=run.max_grad_norm,
-        sync_each_micro_batch=run.sync_each_micro_batch,
+        fsdp_reduce_each_micro_batch=run.fsdp_reduce_each_micro_batch,
         targets=run.rule,
         loss_fn=run.loss_fn,
-        allow_unkeyed=run.allow_unkeyed,
+        allow_split_dependent_randomness=run.allow_split_dependent_randomness,
         on_nonfinite="skip",  # to stop here, where more is known of the run
     )
     if result.nonfinite:
@@ -87,7 +87,7 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     loss, grad_norm = result.loss, result.grad_norm  # waits for the device
     seconds = time.perf_counter() - began
     tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, asked = sum_over_processes(run.accelerator, [tokens, request.came])
+    tokens, asked = sum_over_ranks(run.accelerator, [tokens, request.came])
     _count(progress, result)
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
@@ -109,7 +109,7 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
 
 def _tell_memory(run: Run, result: StepResult) -> None:
     """Once in a run: that memory ran out for the first time."""
-    memory = run.windows.memory
+    memory = run.windows.state.memory
     if 0 < memory.num_retries == result.retries and run.accelerator.is_main_process:  # above the progress bar
         tqdm.write(str(memory))
 
@@ -142,7 +142,7 @@ def _count(progress: Progress, result: StepResult) -> None:
 
 def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
     """Where a stop was asked for, also behind the last window (in its evaluation, or while it was saved)."""
-    (asked,) = sum_over_processes(run.accelerator, [request.came])
+    (asked,) = sum_over_ranks(run.accelerator, [request.came])
     if asked:
         run.accelerator.end_training()
         raise RunStopped(

@@ -49,7 +49,7 @@ class CrossEntropySum:
         loss = F.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
         return loss, _count(labels, weights)
 
-    def count(self, batch: Batch) -> float:
+    def count_targets(self, batch: Batch) -> float:
         """The number alone, which no forward is needed for: of a batch on the host without a wait for the device."""
         weights = None if self.weights is None else self.weights.double()
         return float(_count(self._labels(batch, weights), weights))

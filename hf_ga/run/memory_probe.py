@@ -9,13 +9,12 @@ import torch
 from hf_ga.data.data import PreparedData
 from hf_ga.errors import HfGaError, OutOfMemory
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.forward import restored_modes
+from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.layout import AUTO
 from hf_ga.exact.memory import is_out_of_memory, size_of
-from hf_ga.exact.places import restored_buffers
-from hf_ga.exact.reduce import is_sharded
-from hf_ga.exact.windows import Window
+from hf_ga.exact.window import Window
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.latest import newest
 from hf_ga.run.config import FinetuneConfig
@@ -33,7 +32,7 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
     Raises:
         OutOfMemory: a single sample does not fit or, under FSDP, the micro-batch.
     """
-    is_auto, memory = config.per_device_train_batch_size == AUTO, run.windows.memory
+    is_auto, memory = config.per_device_train_batch_size == AUTO, run.windows.state.memory
     if is_sharded(run.accelerator):
         memory.elements = None  # of a checkpoint without FSDP: here nothing can be cut
     elif not is_auto or memory.elements is not None:
@@ -47,8 +46,8 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
             window,
             targets=run.rule,
             loss_fn=run.loss_fn,
-            allow_unkeyed=run.allow_unkeyed,
-            sync_each_micro_batch=run.sync_each_micro_batch,
+            allow_split_dependent_randomness=run.allow_split_dependent_randomness,
+            fsdp_reduce_each_micro_batch=run.fsdp_reduce_each_micro_batch,
         )
     run.model.zero_grad(set_to_none=True)
     if is_auto:
@@ -102,7 +101,7 @@ def _longest_samples(config: FinetuneConfig, run: Run, data: PreparedData) -> Wi
         most_micro_batches=1,
     )
     fetcher = Fetcher(data.samples("train"), data.collate)
-    return Window(request, fetcher, fetcher[request], memory=run.windows.memory)
+    return Window(request, fetcher, fetcher[request], state=run.windows.state)
 
 
 @contextmanager

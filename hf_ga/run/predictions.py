@@ -25,9 +25,9 @@ from hf_ga.data.data import PreparedData, prepare_unlabelled
 from hf_ga.data.row_checks import located, with_row_numbers
 from hf_ga.data.spans import read_answers
 from hf_ga.errors import OutOfMemory
-from hf_ga.exact.forward import accepted_arguments, callable_module, restored_modes
+from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.exact.memory import is_out_of_memory
-from hf_ga.exact.reduce import is_sharded
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.generation import continuations, generated_targets
 
@@ -154,7 +154,7 @@ def _of_batch(
     if kind == "target":
         limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
         return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, **limits)]
-    outputs = callable_module(model)(**accepted_arguments(model, batch))
+    outputs = callable_module(model)(**argument_filter(model)(batch))
     if kind == "answers":
         answers = read_answers(outputs, samples)
         return [{"answer": a.text, "score": a.score, "start": a.start, "end": a.end} for a in answers]

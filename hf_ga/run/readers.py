@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.spans import read_answers
-from hf_ga.exact.windows import MicroBatch
+from hf_ga.exact.batches import MicroBatch
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
 from hf_ga.run.generation import generated_targets

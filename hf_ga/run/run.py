@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction
-from hf_ga.exact.streaming import StreamLoader
-from hf_ga.exact.windows import WindowLoader
-from hf_ga.proof.targets import TargetRule
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.proof.targets import ProvenLoss
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader | StreamLoader
-    rule: TargetRule
+    rule: ProvenLoss
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
     save_best: Callable[[], str | None]
@@ -71,7 +71,7 @@ class Run:
     save_steps: int
     save_total_limit: int
     max_grad_norm: float | None
-    sync_each_micro_batch: bool
-    allow_unkeyed: bool
+    fsdp_reduce_each_micro_batch: bool
+    allow_split_dependent_randomness: bool
     on_nonfinite: str
     identity: dict[str, Any]

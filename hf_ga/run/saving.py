@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.precision import load_scaler_state, scaler_state
-from hf_ga.exact.reduce import is_sharded
-from hf_ga.exact.windows import WindowLoader
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.parallel.shards import save_shards
 from hf_ga.recovery.checkpoint import (

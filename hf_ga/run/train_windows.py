@@ -6,20 +6,19 @@ from operator import itemgetter
 
 import numpy as np
 from accelerate import Accelerator
-from transformers import PretrainedConfig
 
 from hf_ga.data.collation import collate_to_multiple
 from hf_ga.data.data import PreparedData
+from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.base_loader import check_limit
 from hf_ga.exact.costs import cost_model
 from hf_ga.exact.fetch import Splitter
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import plan_window
-from hf_ga.exact.streaming import StreamLoader
-from hf_ga.exact.windows import WindowLoader
+from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.processes import print_on_main
-from hf_ga.proof.targets import TargetRule
+from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
 
 NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are described, at most: planning them takes less than a second
@@ -54,22 +53,21 @@ def check_tokens(config: FinetuneConfig, data: PreparedData) -> None:
 
 
 def train_windows(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, rule: TargetRule
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, proven: ProvenLoss
 ) -> WindowLoader | StreamLoader:
     """The loader of the training samples, planned by length; how is said."""
-    windows = _loader(config, accelerator, data, model_config, rule)
+    windows = _loader(config, accelerator, data, proven)
     print_on_main(accelerator, described(windows, windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)))
     return windows
 
 
 def _loader(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, rule: TargetRule
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, proven: ProvenLoss
 ) -> WindowLoader | StreamLoader:
     """Micro-batches of similar lengths, as wide as the device likes."""
     layout, collate = config.layout(accelerator.num_processes), data.collate
-    hidden_size = getattr(model_config.get_text_config(), "hidden_size", None)
-    cost = cost_model(accelerator.device.type, hidden_size, packed=rule.packing is not None)
-    if cost.multiple > 1 and not rule.pad_to_window:  # where the width counts, it is that of the samples
+    cost = cost_model(accelerator.device.type)
+    if cost.multiple > 1 and not proven.pad_to_window:  # where the width counts, it is that of the samples
         multiple = {"multiple": cost.multiple, "most": config.sequence_length}
         collate = partial(collate_to_multiple, collate=collate, pad_token_id=data.tokenizer.pad_token_id, **multiple)
     if data.stream is not None:
@@ -84,10 +82,9 @@ def _loader(
             shuffle_buffer_size=config.shuffle_buffer_size,
             length_of=itemgetter("length"),
             max_tokens_per_micro_batch=config.max_tokens_per_micro_batch or layout.micro_batch_size * longest,
-            cost=cost,
             drop_last_window=config.drop_last_window,
             num_workers=config.dataloader_num_workers,
-            pad_to_window=rule.pad_to_window,
+            pad_to_window=proven.pad_to_window,
         )
     return WindowLoader(
         data.samples("train"),
@@ -100,10 +97,9 @@ def _loader(
         # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
         target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        cost=cost,
         drop_last_window=config.drop_last_window,
         num_workers=config.dataloader_num_workers,
-        pad_to_window=rule.pad_to_window,
+        pad_to_window=proven.pad_to_window,
     )
 
 
@@ -115,7 +111,7 @@ def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
     order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
     starts = range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]
     chosen = (lengths[order[start : start + size]] for start in starts)
-    return _described(windows.splitter, chosen, windows.pad_to_window)
+    return _described(windows.splitter, chosen, windows.state.pad_to_window)
 
 
 def _described(splitter: Splitter, windows: Iterable[np.ndarray], pads_to_window: bool) -> str:
@@ -125,7 +121,7 @@ def _described(splitter: Splitter, windows: Iterable[np.ndarray], pads_to_window
     for lengths in windows:
         widths = np.full_like(lengths, lengths.max()) if pads_to_window else lengths
         plan, in_order = splitter.plan(lengths, pads_to_window), plan_window(len(lengths), processes, micro_batch)
-        costs = planner.cost.of_processes(plan, widths)
+        costs = planner.cost.of_ranks(plan, widths)
         real, padded = real + int(lengths.sum()), padded + planner.cost.padded_tokens(plan, widths)
         unsorted += planner.cost.padded_tokens(in_order, widths)
         largest, mean = largest + costs.max(), mean + costs.mean()

@@ -5,19 +5,21 @@ share what was compiled, and a start takes seconds.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import unwrapped
-from hf_ga.proof.targets import TargetRule
 
 
-def compile_layers(model: nn.Module, rule: TargetRule) -> int:
+def compile_layers(model: nn.Module, dropout: KeyedDropout) -> int:
     """Compile the layers of `model` in place, for any length. Names, weights and what is saved stay as they are.
 
     Call it after `prove_targets`, whose hooks need plain modules; compiling itself happens in the first window.
+
+    Args:
+        dropout: as proven.
 
     Returns:
         how many layers.
@@ -26,10 +28,10 @@ def compile_layers(model: nn.Module, rule: TargetRule) -> int:
         ConfigError: the model draws dropout, whose masks are keyed by hooks and functions that a compiler does not see, it names no
             layers, or it checkpoints activations.
     """
-    if not rule.places.is_empty:
-        place = next(iter(rule.places.places.values())).name
+    if dropout.sites:
+        site = next(iter(dropout.sites.values())).name
         raise ConfigError(
-            f"torch_compile needs a model without dropout, but this one draws at {len(rule.places.places)} places ({place} first), "
+            f"torch_compile needs a model without dropout, but this one draws at {len(dropout.sites)} sites ({site} first), "
             "where compiled code would not draw the masks that belong to the samples: set the dropout probabilities of its "
             "configuration to 0, or leave torch_compile out."
         )
@@ -59,20 +61,3 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is refused when it is proven.)"""
     return any(m._compiled_call_impl is not None for m in model.modules())
-
-
-def drawing(model: nn.Module, rule: TargetRule) -> AbstractContextManager[None]:
-    """Keyed dropout while a window is computed. In a compiled model there is none to key; torch's functions, which the stand-ins
-    replace anew in each window, stay in their places, or else every window would be compiled again.
-
-    Raises:
-        ConfigError: a compiled model that draws dropout.
-    """
-    if not is_compiled(model):
-        return rule.places.active()
-    if not rule.places.is_empty:
-        raise ConfigError(
-            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
-            "dropout to 0, or do not compile it."
-        )
-    return nullcontext()

@@ -1,8 +1,9 @@
-"""Logits that are not computed as long as nobody asks for one of them: a cross entropy needs rows with a target only, in pieces.
+"""Logits that are computed only if something reads them: a cross entropy needs the rows with a target only, chunk by chunk.
 
-While a window is computed, the output layer of a language model returns `LazyLogits`. Heads hand them through `view`, `float`,
-slices and simple scales to `torch.nn.functional.cross_entropy`, which works on pieces of the rows that have a target (`pieces.py`).
-Whatever else is done with them makes the true logits first, by the layer's own forward: value and gradient are the head's own.
+While a window is computed, the output layer of a language model returns `LazyLogits`. Heads pass them through `view`, `float`,
+slices and simple scales to `torch.nn.functional.cross_entropy`, which works on chunks of the rows that have a target
+(`chunked_loss.py`). Any other operation computes the true logits first, by the layer's own forward: value and gradient are the
+head's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,31 +18,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_ga.speed.pieces import TypedHead, mean_or_sum, rows_of_piece
+from hf_ga.exact.hooks import Call, Counts, SpeedUp, Traits
+from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
 Forward = Callable[[Tensor], Tensor]
-UNITS = (FullyShardedDataParallel, FSDPModule)  # of the model's parameters, gathered for a forward
+TRIAL_ROWS = 3
+UNITS = (FullyShardedDataParallel, FSDPModule)  # whose parameters are gathered for a forward
 
 
-class LazyHead:
-    """The output layer of one model, which returns `LazyLogits` while `active`.
+class ChunkedLoss(SpeedUp):
+    """The output layer of a language model returns `LazyLogits`, so no tensor of tokens x vocabulary is made."""
 
-    Attributes:
-        counted: whether the head has one cross entropy, with as many targets as the model's rule counts, as found by the proof.
-        rows: of each cross entropy while active, how many rows reached the layer.
-        piece_rows: rows of one piece; None: as memory allows (`pieces.rows_of_piece`).
+    name = "chunked loss"
 
-    Example:
-        head = LazyHead(model)
-        with head.active():
-            model(**batch).loss.backward()   # no tensor of tokens x vocabulary
-    """
+    def __init__(self) -> None:
+        self._expected: int | None = None  # rows with a target in the next forward
+        self._counts_rows = False  # the head has one cross entropy, with as many targets as the proven rule counts
+        self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
+        self._trial_rows: list[int] = []
+        self._chunk_rows: int | None = None
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.counted = model, False
-        self.rows: list[int] = []
-        self.piece_rows: int | None = None
-        self._expected: int | None = None
+    def attach(self, traits: Traits) -> str:
+        if traits.has_loss_fn:
+            return "the loss is the user's own"
+        if traits.sum_of_means:  # computed after the forward, when under FSDP the layer is sharded again
+            return "its loss is a sum of means, which is computed from the logits"
+        self._model = traits.model
+        return "" if self.layer is not None else "it has no plain linear output layer"
 
     @property
     def layer(self) -> nn.Linear | None:
@@ -49,17 +52,36 @@ class LazyHead:
 
         Adapters and quantised layers are other types. A unit of FSDP below the model shards its layer again before the loss.
         """
-        get = getattr(self.model, "get_output_embeddings", None)
+        get = getattr(self._model, "get_output_embeddings", None)
         layer = get() if get is not None else None
         plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks
         if not plain:
             return None
-        units = (unit for unit in self.model.modules() if isinstance(unit, UNITS) and unit is not self.model)
+        units = (unit for unit in self._model.modules() if isinstance(unit, UNITS) and unit is not self._model)
         return None if any(layer is module for unit in units for module in unit.modules()) else layer
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """The layer returns `LazyLogits`; nothing is left behind."""
+    def trial(self) -> Iterator[None]:
+        """Chunks of so few rows that the probes have several."""
+        self._chunk_rows = TRIAL_ROWS
+        try:
+            yield
+        finally:
+            self._chunk_rows = None
+
+    def verdict(self) -> str:
+        self._trial_rows = list(self._rows)
+        return "" if self._rows else "its loss is no cross entropy of the logits"
+
+    def learn_counts(self, counts: Counts) -> None:
+        self._counts_rows = self._trial_rows == list(counts)
+
+    def before(self, call: Call) -> None:
+        """Targets that were counted on the host need not be counted on the device."""
+        self._expected = call.counts[0] if self._counts_rows and call.counts else None
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
         if (layer := self.layer) is None:
             yield
             return
@@ -68,8 +90,7 @@ class LazyHead:
             yield
         finally:
             del layer.forward
-            self.rows.clear()
-            self._expected = None
+            self._rows.clear()
 
     def _put_off(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
         """In place of `layer.forward`."""
@@ -79,10 +100,6 @@ class LazyHead:
             dtype = torch.get_autocast_dtype(kind)
         return LazyLogits(Source(self, layer, forward, dtype, autocast, torch.is_grad_enabled()), input)
 
-    def expect(self, counts: Sequence[int]) -> None:
-        """How many targets the next forward has, as counted on the host: then no device is waited for."""
-        self._expected = counts[0] if self.counted else None
-
     def rows_with_target(self, hidden: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         """Hidden states and targets of the rows that count."""
         counted = target != ignore_index
@@ -91,8 +108,12 @@ class LazyHead:
         else:
             torch._assert_async(counted.sum() == self._expected, "a loss has another number of targets than were counted")
             rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
-        self.rows.append(len(rows))
+        self._rows.append(len(rows))
         return (hidden, target) if len(rows) == len(target) else (hidden.index_select(0, rows), target.index_select(0, rows))
+
+    def chunk_rows(self, hidden: Tensor, num_classes: int) -> int:
+        """Rows of one chunk."""
+        return self._chunk_rows or rows_of_chunk(hidden, num_classes)
 
 
 @dataclass(frozen=True)
@@ -103,7 +124,7 @@ class Source:
         forward: the layer's own. dtype: of its output. autocast, gradient: whether they were on.
     """
 
-    head: LazyHead
+    head: ChunkedLoss
     layer: nn.Linear
     forward: Forward
     dtype: torch.dtype
@@ -254,9 +275,9 @@ def _cross_entropy(
         return NotImplemented
     source, layer = logits.source, logits.source.layer
     hidden, target = source.head.rows_with_target(logits.hidden, target, ignore_index)
-    head = TypedHead(layer.weight, layer.bias, source.dtype, logits.steps, weight, label_smoothing)
-    rows = source.head.piece_rows or rows_of_piece(hidden, layer.out_features)
-    return mean_or_sum(head, hidden, target, rows, mean=reduction == "mean")
+    head = OutputProjection(layer.weight, layer.bias, source.dtype, logits.steps, weight, label_smoothing)
+    rows = source.head.chunk_rows(hidden, layer.out_features)
+    return cross_entropy(head, hidden, target, rows, mean=reduction == "mean")
 
 
 # What says something about logits without a number of them.

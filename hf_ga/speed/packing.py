@@ -1,104 +1,109 @@
 """No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout see real tokens only.
 
-Embeddings and heads stay padded, so the collate functions, position ids and masks are the model's own, and every head pools at
-each sample's own token. The first layer of the model's stack gets (1, T, H) for (n, S, H); after the last one the tokens are
-spread to (n, S, H) again, with zeros at the padding, which is neither a target nor attended to. Attention, the only thing in a
-layer that looks beyond a token, goes through transformers' attention interface (`packed_attention.py`). Which models this is right
-for is decided by proof (`packing_proof.py`).
+Embeddings and heads stay padded, so the collate functions, position ids and masks are the model's own, and every head pools at each
+sample's own token. The first layer of the model's stack gets (1, T, H) for (n, S, H); after the last one the tokens are spread to
+(n, S, H) again, with zeros at the padding, which is neither a target nor attended to. Attention, the only thing in a layer that
+looks beyond a token, goes through transformers' attention interface, where samples are padded again for this one call. The proof
+decides for which models this changes nothing.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, Cache
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.batches import IGNORED_LABEL, Batch
-from hf_ga.exact.dropped_attention import gains_by_sample
-from hf_ga.exact.packed_tokens import PackedTokens
-from hf_ga.exact.places import KeyedPlaces
-from hf_ga.speed.packed_attention import (
-    in_autocast,
-    is_plain,
-    kernel_takes,
-    padded_attention,
-    reference_varlen,
-    separate_attention,
-    takes_separately,
-    varlen_attention,
-)
+from hf_ga.exact.batches import IGNORED_LABEL
+from hf_ga.exact.dropout import DropoutSite, KeyedDropout
+from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers that have a row for each token
-# Padded tokens per real one above which packing is taken to gain time. On a CPU measured (GPT-2, 4 layers x 256): at 1.03 nothing,
-# at 1.10 1.07 times the speed. On a GPU not measured: there every padded token is left out.
-GAIN_ON_CPU, GAIN_ON_GPU = 1.05, 1.0
+# Settings by which a training forward leaves layers out, or returns what is inside of them.
+UNSUPPORTED = ("is_encoder_decoder", "output_hidden_states", "output_attentions", "layerdrop", "encoder_layerdrop")
+# Padded tokens per real one above which packing gains time: GPT-2 of 4 layers x 256 on a CPU, at 1.03 nothing, at 1.10 7 %.
+GAIN = 1.05
 
 
-class Packing:
-    """Packs the tokens of one model while a window is computed.
+class Packing(SpeedUp):
+    """Packs the tokens of one model while a window is computed."""
 
-    Attributes:
-        layers: the stack of layers, called one after the other.
-        plain: proven: attention is full or causal within a sample and nothing else, so a kernel may compute it.
-        dropped: the same of attention with dropout, which a CPU may compute sample by sample.
-        gain: padded tokens per real one above which a micro-batch is packed; None: what was measured for the device.
-        tried: in the proof these ways are taken, with a reference in the kernel's place, and noted here; else None.
+    name = "packing"
 
-    Example:
-        with rule.places.active(), rule.packing.active():
-            rule.packing.set_batch(batch, device)   # on the host, before each forward
-            rule.places.set_keys(...)
-            model(**batch).loss.backward()
-    """
-
-    def __init__(self, places: KeyedPlaces, layers: nn.ModuleList) -> None:
-        self.places, self.layers = places, layers
-        self.modules = frozenset(module for layer in layers for module in layer.modules())
-        self.plain = self.dropped = False
-        self.gain: float | None = None
-        self.tried: set[str] | None = None
-        self._is_active = False
-        self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
+    def __init__(self) -> None:
+        self._gain = GAIN
+        self._tokens: PackedTokens | None = None  # of this micro-batch, if it is packed
+        self._was_packed = self._is_in_attention = False
         self._shared: list[tuple[Tensor, Tensor]] = []  # per-token arguments of this micro-batch, padded and packed
 
-    def set_batch(self, batch: Batch, device: torch.device) -> None:
-        """What the next forward and its backward compute: a collated batch that still lies on the host. It is packed where that
-        is possible and gains; else, and outside of `active`, it is padded.
-        """
-        gain = self.gain or (GAIN_ON_CPU if device.type == "cpu" else GAIN_ON_GPU)
-        self.places.set_packed(_tokens(batch, device, gain) if self._is_active else None, self.modules)
-        self._shared.clear()
+    def attach(self, traits: Traits) -> str:
+        layers = find_stack(traits.model)
+        if layers is None:
+            return "it has no stack of equal layers"
+        if traits.has_router:
+            return "its router's balancing loss looks at padded batches"
+        if traits.draws_unkeyed:
+            return "it draws random numbers that are not tied to samples"
+        config = getattr(traits.model, "config", None)
+        if settings := [name for name in UNSUPPORTED if getattr(config, name, None)]:
+            return f"its configuration has {settings[0]}"
+        self._dropout: KeyedDropout = traits.dropout
+        self._layers = layers
+        self._modules = frozenset(module for layer in layers for module in layer.modules())
+        self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
+        return ""
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Forwards of the model, and what `backward()` runs again, compute as `set_batch` said. Nothing is left behind."""
+    def trial(self) -> Iterator[None]:
+        self._gain = 1.0
+        try:
+            yield
+        finally:
+            self._gain = GAIN
+
+    def verdict(self) -> str:
+        return "" if self._was_packed else "its batches have no padding that an attention mask tells and no target needs"
+
+    def before(self, call: Call) -> None:
+        self._shared.clear()
+        self._tokens = _tokens(call, self._gain)
+        if self._tokens is not None:
+            self._was_packed = True
+            self._padded_masks = self._dropout.source
+            self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
+            self._dropout.source = self
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
-            self._is_active = True
-            stack.callback(setattr, self, "_is_active", False)
             stack.callback(self._shared.clear)
-            stack.callback(self.places.set_packed, None, self.modules)
-            for layer in self.layers:  # looked up now: FSDP and checkpointing may have wrapped them
+            stack.callback(setattr, self, "_tokens", None)
+            for layer in self._layers:  # looked up now: FSDP and checkpointing may have wrapped them
                 stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-            stack.callback(self.layers[-1].register_forward_hook(self._leave).remove)
+            stack.callback(self._layers[-1].register_forward_hook(self._leave).remove)
             original = AttentionInterface.get_interface
             stack.callback(setattr, AttentionInterface, "get_interface", original)
             AttentionInterface.get_interface = lambda *args: partial(self._attend, original(*args))
             yield
 
+    def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
+        """As the dropout's source of masks: packed inside the layers, but for attention weights."""
+        is_packed = site.module in self._modules and not self._is_in_attention
+        return (self._packed_masks if is_packed else self._padded_masks).mask(site, shape, drop_probability)
+
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before a layer: pack what has a row for each token; the first layer gets padded hidden states."""
-        tokens = self.places.packed
+        tokens = self._tokens
         if tokens is None:
             return None
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         hidden = args[0] if args else kwargs["hidden_states"]
-        if layer is self.layers[0] and hidden.shape[:2] == tokens.padded_shape:
+        if layer is self._layers[0] and hidden.shape[:2] == tokens.padded_shape:
             hidden = tokens.pack(hidden)
         elif hidden.shape[:2] != tokens.packed_shape:
             raise ConfigError(
@@ -114,7 +119,7 @@ class Packing:
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         """After the last layer: back to padded hidden states."""
-        tokens = self.places.packed
+        tokens = self._tokens
         if tokens is None:
             return output
         return tokens.spread(output) if isinstance(output, Tensor) else (tokens.spread(output[0]), *output[1:])
@@ -123,7 +128,7 @@ class Packing:
         """A tensor of shape (n or 1, S, ...), or a tuple of such, packed once for all layers; anything else as it is."""
         if isinstance(value, tuple | list):
             return tuple(map(self._per_token, value))
-        tokens = self.places.packed
+        tokens = self._tokens
         if not isinstance(value, Tensor) or value.shape[:2] not in (tokens.padded_shape, (1, tokens.width)):
             return value
         for padded, packed in self._shared:
@@ -142,38 +147,35 @@ class Packing:
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """For an attention function of transformers."""
-        tokens = self.places.packed
-        if tokens is None or module not in self.modules:
+        """For an attention function of transformers: (1, heads, T, size) are padded, with the model's own mask, and packed
+        again.
+        """
+        tokens = self._tokens
+        if tokens is None or module not in self._modules:
             return original(module, query, key, value, attention_mask, **more)
-        heads, trying = (query, key, value), self.tried is not None
-        if is_plain(**more):
-            if dropout := more.get("dropout"):
-                if self._is_separate(tokens, query) and self.places.is_keyed(dropout):
-                    if trying:
-                        self.tried.add("dropped")
-                    return separate_attention(tokens, self.places, module, heads, **more)
-            elif trying:
-                self.tried.add("plain")
-                return varlen_attention(tokens, reference_varlen, module, heads, **more)
-            elif self.plain and kernel_takes((cast := in_autocast(heads))[0], cast[2]):
-                return varlen_attention(tokens, varlen_attn, module, cast, **more)
-        with self.places.padded():  # dropout of attention weights is drawn for padded samples
-            return padded_attention(tokens, original, module, heads, attention_mask, **more)
-
-    def _is_separate(self, tokens: PackedTokens, query: Tensor) -> bool:
-        """Whether attention with dropout is computed sample by sample: in the proof, and where it is proven and gains."""
-        gains = self.dropped and gains_by_sample(query.shape[1], tokens.num_tokens / tokens.num_samples)
-        return (gains or self.tried is not None) and takes_separately(query, tokens)
+        if "position_ids" in more:
+            more["position_ids"] = None  # of packed tokens; the mask has the same information
+        padded = (tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
+        self._is_in_attention = True
+        try:
+            return tokens.pack(original(module, *padded, attention_mask, **more)[0]), None
+        finally:
+            self._is_in_attention = False
 
 
-def packed_layers(packing: Packing | None) -> AbstractContextManager[None]:
-    """`packing.active()`, or nothing where a model is not packed."""
-    return nullcontext() if packing is None else packing.active()
+def find_stack(model: nn.Module) -> nn.ModuleList | None:
+    """The list of equal layers that holds most parameters, not one inside a layer; None if there is none."""
+    stacks = {}
+    for name, module in model.named_modules():
+        is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
+        if is_stack and not any(name.startswith(f"{outer}.") for outer in stacks):
+            stacks[name] = module
+    return max(stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
 
 
-def _tokens(batch: Batch, device: torch.device, gain: float) -> PackedTokens | None:
+def _tokens(call: Call, gain: float) -> PackedTokens | None:
     """None where the batch has no mask of tokens on the host, too little padding, or a target that padding predicts."""
+    batch, device = call.micro_batch.batch, call.keys.device
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
         return None

@@ -9,7 +9,8 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.windows import Window, WindowLoader
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
 
 Item = tuple[WindowRequest, int]  # a window, and which of its micro-batches
 

@@ -9,12 +9,13 @@ Trainer's loop, logging, evaluation, checkpoints and callbacks are used as they 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -24,17 +25,18 @@ from transformers.trainer_utils import TrainOutput
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.forward import module_modes
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.gradients import choices_of_experts, set_keys
-from hf_ga.exact.parts import parts_known_by
-from hf_ga.exact.plan import plan_window
+from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.lengths import find_lengths
+from hf_ga.exact.plan import Plan, plan_by_sizes, plan_window
 from hf_ga.exact.precision import full_precision
-from hf_ga.exact.router import BalanceCall, add_calls
-from hf_ga.exact.terms import Counts, add_counts, count_targets, window_term
-from hf_ga.exact.windows import Window, WindowLoader
-from hf_ga.proof.known_rules import NUM_PROOF_SAMPLES
-from hf_ga.proof.targets import TargetRule, prove_targets
+from hf_ga.exact.step import Forward
+from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.proof.targets import ProvenLoss
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader, probe_samples
 from hf_ga.trainer.checks import check_trainer
+from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = ("_metrics", "_total_train_tokens")  # what TRL's compute_loss counts; the proof's forwards are no training
 
@@ -58,13 +60,18 @@ class TrainerLoss(nn.Module):
     def forward(self, **batch: Any) -> Any:
         """The loss, a scalar; for a head whose loss is a sum of means the outputs with this loss."""
         items = self._count_items([batch]) if self.gives_items else None
-        if parts_known_by(batch) is None:
+        if kind_of(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
         loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
         outputs["loss"] = loss
         return outputs
 
-    def prove(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> TargetRule:
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The model's output layer, for the speed-up that makes no full logits."""
+        get = getattr(self.model, "get_output_embeddings", None)
+        return None if get is None else get()
+
+    def prove(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> ProvenLoss:
         """The rule that counts the targets of this loss. An own loss that is no mean by itself may be one of the items' number."""
         self.model.train()  # as each training step does: the proof must see the modules as they will train
         try:
@@ -82,13 +89,12 @@ class TrainerLoss(nn.Module):
 
 @dataclass
 class CountedWindow:
-    """A window with the targets of its micro-batches, and how many of these were begun."""
+    """A window with its calls, the targets of all of them, and how many were begun."""
 
     window: Window
-    counts: list[Counts]
+    calls: list[Call]
     totals: Counts
     num_begun: int = 0
-    balance: list[BalanceCall] = field(default_factory=list)
 
 
 class WindowLoss:
@@ -98,8 +104,9 @@ class WindowLoss:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
         self.module = TrainerLoss(trainer)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
-            self.rule = self.module.prove(probe_samples(windows, NUM_PROOF_SAMPLES), windows.fetcher.collate_fn)
-        windows.pad_to_window = self.rule.pad_to_window
+            self.proven = self.module.prove(probe_samples(windows, NUM_PROOF_SAMPLES), windows.fetcher.collate_fn)
+        windows.state.pad_to_window = self.proven.pad_to_window
+        self.hooks = (self.proven.loss, *self.proven.hooks)
         self.current: CountedWindow | None = None
         self._reaches_backward = False  # known once: reading a gradient waits for the device
 
@@ -113,9 +120,9 @@ class WindowLoss:
             raise ConfigError("get_batch_samples must return the micro-batches of one window as they came from the data loader.")
         if self.current is not None and not self.current.num_begun:
             raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
-        counts = [count_targets(self.rule.name, batch, len(batch.positions)) for batch in batches]
         window = Window(replace(batches[0].request, seed=self.trainer.args.seed), self.fetcher, batches)
-        self.current = CountedWindow(window, counts, add_counts(self.rule.name, counts))
+        calls = [Call(m, counts=self.proven.loss.count(m.batch, len(m))) for m in window.micro_batches]
+        self.current = CountedWindow(window, calls, tuple(map(sum, zip(*(call.counts for call in calls), strict=True))))
         if self.trainer.accelerator.scaler is not None and not any(self.current.totals):
             raise DataError("a window has no target at all, for which fp16 cannot scale a loss: leave such samples out.")
 
@@ -126,7 +133,7 @@ class WindowLoss:
             ConfigError: there is none, or the model is not the one that was proven.
         """
         current = self.current
-        if current is None or current.num_begun == len(current.counts):
+        if current is None or current.num_begun == len(current.calls):
             raise ConfigError("training_step must be called once for each micro-batch that get_batch_samples returned.")
         if model is not self.module.model:
             raise ConfigError(f"the model must be trained as it was proven, but it was wrapped in a {type(model).__name__}.")
@@ -135,23 +142,24 @@ class WindowLoss:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Keyed dropout, and no balancing loss but the window's, in every forward and what `backward()` runs again."""
-        with self.rule.places.active(), nullcontext() if self.rule.router is None else self.rule.router.active():
+        """Keyed dropout, speed-ups, and no balancing loss but the window's, in forwards and what `backward()` runs again."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.scope(self.module))
             yield
 
     def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
         """In place of `compute_loss` during a training step: what micro-batch `index` adds to the window's mean loss."""
-        current, rule = self.current, self.rule
+        current, loss = self.current, self.proven.loss
         if index == 0:
             self._begin_forwards()
-        if not any(current.counts[index] if rule.router is None else current.totals):  # no target, no mean: it adds nothing
+        call = current.calls[index]
+        if not any(current.totals) or not loss.contributes(call.counts):
             return torch.zeros((), device=self.device, requires_grad=True)
-        micro_batch = current.window.micro_batches[index]
-        set_keys(rule, current.window, micro_batch, self.device)
-        outputs = self.module(**inputs)
-        term = window_term(rule.name, outputs, inputs, current.counts[index], current.totals)
-        if rule.router is not None:
-            term = term + rule.router.term(rule.router.take(), current.balance)
+        call = call.on_device(current.window, self.device)
+        for hook in self.hooks:
+            hook.before(call)
+        term, _ = loss.term(self.module(**inputs), replace(call, batch=inputs), current.totals)
         if not self._reaches_backward:
             self._reaches_backward = True
             term.register_hook(self._check_not_scaled)
@@ -159,17 +167,15 @@ class WindowLoss:
 
     def _begin_forwards(self) -> None:
         """Behind Trainer's own `model.train()`, before the first forward of a window."""
-        if self.rule.modes != module_modes(self.module):
+        if self.proven.modes != module_modes(self.module):
             raise ConfigError(
                 "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
                 "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
             )
-        if self.rule.router is not None and any(self.current.totals):
-            window, accelerator = self.current.window, self.trainer.accelerator
-            with _without_bookkeeping(self.trainer):
-                self.current.balance = add_calls(
-                    choices_of_experts(accelerator, self.module, window, self.rule, window.micro_batches)
-                )
+        if any(self.current.totals):
+            forward = Forward(self.trainer.accelerator, self.module, self.current.window, self.hooks)
+            with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
+                self.proven.loss.prepare(self.current.calls, forward, lambda counts: counts, self.device)
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler
@@ -221,7 +227,8 @@ class ExactTrainerMixin:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
-            planner=lambda lengths, processes: plan_window(len(lengths), processes, args.per_device_train_batch_size),
+            planner=partial(_plan, micro_batch_size=args.per_device_train_batch_size),
+            lengths=find_lengths(theirs.dataset, theirs.collate_fn),
         )
         self._window_loss = WindowLoss(self, windows)
         return WindowedDataLoader(windows, theirs)
@@ -251,6 +258,13 @@ class ExactTrainerMixin:
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
     """`transformers.Trainer` with right gradient accumulation: see `ExactTrainerMixin`."""
+
+
+def _plan(lengths: np.ndarray, num_ranks: int, micro_batch_size: int) -> Plan:
+    """As many micro-batches as Trainer takes for a window. Where lengths are known, each holds samples of similar lengths."""
+    if len(lengths) and lengths.min() < lengths.max():
+        return plan_by_sizes(lengths, num_ranks, [micro_batch_size])
+    return plan_window(len(lengths), num_ranks, micro_batch_size)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from benchmark.figures import Bound, Section
 from benchmark.meters import synchronize
 from benchmark.samples import collate_function
 from benchmark.setting import Sample, Setting, build_model
-from hf_ga.exact.places import KeyedPlaces
+from hf_ga.exact.dropout import KeyedDropout
 
 SPLITS = (1, 4, 16)  # micro-batches of a window
 MOST_SPLIT, MOST_KEYED = 1.10, 1.05
@@ -26,7 +26,7 @@ Times = dict[str, list[tuple[float, float]]]  # of each run (seconds of the cloc
 KEYED, NATIVE = "keyed dropout", "torch's own dropout"
 
 
-class _TorchsOwnDropout(KeyedPlaces):
+class _TorchsOwnDropout(KeyedDropout):
     """Places in which nothing is put in torch's stead."""
 
     @contextmanager
@@ -76,7 +76,7 @@ def measure_dropout(setting: Setting, samples: Sequence[Sample], rounds: int) ->
     others_optimizer = torch.optim.AdamW(other.parameters(), lr=setting.learning_rate, fused=True)
     steps = {
         KEYED: _stepper(accelerator, model, optimizer, setting, targets=keyed),
-        NATIVE: _stepper(accelerator, other, others_optimizer, setting, targets=native, allow_unkeyed=True),
+        NATIVE: _stepper(accelerator, other, others_optimizer, setting, targets=native, allow_split_dependent_randomness=True),
     }
     return _in_turn(setting, {name: lambda step=step: step(window) for name, step in steps.items()}, rounds)
 

@@ -156,8 +156,8 @@ def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingColla
 
 
 def hf_ga_gradient(
-    model: nn.Module, samples: list[Sample], collate: PaddingCollator, rule: hf_ga.TargetRule | None = None, **layout: Any
-) -> tuple[Gradient, hf_ga.TargetRule]:
+    model: nn.Module, samples: list[Sample], collate: PaddingCollator, rule: hf_ga.ProvenLoss | None = None, **layout: Any
+) -> tuple[Gradient, hf_ga.ProvenLoss]:
     """The gradient of the same samples by hf_ga in a layout, and the rule that it proved (or was given)."""
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(samples, collate, accelerator=accelerator, global_batch_size=len(samples), shuffle=False, **layout)

@@ -102,7 +102,7 @@ def run_windows(folder: Path) -> None:
             "retries": retries,
             "failed": len(device.failures),
             "seen": seen,
-            "limit": windows.memory.elements,
+            "limit": windows.state.memory.elements,
         }
         save(accelerator, folder, name, None, **facts)
 

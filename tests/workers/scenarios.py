@@ -34,8 +34,8 @@ import hf_ga
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.exact.precision import enable_fp16_on_cpu
-from hf_ga.exact.reduce import sum_gradients
-from hf_ga.parallel.sharding import full_state_dict
+from hf_ga.exact.backend import sum_gradients
+from hf_ga.parallel.fsdp import full_state_dict
 from hf_ga.recovery.checkpoint import weights_sha256
 
 STEPS, MAX_NORM = 30, 0.1
@@ -55,7 +55,7 @@ def gradients(folder: Path, kind: str) -> None:
         for window in make_windows(accelerator, samples):
             for each in (False, True)[: 1 if kind == "ddp" else 2]:
                 model.zero_grad(set_to_none=True)
-                result = hf_ga.backward_window(accelerator, model, window, targets=rule, sync_each_micro_batch=each)
+                result = hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
                 name = f"gradients {kind} {case} {window.index} {'each' if each else 'once'}"
                 save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
 
@@ -131,7 +131,7 @@ def counted(folder: Path, kind: str) -> None:
             hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
-                hf_ga.backward_window(accelerator, model, window, targets=rule, sync_each_micro_batch=each)
+                hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
             size = sum(p.numel() * 4 for p in larger().parameters())
             facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}

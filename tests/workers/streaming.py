@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.utils.data import IterableDataset
 
 import hf_ga
-from hf_ga.exact.streaming import StreamLoader
+from hf_ga.data.stream_loader import StreamLoader
 
 OPTIONS = {"global_batch_size": 10, "per_device_batch_size": 2, "seed": 3, "shuffle_buffer_size": 12}
 

@@ -5,23 +5,20 @@ plan, without communication; a stream's own order is nobody's but the stream's.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
+from hf_ga.data.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.base_loader import BaseLoader, as_it_is
+from hf_ga.exact.backend import gather_rows
+from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.batches import sample_length
-from hf_ga.exact.costs import CostModel
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.plan import Planner
-from hf_ga.exact.reduce import gather_rows
-from hf_ga.exact.stream_reader import HeldSamples, StreamFetcher, WindowReader
-from hf_ga.exact.windows import Window
-from hf_ga.exact.workers import end_with_parent_only, items_of, telling
+from hf_ga.exact.window import Window
+from hf_ga.exact.workers import load_items
 
 
 class StreamLoader(BaseLoader):
@@ -75,7 +72,6 @@ class StreamLoader(BaseLoader):
         length_of: Callable[[Any], int] | None = None,
         max_tokens_per_micro_batch: int | None = None,
         planner: Planner | None = None,
-        cost: CostModel | None = None,
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
@@ -93,7 +89,6 @@ class StreamLoader(BaseLoader):
             global_batch_size,
             seed=seed,
             planner=planner,
-            cost=cost,
             by_length=length_of is not None,
             longest=None,
             max_tokens=max_tokens_per_micro_batch,
@@ -107,25 +102,15 @@ class StreamLoader(BaseLoader):
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current pass that are not consumed yet; after the last one the next pass begins."""
         reader = self._reader()
-        loader = DataLoader(
-            telling(reader, self.num_workers),
-            batch_size=None,  # an item is a window
-            collate_fn=as_it_is,
-            num_workers=self.num_workers,
-            worker_init_fn=end_with_parent_only,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # or else the global one would move
-        )
-        with closing(items_of(loader, self)) as items:  # left early, its worker ends now, not when the garbage collector comes
-            for request, samples, batches in items:
-                self._check_same(request.index, samples)
-                self.num_consumed += 1
-                self.fetcher.keep_first(samples)
-                window = Window(request, self.fetcher.of(samples), batches, None, self.proofs, self.memory, self.splitter)
-                del request, samples, batches  # what the caller lets go is not held here
-                yield window
-                del window
-                reader.pads_to_window = self.pads_to_window  # without a worker; a worker's windows are padded by the step
+        for request, samples, batches in load_items(reader, num_workers=self.num_workers, pin_memory=self.device.type == "cuda"):
+            self._check_same(request.index, samples)
+            self.num_consumed += 1
+            self.fetcher.keep_first(samples)
+            window = Window(request, self.fetcher.of(samples), batches, None, self.state, self.splitter)
+            del request, samples, batches  # what the caller releases is not held here
+            yield window
+            del window
+            reader.pad_to_window = self.state.pad_to_window  # without a worker; a worker's windows are padded by the step
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 
@@ -142,7 +127,7 @@ class StreamLoader(BaseLoader):
             num_consumed=self.num_consumed,
             shuffle_buffer_size=self.shuffle_buffer_size,
             length_of=self.length_of,
-            pads_to_window=self.pads_to_window,
+            pad_to_window=self.state.pad_to_window,
             drop_last_window=self.drop_last_window,
         )
 

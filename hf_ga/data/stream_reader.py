@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 
+from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.errors import DataError
 from hf_ga.exact.fetch import Collate, Fetcher, Splitter, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
-from hf_ga.exact.shuffle_buffer import shuffled
 
 Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
 NUM_READ_FOR_PROOF, NUM_KEPT_FOR_PROOF = 256, 64  # from the beginning of the stream
@@ -83,13 +83,13 @@ class WindowReader(IterableDataset):
         num_consumed: int,
         shuffle_buffer_size: int,
         length_of: Callable[[Any], int],
-        pads_to_window: bool,
+        pad_to_window: bool,
         drop_last_window: bool,
     ) -> None:
         self.dataset, self.fetcher, self.splitter = dataset, fetcher, splitter
         self.epoch, self.num_consumed = epoch, num_consumed
         self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of
-        self.pads_to_window, self.drop_last_window = pads_to_window, drop_last_window
+        self.pad_to_window, self.drop_last_window = pad_to_window, drop_last_window
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         # Now a worker reads as the main process does. `datasets` draws its own shuffles from other generators in a worker.
@@ -102,7 +102,7 @@ class WindowReader(IterableDataset):
                 return
             ids = np.array(list(held.samples), np.int64)
             lengths = np.array([self.length_of(sample) for sample in held.samples.values()], np.int64)
-            request = self.splitter.request(self.epoch, index, ids, lengths, self.pads_to_window)
+            request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
             fetcher = self.fetcher.of(held)
             batches = fetcher[request]
             self.fetcher.is_repeatable, self.fetcher.sample_entries = fetcher.is_repeatable, fetcher.sample_entries

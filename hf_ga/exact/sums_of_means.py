@@ -1,7 +1,7 @@
 """Heads whose loss is a sum of several means over different targets: each mean is recomputed from the logits.
 
-No single weight of a micro-batch is right for such a head: each part needs its own divisor. Whether the parts here are what a
-model's head computes is proven on the model (`proof.py`), not assumed from its name.
+No single weight of a micro-batch is right for such a head: each mean needs its own divisor. Whether the means here are what a
+model's head computes is proven on the model, not assumed from its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,38 +18,38 @@ from hf_ga.exact.precision import at_least_float32
 
 
 @dataclass(frozen=True)
-class LossPart:
+class Mean:
     """One mean of a head's loss.
 
     Attributes:
-        count: (batch on the host, samples) -> targets of this part.
-        total: (outputs, batch on the model's device) -> sum of the loss over these targets, a scalar tensor that needs float32.
+        count: batch on the host -> targets of this mean.
+        total: (outputs, batch on the model's device) -> sum of the loss over these targets, a scalar tensor of at least float32.
     """
 
-    count: Callable[[Batch, int], int]
+    count: Callable[[Batch], int]
     total: Callable[[Any, Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class PartsRule:
-    """A kind of head: `entries` are the columns of a batch by which it is known, `parts` its means.
+class MultiLossHead:
+    """A kind of head: `entries` are the columns of a batch by which it is recognised, `means` its means.
 
     `one_width`: the counts depend on the padded width, so all micro-batches of a window need the same.
     """
 
     entries: frozenset[str]
-    parts: tuple[LossPart, ...]
+    means: tuple[Mean, ...]
     one_width: bool = False
 
 
-def _count_labels(batch: Batch, num_samples: int, labels: str) -> int:
+def _count_labels(batch: Batch, labels: str) -> int:
     return int((batch[labels] != IGNORED_LABEL).sum())
 
 
 def _logits(outputs: Any, name: str) -> Tensor:
     logits = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
     if logits is None:
-        raise LossNotAdditive(f"the model returned no {name}, from which a part of its loss is computed.")
+        raise LossNotAdditive(f"the model returned no {name}, from which one mean of its loss is computed.")
     return at_least_float32(logits)
 
 
@@ -59,7 +59,7 @@ def _label_loss(outputs: Any, batch: Batch, labels: str, logits: str) -> Tensor:
     return F.cross_entropy(scores.reshape(-1, scores.shape[-1]), batch[labels].reshape(-1), reduction="sum")
 
 
-def _count_positions(batch: Batch, num_samples: int, positions: str) -> int:
+def _count_positions(batch: Batch, positions: str) -> int:
     return int((batch[positions] < batch["input_ids"].shape[1]).sum())
 
 
@@ -72,31 +72,31 @@ def _position_loss(outputs: Any, batch: Batch, positions: str, logits: str) -> T
     return F.cross_entropy(scores, batch[positions].reshape(-1).clamp(0, width), ignore_index=width, reduction="sum") / 2
 
 
-def _labelled(labels: str, logits: str) -> LossPart:
-    return LossPart(partial(_count_labels, labels=labels), partial(_label_loss, labels=labels, logits=logits))
+def _labelled(labels: str, logits: str) -> Mean:
+    return Mean(partial(_count_labels, labels=labels), partial(_label_loss, labels=labels, logits=logits))
 
 
-def _positioned(positions: str, logits: str) -> LossPart:
-    return LossPart(partial(_count_positions, positions=positions), partial(_position_loss, positions=positions, logits=logits))
+def _positioned(positions: str, logits: str) -> Mean:
+    return Mean(partial(_count_positions, positions=positions), partial(_position_loss, positions=positions, logits=logits))
 
 
-PARTS: dict[str, PartsRule] = {
-    "start and end positions": PartsRule(
+KINDS: dict[str, MultiLossHead] = {
+    "start and end positions": MultiLossHead(
         frozenset({"input_ids", "start_positions", "end_positions"}),
         (_positioned("start_positions", "start_logits"), _positioned("end_positions", "end_logits")),
         one_width=True,
     ),
-    "masked tokens and next sentences": PartsRule(
+    "masked tokens and next sentences": MultiLossHead(
         frozenset({"labels", "next_sentence_label"}),
         (_labelled("labels", "prediction_logits"), _labelled("next_sentence_label", "seq_relationship_logits")),
     ),
-    "masked tokens and sentence orders": PartsRule(
+    "masked tokens and sentence orders": MultiLossHead(
         frozenset({"labels", "sentence_order_label"}),
         (_labelled("labels", "prediction_logits"), _labelled("sentence_order_label", "sop_logits")),
     ),
 }
 
 
-def parts_known_by(entries: Batch) -> str | None:
-    """The name of the parts rule for a batch with these entries (those that the model takes), if there is one."""
-    return next((name for name, rule in PARTS.items() if rule.entries <= entries.keys()), None)
+def kind_of(entries: Batch) -> str | None:
+    """The name of the kind of head for a batch with these entries (those that the model takes), if there is one."""
+    return next((name for name, head in KINDS.items() if head.entries <= entries.keys()), None)

@@ -1,126 +1,20 @@
-"""WindowLoader: dataset + order + plan -> Window objects, with workers that prefetch the next windows."""
+"""WindowLoader: dataset + order + plan -> windows, with workers that prefetch the next ones."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.base_loader import BaseLoader, as_it_is
-from hf_ga.exact.costs import CostModel
-from hf_ga.exact.fetch import Collate, Fetcher, Splitter, WindowRequest
-from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.memory import MemoryLimit
+from hf_ga.exact.base_loader import BaseLoader
+from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
+from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Planner
-from hf_ga.exact.workers import end_with_parent_only, items_of, telling
-
-if TYPE_CHECKING:
-    from hf_ga.exact.base_loader import Proof
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The samples of one forward/backward on this process.
-
-    Attributes:
-        batch: what the collate function returned (CPU tensors, sample axis first).
-        positions: int64, shape (n,): where the samples come in the order of the epoch; they key all randomness.
-        sample_ids: int64, shape (n,): indices in the dataset.
-    """
-
-    batch: dict[str, Any]
-    positions: np.ndarray
-    sample_ids: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-
-@dataclass
-class Window:
-    """The samples of one optimizer step: what a step may need, and nothing else.
-
-    Attributes:
-        micro_batches: this process's micro-batches.
-        epoch, index: which window of which epoch (0-based). seed: the loader's.
-        num_samples: samples in the window over all processes.
-        expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
-        proofs: target rules found so far, kept for all windows of one loader. memory: so is the limit of a micro-batch.
-        splitter: plans the window again where it must be padded to one width.
-    """
-
-    request: WindowRequest
-    fetcher: Fetcher
-    batches: list[dict[str, Any]]
-    expected_targets: int | None = None
-    proofs: list["Proof"] = field(default_factory=list)
-    memory: MemoryLimit = field(default_factory=MemoryLimit)
-    splitter: Splitter | None = None
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        request = self.request
-        return [
-            MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])
-            for batch, offsets in zip(self.batches, request.micro_batches, strict=True)
-        ]
-
-    @property
-    def epoch(self) -> int:
-        return self.request.epoch
-
-    @property
-    def index(self) -> int:
-        return self.request.index
-
-    @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def positions(self) -> np.ndarray:
-        return self.request.positions
-
-    @property
-    def sample_ids(self) -> np.ndarray:
-        return self.request.sample_ids
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.request.positions)
-
-    def samples(self) -> list[Any]:
-        """All samples of the window, not collated."""
-        with preserved_random_states():
-            return self.fetcher.samples(self.request, np.arange(self.num_samples))
-
-    def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset (of a stream: from its beginning), not collated, for a proof: this
-        window's may be too few or too alike.
-        """
-        with preserved_random_states():
-            return self.fetcher.probe_samples(self.request, count)
-
-    def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
-        """The same window in other micro-batches (offsets in the window), collated again."""
-        whole = self.request.whole_window if whole_window is None else whole_window
-        request = replace(self.request, micro_batches=micro_batches, whole_window=whole, lengths=None)
-        return replace(self, request=request, batches=self.fetcher[request])
-
-    def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample: the same ones, unless they were planned by lengths."""
-        if self.request.whole_window:
-            return self
-        if self.splitter is None:
-            return self.split(self.request.micro_batches, whole_window=True)
-        request = self.splitter.padded_to_window(self.request)
-        return replace(self, request=request, batches=self.fetcher[request])
+from hf_ga.exact.window import Window
+from hf_ga.exact.workers import load_items
 
 
 class WindowLoader(BaseLoader):
@@ -134,12 +28,12 @@ class WindowLoader(BaseLoader):
             gradient accumulation steps.
         seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
         lengths: tokens of each sample, shape (len(dataset),): windows are planned by them (`plan_by_length`), or by `planner`. Left
-            out, windows are split evenly by number.
+            out, they are taken from a `length` or `input_ids` column if there is one (`find_lengths`); without lengths, windows are
+            split evenly by number.
         target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
         max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
             `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are.
-        cost: what a micro-batch costs, for the plan by lengths; left out, it is that of the device.
         pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
 
@@ -166,20 +60,19 @@ class WindowLoader(BaseLoader):
         target_counts: Sequence[int] | np.ndarray | None = None,
         max_tokens_per_micro_batch: int | None = None,
         planner: Planner | None = None,
-        cost: CostModel | None = None,
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
         self.num_samples = _checked_length(dataset, lengths, target_counts)
-        known = None if lengths is None else np.asarray(lengths)
+        known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
+        known = None if known is None else np.asarray(known)
         super().__init__(
             accelerator,
             per_device_batch_size,
             global_batch_size,
             seed=seed,
             planner=planner,
-            cost=cost,
             by_length=known is not None,
             longest=None if known is None else int(known.max()),
             max_tokens=max_tokens_per_micro_batch,
@@ -204,24 +97,13 @@ class WindowLoader(BaseLoader):
 
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
-        requests = self.requests()
         in_flight: list[WindowRequest] = []
-        loader = DataLoader(
-            telling(self.fetcher, self.num_workers),
-            sampler=_remembered(requests, in_flight),
-            batch_size=None,  # an item is a window, collated by the fetcher
-            collate_fn=as_it_is,
-            num_workers=self.num_workers,
-            worker_init_fn=end_with_parent_only,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # or else the global one would move
-        )
-        with closing(items_of(loader, self)) as items:  # left early, its workers end now, not when the garbage collector comes
-            for batches in items:
-                self.num_consumed += 1
-                request = in_flight.pop(0)
-                targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-                yield Window(request, self.fetcher, batches, targets, self.proofs, self.memory, self.splitter)
+        sampler, pin_memory = _remembered(self.requests(), in_flight), self.device.type == "cuda"
+        for batches in load_items(self.fetcher, num_workers=self.num_workers, pin_memory=pin_memory, sampler=sampler):
+            self.num_consumed += 1
+            request = in_flight.pop(0)
+            targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
+            yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:
@@ -234,7 +116,7 @@ class WindowLoader(BaseLoader):
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
             ids = order[index * size : (index + 1) * size]
-            yield self.splitter.request(self.epoch, index, ids, self.lengths[ids], self.pads_to_window)
+            yield self.splitter.request(self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window)
 
     def _identity(self) -> dict[str, int]:
         return {**super()._identity(), "num_samples": self.num_samples, "shuffle": int(self.shuffle)}

@@ -1,15 +1,14 @@
 """The real tokens of a padded micro-batch, one after the other, and their dropout masks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.exact.dropped_attention import Span
-from hf_ga.exact.keyed import along_next_axis, kept_columns, mixed, seeds_of
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.dropout import DropoutSite, SampleMasks
+from hf_ga.exact.masks import along_next_axis, keep_columns, mixed, row_keys, signed
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,6 @@ class PackedTokens:
         """Of each token, its column in the padded batch: int64, shape (T,)."""
         return self.index % self.width
 
-    @cached_property
-    def spans(self) -> list[Span] | None:
-        """Where each sample lies; None where one has padding between its tokens."""
-        begins, ends = self.boundaries[:-1].long(), self.boundaries[1:].long()
-        first, last = self.columns[begins], self.columns[ends - 1]
-        if bool((last - first != ends - begins - 1).any()):
-            return None
-        return list(zip(begins.tolist(), ends.tolist(), first.tolist(), strict=True))
-
-    @cached_property
-    def causal_bias(self) -> Tensor:
-        """What keeps a token of the longest sample from attending to later ones: shape (longest, longest)."""
-        return torch.full((self.longest, self.longest), -torch.inf, device=self.index.device).triu_(1)
-
     def pack(self, padded: Tensor) -> Tensor:
         """(n, S, ...), or (1, S, ...) for what all samples share -> (1, T, ...)."""
         shared = len(padded) == 1 and self.num_samples > 1
@@ -97,22 +82,30 @@ class PackedTokens:
         return rows.unflatten(0, self.padded_shape)
 
 
-def packed_keep_masks(
-    keys: Tensor, places: Sequence[int], tokens: PackedTokens, shape: torch.Size, drop_probability: float
-) -> Tensor:
-    """The rows of `keyed.keep_masks(keys, places, (n, S, ...), 0, drop_probability)` that belong to real tokens, bit for bit.
+@dataclass(frozen=True)
+class PackedMasks:
+    """Draws the masks of padded samples, bit for bit, at their real tokens.
 
-    Args:
-        keys: int64, shape (n,). shape: of one packed mask, (1, T, ...) with at least 3 axes.
-
-    Returns:
-        bool tensor of shape (places, *shape).
+    Attributes:
+        tokens: of the micro-batch. padded: draws the masks of its padded samples.
     """
-    rows = mixed(mixed(seeds_of(keys, places)))  # as there: the sample, then its single row
-    samples, columns = tokens.samples, tokens.columns
-    if isinstance(rows, np.ndarray):
-        samples, columns = samples.numpy(), columns.numpy().view(np.uint64)
-    rows = mixed(rows[:, samples] ^ columns)
-    for size in shape[2:-1]:
-        rows = mixed(along_next_axis(rows, size))
-    return kept_columns(rows, shape[-1], drop_probability).view(len(places), *shape)
+
+    tokens: PackedTokens
+    padded: SampleMasks
+
+    def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
+        """bool, of shape (1, T, ...): the rows of a padded mask (n, S, ...) that belong to real tokens.
+
+        Raises:
+            UnkeyedRandomness: the mask is not one of packed tokens.
+        """
+        if site.axis != 0 or len(shape) < 3 or shape[:2] != self.tokens.packed_shape or len(shape) != len(site.shapes[0]):
+            raise UnkeyedRandomness(
+                f"{site.name} draws a mask of shape {list(shape)} for packed tokens, and {list(site.shapes[0])} for padded "
+                "samples, so its draws cannot be tied to tokens. Leave packing out, or set this dropout to 0."
+            )
+        rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as of padded samples: the sample, then its single row
+        rows = mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns)
+        for size in shape[2:-1]:
+            rows = mixed(along_next_axis(rows, size))
+        return keep_columns(rows, shape[-1], drop_probability).view(shape)

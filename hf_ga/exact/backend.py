@@ -1,0 +1,251 @@
+"""What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a window.
+
+This backend serves one process and DDP: ranks hold replicas, exchange one small status and sum the gradients once a window. DDP's
+own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different numbers of micro-batches, or
+none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
+"""
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather
+from torch import Tensor, nn
+
+from hf_ga.errors import ConfigError, ProcessFailed
+from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.loss import Loss
+from hf_ga.exact.memory import Size, TooLarge
+from hf_ga.exact.precision import sum_dtype
+from hf_ga.exact.window import Window
+
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+BUCKET_BYTES = 25 * 2**20  # as DDP's own: large enough for the network's full rate, small enough to begin early
+MESSAGE_BYTES = 1024
+
+
+@dataclass
+class RankStatus:
+    """What one rank computed of a window or, after `all_reduce_status`, what all ranks did.
+
+    Attributes:
+        loss: sum of the micro-batches' terms, float64 scalar on the device.
+        counts: targets, one number for each mean of the loss.
+        has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient of it.
+        failure: what went wrong on this rank.
+        too_large: size of the micro-batch for which memory ran out.
+    """
+
+    loss: Tensor
+    counts: Counts
+    has_gradient: Sequence[bool] = ()
+    failure: Exception | None = None
+    too_large: Size | None = None
+
+
+class Backend:
+    """One process, or replicas on several (DDP).
+
+    Attributes:
+        is_sharded: parameters lie in shards (FSDP), so that every forward and backward is a collective of all ranks.
+    """
+
+    is_sharded = False
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def begin(self, model: nn.Module, loss: Loss) -> None:
+        """Before the first forward of a window.
+
+        Raises:
+            ConfigError: a setting under which gradients would not be exact.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model.reducer._reset_state()  # a forward through DDP without a backward (an evaluation) leaves its reducer waiting
+            keep_process_group_alive(model)
+
+    def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+        """Around each forward and backward."""
+        return nullcontext()
+
+    def backward(self, term: Tensor | float, weight: int) -> None:
+        """Backward of a micro-batch's term; nothing if it has no weight."""
+        if weight:
+            self.accelerator.backward(term)
+
+    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+        """The calls, with as many forwards as the other ranks make where forwards are collectives."""
+        return calls
+
+    def all_reduce_status(self, status: RankStatus) -> RankStatus:
+        """Add up the status of all ranks: one small all-reduce in float64. On one process, the status itself.
+
+        Raises:
+            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: memory ran out on a rank.
+        """
+        if self.accelerator.num_processes == 1:
+            if status.failure is not None:
+                raise status.failure
+            if status.too_large is not None:
+                raise TooLarge(status.too_large)
+            return status
+        flags = [status.failure is not None, status.too_large is not None, 0.0]
+        row = torch.tensor([*flags, *status.counts, *status.has_gradient], dtype=torch.float64, device=self.accelerator.device)
+        row[2] = status.loss
+        dist.all_reduce(row)
+        failed, too_large, _, *numbers = row.tolist()
+        if failed:
+            _raise_on_all_ranks(self.accelerator, status.failure)
+        if too_large:
+            raise TooLarge(_smallest(self.accelerator, status.too_large))
+        counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
+        self.check_use(given)
+        return replace(status, loss=row[2], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
+
+    def check_use(self, num_ranks: Sequence[float]) -> None:
+        """num_ranks: of each parameter, how many ranks have a gradient of it.
+
+        Raises:
+            ConfigError: gradients that only some ranks have cannot be summed.
+        """
+
+    def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
+        """The sum over all ranks, of a tensor that each computed in the window so far."""
+        if self.accelerator.num_processes > 1:
+            self.all_reduce_status(status)  # a rank that failed meanwhile takes part in this collective instead
+            dist.all_reduce(tensor)
+        return tensor
+
+    def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
+        """Sum the gradients over all ranks. unused: names of parameters without a gradient in the proof."""
+        if self.accelerator.num_processes > 1:
+            sum_gradients([p for p in model.parameters() if p.requires_grad], status.has_gradient)
+
+    def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the gradients of `parameters` to a global L2 norm of at most `max_norm`; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
+        """Whether a condition on this rank's gradients is true on all ranks. Replicas hold the same gradients."""
+        return bool(value)
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Refuse what cannot be reduced exactly.
+
+    Raises:
+        ConfigError: a backend that reduces gradients in another way (DeepSpeed, Megatron-LM, ...), processes that do not know of
+            each other, or processes that need the same samples (tensor, context, sequence parallelism).
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched > 1:
+        raise ConfigError(
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}, so each would train alone. On a "
+            "machine without a GPU use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
+        )
+    sizes = getattr(accelerator, "parallelism_config", None)
+    if any((getattr(sizes, f"{name}_size", 1) or 1) > 1 for name in ("tp", "cp", "sp")):
+        raise ConfigError(
+            "unsupported: tensor, context and sequence parallelism need the same samples on several processes, but hf_ga splits "
+            "windows over all of them. Leave tp_size, cp_size and sp_size at 1."
+        )
+    if accelerator.distributed_type not in SUPPORTED:
+        raise ConfigError(
+            f"unsupported: Accelerate runs under {accelerator.distributed_type.value}, which averages gradients over processes and "
+            f"steps instead of targets. Supported: {', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards "
+            "weights and optimizer as ZeRO does)."
+        )
+
+
+def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
+    """Let a model under DDP end without hanging.
+
+    Python frees an object's attributes in the order in which they were set. The process group, freed last, releases the GIL while
+    gloo's threads end; the reducer's destructor holds it, and hangs if they need it for a tensor.
+    """
+    model.outlives_reducer = model.process_group
+
+
+def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
+    """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves. Waits for the device."""
+    if accelerator.num_processes == 1:
+        return tuple(numbers)
+    sums = torch.tensor(numbers, dtype=sum_dtype(accelerator.device), device=accelerator.device)
+    dist.all_reduce(sums)
+    return tuple(sums.tolist())
+
+
+def gather_rows(accelerator: Accelerator, numbers: Sequence[float]) -> np.ndarray:
+    """As many numbers from every rank. Returns float64, shape (ranks, len(numbers)). Waits for the device."""
+    row = torch.tensor([numbers], dtype=torch.float64, device=accelerator.device)
+    return gather(row).cpu().numpy()
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replace each `.grad` by its sum over all ranks, in float32 buckets; a rank without one adds zero.
+
+    The gradients become views of the buckets that were sent, so nothing is copied back.
+
+    Args:
+        parameters: the same on all ranks, in the same order. has_gradient: of each, whether any rank has a gradient.
+
+    Raises:
+        ConfigError: a sparse gradient.
+    """
+    used = [parameter for parameter, given in zip(parameters, has_gradient, strict=True) if given]
+    under_way = []
+    for bucket in _buckets(used, bucket_bytes):
+        flat = torch.cat([_flat_gradient(parameter) for parameter in bucket])
+        under_way.append(dist.all_reduce(flat, async_op=True))
+        for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = part.view_as(parameter)
+    for work in under_way:
+        work.wait()
+
+
+def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters of one type up to a size, the last ones first: backward makes those first."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in reversed(parameters):
+        if bucket and (size + parameter.nbytes > bucket_bytes or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad.layout != torch.strided:
+        raise ConfigError(
+            "gradients are summed over ranks as dense tensors, but one is sparse: use nn.Embedding(..., sparse=False)."
+        )
+    return parameter.grad.reshape(-1)
+
+
+def _smallest(accelerator: Accelerator, size: Size | None) -> Size:
+    """Of the micro-batches that did not fit."""
+    rows = gather_rows(accelerator, (np.inf, np.inf) if size is None else size)
+    return Size(*map(int, min(rows.tolist())))
+
+
+def _raise_on_all_ranks(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Every rank raises: its own failure, or the message of the first rank that failed."""
+    text = f"{type(failure).__name__}: {failure}".encode(errors="replace")[:MESSAGE_BYTES] if failure is not None else b""
+    row = torch.zeros(1, MESSAGE_BYTES, dtype=torch.uint8, device=accelerator.device)
+    row[0, : len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
+    messages = [bytes(message).rstrip(b"\0").decode(errors="replace") for message in gather(row).cpu().numpy()]
+    if failure is not None:
+        raise failure
+    rank, message = next((i, m) for i, m in enumerate(messages) if m)
+    raise ProcessFailed(f"process {rank} failed: {message}")

@@ -1,0 +1,219 @@
+"""Keyed dropout: masks that belong to samples, drawn at the model's dropout sites.
+
+While a window is computed, torch's dropout functions are replaced by keyed ones (`dropout_functions.py`). A dropout site is a path
+of module calls plus the number of the draw within the last module's forward; forward hooks keep the path. The hooks find the same
+path when activation checkpointing runs a module again inside `backward()`, where the outer modules are not running.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.attention import dropped_attention
+from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS
+from hf_ga.exact.hashing import make_key, name_key
+from hf_ga.exact.hooks import Call, Hook
+from hf_ga.exact.masks import keep_mask
+
+cached_key = lru_cache(1 << 16)(make_key)  # each forward asks for the same ones
+
+
+@dataclass
+class DropoutSite:
+    """Where a model draws a mask, as two probing forwards with 2 and 3 samples found it.
+
+    Attributes:
+        name, module: of the innermost module. key: 64 bits, of the path.
+        shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the mask.
+        is_keyed: False where no sample axis was found and the user allowed that.
+    """
+
+    name: str
+    module: nn.Module
+    key: int
+    shapes: list[torch.Size] = field(default_factory=list)
+    axis: int | None = None
+    is_keyed: bool = True
+
+
+@dataclass(frozen=True)
+class SampleMasks:
+    """Draws the masks of padded samples. keys: int64, shape (samples,). window_key: int64, shape (1,)."""
+
+    keys: Tensor
+    window_key: Tensor
+
+    def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
+        """bool, of the given shape.
+
+        Raises:
+            UnkeyedRandomness: the sample axis does not hold whole samples.
+        """
+        if site.axis is None:
+            return keep_mask(self.window_key, site.key, shape, None, drop_probability)
+        if shape[site.axis] % len(self.keys):
+            raise UnkeyedRandomness(
+                f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} samples: axis {site.axis} does not "
+                "hold whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
+            )
+        return keep_mask(self.keys, site.key, shape, site.axis, drop_probability)
+
+
+class Frame:
+    """One call of a module: the key of its path, how often it called each submodule, and how many masks it drew."""
+
+    __slots__ = ("calls", "draws", "key", "module")
+
+    def __init__(self, module: nn.Module, key: int) -> None:
+        self.module, self.key, self.calls, self.draws = module, key, Counter(), 0
+
+
+class KeyedDropout(Hook):
+    """The dropout of one model. `proof.sites.find_dropout_sites` makes it.
+
+    Attributes:
+        sites: by the key of their paths. unkeyed: modules that draw in a way that depends on the split, where that was allowed.
+        source: draws the masks of the next forward; a speed-up may put its own there.
+        attend: attention with a given mask of its weights; a speed-up may put its own there.
+
+    Example:
+        dropout = find_dropout_sites(model, lambda num_samples: model(**collate([sample] * num_samples)))
+        with dropout.scope(model):
+            dropout.set_keys(sample_keys(seed, epoch, positions), window_key(seed, epoch, index))
+            model(**batch).loss.backward()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: dict[int, DropoutSite] | None = None,
+        hooked: Sequence[nn.Module] | None = None,
+        unkeyed: Sequence[nn.Module] = (),
+    ) -> None:
+        self.model, self.sites, self.unkeyed = model, sites or {}, list(unkeyed)
+        self.attend: Callable[..., Tensor] = dropped_attention
+        self.names = {module: name or "(the model itself)" for name, module in model.named_modules()}
+        self._name_keys = {module: name_key(name) for module, name in self.names.items()}
+        self._hooked = list(self.names) if hooked is None else list(hooked)
+        self._stack: list[Frame] = []
+        self._calls: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # of the last forward: path keys and inputs
+        self.source: Any = None
+
+    def set_keys(self, keys: Tensor, shared: Tensor) -> None:
+        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the model's device."""
+        self.source = SampleMasks(keys, shared)
+
+    def before(self, call: Call) -> None:
+        """See `set_keys`."""
+        self.set_keys(call.keys, call.window_key)
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
+        if not self.sites:  # nothing is patched, so a compiled model stays compiled
+            yield
+            return
+        with self._patched():
+            yield
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in self._hooked:
+                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            for owner, name, keyed in DRAWING_FUNCTIONS:
+                original = getattr(owner, name)
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, partial(keyed, self, original))
+            stack.callback(self._stack.clear)
+            stack.callback(self._calls.clear)
+            yield
+
+    @property
+    def running(self) -> nn.Module | None:
+        """The innermost module whose forward is running; None outside of the model."""
+        return self._stack[-1].module if self._stack else None
+
+    def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call of a dropout function draws a mask that is keyed here.
+
+        Raises:
+            UnkeyedRandomness: checkpointing runs a function again that draws outside of any module's forward.
+        """
+        if not training or drop_probability in (0, 1):
+            return False
+        if not self._stack:
+            if is_in_backward():
+                raise UnkeyedRandomness(
+                    "activation checkpointing runs a function again that draws dropout outside of a module's forward, so its masks "
+                    "cannot be identified. Put the function into a module, or turn checkpointing off."
+                )
+            return False
+        frame = self._stack[-1]
+        site = self.sites.get(cached_key(frame.key, frame.draws))
+        if site is None or site.is_keyed:
+            return True
+        frame.draws += 1  # allowed to depend on the split
+        return False
+
+    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
+        """The mask of the next draw of the module that is running: bool, of the given shape."""
+        frame = self._stack[-1]
+        key = cached_key(frame.key, frame.draws)
+        frame.draws += 1
+        return self._draw(key, shape, drop_probability)
+
+    def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+        site = self.sites.get(key)
+        if site is None:
+            raise UnkeyedRandomness(
+                f"{self.names[self._stack[-1].module]} draws dropout at a site that the probing forward did not reach: the model's "
+                "path depends on its data or has changed. Prove the model again, or set this dropout to 0."
+            )
+        return self.source.mask(site, shape, drop_probability)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        if self._stack:
+            parent = self._stack[-1]
+            key = cached_key(parent.key, self._name_keys[module], parent.calls[module])
+            parent.calls[module] += 1
+            self._calls.setdefault(module, []).append((key, inputs))
+        elif module is not self.model and is_in_backward():
+            key = self._key_of_recomputed(module, inputs)
+        else:
+            if module is self.model:
+                self._calls.clear()
+            calls = self._calls.setdefault(module, [])
+            key = cached_key(self._name_keys[module], len(calls))
+            calls.append((key, inputs))
+        self._stack.append(Frame(module, key))
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._stack and self._stack[-1].module is module:  # else `_enter` raised for this call
+            self._stack.pop()
+
+    def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
+        """The path key of the call that checkpointing runs again: it keeps the call's inputs, which identify it."""
+        calls = self._calls.get(module, [])
+        matching = {key for key, seen in calls if seen == inputs} if len(calls) > 1 else {key for key, _ in calls}
+        if len(matching) != 1:
+            raise UnkeyedRandomness(
+                f"activation checkpointing runs {self.names[module]} again, which the forward called {len(calls)} times, and "
+                f"{len(matching)} of these calls had the same inputs: its masks cannot be identified. Turn gradient checkpointing "
+                "off, or set its dropout to 0."
+            )
+        return matching.pop()
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running: a forward now is one that activation checkpointing runs again."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,113 @@
+"""The functions through which torch draws dropout, each with its keyed replacement.
+
+A replacement gets the keyed dropout of the model that is running and the original function, then the original's own arguments. It
+calls the original where nothing is drawn, or where the call is not the model's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_ga.exact.masks import keyed_dropout
+
+
+class Masks(Protocol):
+    """What the replacements need of `dropout.KeyedDropout`; see there."""
+
+    attend: Callable[..., Tensor]
+
+    @property
+    def running(self) -> nn.Module | None: ...
+    def is_keyed(self, drop_probability: float, training: bool = True) -> bool: ...
+    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor: ...
+
+
+def dropout(
+    masks: Masks, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """For `F.dropout`, which `nn.Dropout` calls."""
+    if not masks.is_keyed(p, training):
+        return original(input, p, training, inplace)
+    return _dropped(masks, input, p, inplace, input.shape)
+
+
+def torch_dropout(masks: Masks, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
+    """For `torch.dropout`."""
+    return _dropped(masks, input, p, False, input.shape) if masks.is_keyed(p, train) else original(input, p, train)
+
+
+def feature_dropout(
+    unbatched_dim: int | None,
+    masks: Masks,
+    original: Callable,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """For `F.dropout1d` and its kin: one draw for each (sample, channel), or for each channel where torch takes the input for a
+    single sample, because it has `unbatched_dim` axes.
+    """
+    if not masks.is_keyed(p, training):
+        return original(input, p, training, inplace)
+    drawn = 1 if input.dim() == unbatched_dim else 2
+    return _dropped(masks, input, p, inplace, torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))))
+
+
+def attention(
+    masks: Masks,
+    original: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """For `F.scaled_dot_product_attention`: with dropout, the attention weights are computed and dropped here."""
+    if not masks.is_keyed(dropout_p):
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kept = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return masks.attend(query, key, value, attn_mask, is_causal, scale, kept, dropout_p)
+
+
+def stochastic_depth(masks: Masks, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
+    """For `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang et al. 2016), as transformers writes
+    it: floor(rand + 1 - p) is 0 or 1. Also where a module draws whether to skip a layer (`rand < layerdrop`) although layerdrop is
+    0, as transformers did before 5.23. All other calls go to torch.
+    """
+    shape = torch.Size(size[0] if size and isinstance(size[0], Sequence) else size)
+    if not shape and getattr(masks.running, "layerdrop", None) == 0:
+        masks.mask(shape, 0.0)  # a dropout site, so that this module's calls are followed
+        return torch.ones(shape, **kwargs)
+    p = getattr(masks.running, "drop_prob", 0.0) if type(masks.running).__name__.endswith("DropPath") else 0.0
+    if not masks.is_keyed(p):
+        return original(*size, **kwargs)
+    # (1 + p) / 2 lies in the middle of [p, 1), the numbers by which torch would keep it: far enough from both ends in bf16 too.
+    return torch.full(shape, (1 + p) / 2, **kwargs) * masks.mask(shape, p)
+
+
+# (where the function lives, its name, its replacement). Draws by other functions are found by the generators that they move.
+DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
+    (F, "dropout", dropout),
+    (F, "dropout1d", partial(feature_dropout, 2)),
+    (F, "dropout2d", partial(feature_dropout, None)),
+    (F, "dropout3d", partial(feature_dropout, 4)),
+    (F, "scaled_dot_product_attention", attention),
+    (torch, "dropout", torch_dropout),
+    (torch, "rand", stochastic_depth),
+]
+
+
+def _dropped(masks: Masks, x: Tensor, p: float, inplace: bool, mask_shape: torch.Size) -> Tensor:
+    kept = masks.mask(mask_shape, p)
+    return x.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p)) if inplace else keyed_dropout(x, p, kept)

@@ -1,0 +1,108 @@
+"""Hooks around the forwards of a window: keyed dropout, the router's balancing loss and every speed-up are hooks."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.window import Window
+
+Counts = tuple[float, ...]  # targets: one number, or one for each mean of a loss that is a sum of means
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward and backward, as hooks and losses see it.
+
+    Attributes:
+        micro_batch: on the host.
+        batch: on the device.
+        counts: targets, counted on the host; () for a loss that counts in its forward.
+        keys: int64, shape (samples,): what the samples' dropout masks are keyed by, on the device.
+        window_key: int64, shape (1,): the same of masks that the whole window shares.
+        weight: 0 for a call that is made only because other ranks make one (FSDP), else 1.
+    """
+
+    micro_batch: MicroBatch
+    batch: dict[str, Any] = field(default_factory=dict)
+    counts: Counts = ()
+    keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    window_key: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    weight: int = 1
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.micro_batch)
+
+    def on_device(self, window: Window, device: torch.device) -> "Call":
+        """The same with its batch and keys on the device."""
+        keys = sample_keys(window.seed, window.epoch, self.micro_batch.positions)
+        shared = window_key(window.seed, window.epoch, window.index)
+        return replace(
+            self,
+            batch=send_to_device(self.micro_batch.batch, device, non_blocking=True),
+            keys=keys.to(device, non_blocking=True),
+            window_key=shared.to(device, non_blocking=True),
+        )
+
+
+class Hook:
+    """Takes part in the forwards of a window. Every method does nothing unless overridden."""
+
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around the forwards and backwards of a window; leaves nothing behind. `model` as it was prepared."""
+        return nullcontext()
+
+    def before(self, call: Call) -> None:
+        """Before the forward of `call`."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the proof knows of a model before it tries speed-ups.
+
+    Attributes:
+        model: unwrapped. dropout: its `KeyedDropout`. has_loss_fn: the loss is the user's. sum_of_means: it is a sum of means
+            (`sums_of_means.py`).
+        has_router: the head adds a router's balancing loss. draws_unkeyed: some draws depend on the split, as the user allowed.
+    """
+
+    model: nn.Module
+    dropout: Hook
+    has_loss_fn: bool
+    sum_of_means: bool
+    has_router: bool
+    draws_unkeyed: bool
+
+
+class SpeedUp(Hook):
+    """A hook that must change neither loss nor gradient. The proof compares both with and without it, and leaves it out if they
+    differ.
+
+    Attributes:
+        name: how reports call it.
+    """
+
+    name = ""
+
+    def attach(self, traits: Traits) -> str:
+        """Attach to a model. Returns why it is not tried on this one; "" if it is."""
+        return ""
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Around the proof's probes: used also where a batch is too small to gain from it."""
+        yield
+
+    def verdict(self) -> str:
+        """After the probe with it: why it had no effect; "" if it had one."""
+        return ""
+
+    def learn_counts(self, counts: Counts) -> None:
+        """The targets of the probe, by the rule that was proven."""

@@ -1,0 +1,243 @@
+"""Asks a model what its loss averages over, whether padding matters, and which speed-ups change nothing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.batches import Batch, take_rows
+from hf_ga.exact.forward import LossFunction, gradients_apart, head_loss
+from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.router import Router
+from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.proof.messages import no_single_rule, unknown_router_loss, unlike_in_another_order, unlike_without_padding
+from hf_ga.proof.prober import Prober
+from hf_ga.proof.probes import (
+    NUM_IN_A,
+    NUM_PROBE_SAMPLES,
+    TOLERANCE,
+    Probe,
+    applicable_rules,
+    relative_error,
+    residual_of,
+    same_shapes,
+    separating_labels,
+    separating_means,
+    targets_per_row,
+)
+
+# Right rules leave rounding: at most TOLERANCE, or 20 times the relative error of the same samples in another order.
+TIMES_ROUNDING, MAX_ROUNDING = 20.0, 5e-4  # above the second, right and wrong rules could not be told apart
+NUM_WIDTHS = 8  # of short samples that are padded
+TRIAL_ROWS = np.array([0, 1, NUM_PROBE_SAMPLES - 1])  # two with few targets and one with many; short ones and the longest
+ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
+GROUPS = {"A": ALL_ROWS[:NUM_IN_A], "B": ALL_ROWS[NUM_IN_A:], "A+B": ALL_ROWS}
+
+
+class Prover(Prober):
+    """Answers the questions of a proof. Args: see `targets.prove`.
+
+    Attributes:
+        router: the model's balancing loss, if the head adds one. speed_ups: those that change nothing. left_out: the others, and
+            why.
+    """
+
+    def __init__(self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None) -> None:
+        super().__init__(model, samples, collate_fn, loss_fn)
+        self.router: Router | None = None
+        self.left_out: dict[str, str] = {}
+        self.tolerance = TOLERANCE  # as measured by `prove_loss`
+
+    def find_router(self) -> None:
+        """Learn whether the head adds a router's balancing loss, and how much it weighs."""
+        router = Router(self.model)
+        if self.loss_fn is not None or not router.is_possible:
+            return
+        with router.patched(), gradients_apart(self.parameters):
+            head_loss(self._outputs(self._call(self._rows_with_targets(), ALL_ROWS))).backward()
+            router.find_coefficients()
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.router = router if any(router.coefficients) else None
+
+    @contextmanager
+    def with_speed_ups(self, candidates: Sequence[SpeedUp]) -> Iterator[None]:
+        """Try each speed-up, on top of those that passed, and use these for a while, as training will.
+
+        It passes if loss and gradient of three samples are the same with it, up to rounding.
+        """
+        separated = self._separated(self._rows_with_targets())
+        batch = take_rows(separated, TRIAL_ROWS, self.entries)
+        traits = Traits(
+            model=self.model,
+            dropout=self.dropout,
+            has_loss_fn=self.loss_fn is not None,
+            sum_of_means=kind_of(self._accepted(batch)) is not None,
+            has_router=self.router is not None,
+            draws_unkeyed=bool(self.dropout.unkeyed),
+        )
+        with ExitStack() as active:
+            with self._without_router():
+                plain = self._probe(self._call(batch, TRIAL_ROWS))
+                tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
+                for speed_up in candidates:
+                    if reason := speed_up.attach(traits) or self._try(speed_up, batch, plain, tolerance):
+                        self.left_out[speed_up.name] = reason
+                        continue
+                    self.speed_ups.append(speed_up)
+                    active.enter_context(speed_up.trial())
+                    active.enter_context(speed_up.scope(self.model))
+            yield
+            for speed_up in self.speed_ups:
+                if self.loss_fn is None:
+                    speed_up.learn_counts(self.loss.count(batch, len(TRIAL_ROWS)))
+
+    def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
+        """Why it does not pass; "" if it does."""
+        self.speed_ups.append(speed_up)
+        try:
+            with speed_up.trial(), speed_up.scope(self.model):
+                error = relative_error(self._probe(self._call(batch, TRIAL_ROWS)), plain)
+                reason = speed_up.verdict()
+        except Exception as failure:  # whatever a forward raises that cannot take it
+            return f"{type(failure).__name__}: {failure}"
+        finally:
+            self.speed_ups.remove(speed_up)
+        return reason or ("" if error <= tolerance else f"it changes loss or gradient, relative error {error:.0e}")
+
+    def prove_loss(self) -> float:
+        """Find the loss whose terms of A and B add up to the loss of A+B, and return the largest relative residual.
+
+        Raises:
+            LossNotAdditive: there is none, or two that differ.
+        """
+        whole = self._separated(self._rows_with_targets())
+        batches = {name: take_rows(whole, rows, self.entries) for name, rows in GROUPS.items()}
+        with self._without_router():
+            probes = {name: self._probe(self._call(batch, GROUPS[name])) for name, batch in batches.items()}
+            self.tolerance = self._tolerance(whole, ALL_ROWS, probes["A+B"])
+            self.loss, residual = self._sum_of_means(batches, probes["A+B"]) or self._one_mean(batches, probes)
+        if self.router is not None:
+            self.loss = WithRouter(self.loss, self.router)
+            residual = relative_error(self._added_up(batches), self._probe(self._call(whole, ALL_ROWS)))
+            if not residual <= self.tolerance:
+                raise LossNotAdditive(unknown_router_loss(residual))
+        return residual
+
+    def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
+        """A head that is recognised by its entries, if it computes what `sums_of_means.py` recomputes."""
+        name = kind_of(self._accepted(batches["A+B"])) if self.loss_fn is None else None
+        if name is None:
+            return None
+        self.loss = SumOfMeans(name)
+        try:
+            residual = relative_error(self._added_up(batches), whole)
+        except LossNotAdditive:  # its outputs are not those of this kind of head
+            return None
+        return (self.loss, residual) if residual <= self.tolerance else None
+
+    def _one_mean(self, batches: dict[str, Batch], probes: dict[str, Probe]) -> tuple[Loss, float]:
+        is_sum = self.loss_fn is not None
+        if is_sum:
+            counts = {OwnSum.name: [probes[name][1] for name in GROUPS]}
+        else:
+            rules = applicable_rules(self._accepted(batches["A+B"]))
+            counts = {rule: [COUNTING_RULES[rule](batches[n], len(rows)) for n, rows in GROUPS.items()] for rule in rules}
+        residuals = {rule: residual_of(list(probes.values()), numbers, is_sum) for rule, numbers in counts.items()}
+        fitting = [rule for rule, residual in residuals.items() if residual <= self.tolerance]
+        shares = {round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]}
+        if len(shares) != 1:
+            losses = {name: probe[0] for name, probe in probes.items()}
+            raise LossNotAdditive(no_single_rule(self.model, fitting, residuals, counts, losses))
+        return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
+
+    def _added_up(self, batches: dict[str, Batch]) -> Probe:
+        """The terms of A and B, computed as in training, and their gradients added up."""
+        return self._sum_of_terms([self._counted(batches[name], GROUPS[name]) for name in ("A", "B")])
+
+    def _sum_of_terms(self, calls: list[Call]) -> Probe:
+        totals = tuple(map(sum, zip(*(call.counts for call in calls), strict=True)))
+        with self._without_router():
+            self.loss.prepare(calls, self._outputs, lambda counts: counts, self.device)
+            losses, gradients = [], None
+            for call in calls:
+                loss, _, found = self._probe(call, totals)
+                losses.append(loss)
+                gradients = found if gradients is None else torch._foreach_add(gradients, found)
+        return sum(losses), 0.0, gradients
+
+    def width_matters(self) -> bool | None:
+        """Whether padding short samples to a long one's width changes their loss or gradient; None: it cannot be told."""
+        shorter, longest = self.candidates[:-1], self.by_length[-1]
+        useful = np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
+        if not len(useful) or self.collate_draws:
+            return None
+        picked = [shorter[i] for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]]
+        whole, shapes_differ = self.collate([*picked, longest]), False
+        for i, sample in enumerate(picked):  # one by one: at some lengths padding may make no difference (pooling, top-k)
+            narrow, wide = self.collate([sample]), take_rows(whole, np.array([i]), self.entries)
+            if same_shapes(narrow, wide):
+                continue
+            shapes_differ = True
+            try:
+                if relative_error(self._probe_alone(narrow), self._probe_alone(wide)) > TOLERANCE:
+                    return True
+            except (RuntimeError, ValueError, LossNotAdditive):  # the model cannot take a batch as narrow as that
+                return True
+        return False if shapes_differ else None
+
+    def check_unpadded(self) -> None:
+        """Where padding matters: the longest sample alone, which has none, and a padded one add up to both together.
+
+        Raises:
+            LossNotAdditive: they do not, so not even one width for all micro-batches of a window is enough.
+        """
+        if self.loss_fn is not None or self.collate_draws:
+            return
+        whole = self.collate([self.by_length[0], self.by_length[-1]])
+        calls = [self._counted(take_rows(whole, np.array([row]), self.entries), np.array([row])) for row in (0, 1)]
+        if not any(any(call.counts) for call in calls):
+            return
+        error = relative_error(self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))]))
+        if not error <= self.tolerance:
+            raise LossNotAdditive(unlike_without_padding(error))
+
+    def _without_router(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.router is None else self.router.patched()
+
+    def _separated(self, batch: Batch) -> Batch:
+        """Labels masked so that the ways of counting differ, also those of a second mean if the head can leave them out.
+
+        A loss function counts by itself, and may not know labels to be ignored: then nothing is masked.
+        """
+        if self.loss_fn is not None:
+            return batch
+        batch = separating_labels(batch, NUM_PROBE_SAMPLES)
+        separated = separating_means(batch, NUM_PROBE_SAMPLES)
+        try:
+            with torch.no_grad():
+                is_finite = head_loss(self._outputs(self._call(separated, ALL_ROWS))).isfinite()
+        except (IndexError, RuntimeError):  # positions beyond the text are an error of this head
+            return batch
+        return separated if is_finite else batch
+
+    def _probe_alone(self, batch: Batch) -> Probe:
+        """A sample by itself. One without targets of some mean has no loss of the head's own: then by the terms."""
+        call = self._counted(batch, np.arange(1)) if self.loss.num_means > 1 else self._call(batch, np.arange(1))
+        return self._probe(call, call.counts or None)
+
+    def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
+        """What rounding is here: the same samples in reverse order give the same mean, in another order of summation."""
+        reverse = np.arange(len(rows))[::-1].copy()
+        rounding = relative_error(self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe)
+        if not rounding <= MAX_ROUNDING:
+            raise LossNotAdditive(unlike_in_another_order(self.model, probe[0], rounding, MAX_ROUNDING))
+        return max(TOLERANCE, TIMES_ROUNDING * rounding)
+
+    def _counted(self, batch: Batch, rows: np.ndarray) -> Call:
+        return self._call(batch, rows, self.loss.count(batch, len(rows)))

@@ -1,0 +1,108 @@
+"""Finds a model's dropout sites and their sample axes, by two training forwards with 2 and 3 equal samples."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.dropout import DropoutSite, KeyedDropout
+from hf_ga.exact.forward import restored_buffers
+from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
+
+SMALL, LARGE = 2, 3  # samples in the two forwards
+
+
+def find_dropout_sites(
+    model: nn.Module, forward: Callable[[int], Any], *, allow_split_dependent_randomness: bool = False
+) -> KeyedDropout:
+    """Learn where a model draws dropout, without dropping anything.
+
+    Args:
+        forward: runs the model in training mode on a batch of the given number of samples.
+        allow_split_dependent_randomness: accept draws that cannot be tied to a sample.
+
+    Raises:
+        UnkeyedRandomness: a module draws random numbers in another way, or a mask has no single sample axis.
+    """
+    finder = _SiteFinder(model)
+    with preserved_random_states(), torch.no_grad(), restored_buffers(model), finder._patched(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
+        for num_samples in (SMALL, LARGE):
+            finder.start()
+            forward(num_samples)
+            finder.note_moved(model)  # what a loss function drew behind the last module
+    problems = [f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()]
+    for site in finder.sites.values():
+        try:
+            site.axis = sample_axis(site.shapes)
+        except ValueError as error:
+            site.is_keyed = False
+            problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
+    if problems and not allow_split_dependent_randomness:
+        raise UnkeyedRandomness(
+            "unsupported: random draws that hf_ga cannot tie to a sample, so that the split of a window would change them: "
+            + "; ".join(problems)
+            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept that "
+            "the split changes the randomness with allow_split_dependent_randomness."
+        )
+    unkeyed = [*finder.moved, *(site.module for site in finder.sites.values() if not site.is_keyed)]
+    return KeyedDropout(model, finder.sites, [m for m in finder.names if m in finder.on_the_way], unkeyed)
+
+
+def sample_axis(shapes: list[torch.Size]) -> int | None:
+    """The axis that grew from 2 to 3 samples; None if none did (a mask that the window shares).
+
+    Raises:
+        ValueError: no single axis grew in that ratio.
+    """
+    if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
+        raise ValueError(f"{SMALL} and {LARGE} samples drew the shapes {[list(s) for s in shapes]}")
+    small, large = shapes
+    changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
+    if not changed:
+        return None
+    if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
+        raise ValueError(f"from {SMALL} to {LARGE} samples the shape went from {list(small)} to {list(large)}")
+    return changed[0]
+
+
+class _SiteFinder(KeyedDropout):
+    """Records what would be drawn, and keeps everything.
+
+    Attributes:
+        on_the_way: modules that lead to a site. moved: modules that moved a random generator by themselves, and which.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.on_the_way: set[nn.Module] = set()
+        self.moved: dict[nn.Module, str] = {}
+        self._states: dict[str, bytes] = {}
+
+    def start(self) -> None:
+        self._states = random_states()
+
+    def note_moved(self, module: nn.Module) -> None:
+        """A submodule of `module` begins or `module` ends: what moved since the last such boundary, `module` itself moved."""
+        if moved := moved_generators(self._states):
+            self.moved[module] = " and ".join(moved)
+            self._states = random_states()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super()._enter(module, args, kwargs)
+        self.note_moved(self._stack[-2].module if len(self._stack) > 1 else module)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        is_open = bool(self._stack) and self._stack[-1].module is module
+        super()._leave(module, args, output)
+        if is_open:
+            self.note_moved(module)
+
+    def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+        module = self._stack[-1].module
+        self.sites.setdefault(key, DropoutSite(self.names[module], module, key)).shapes.append(shape)
+        self.on_the_way.update(frame.module for frame in self._stack)
+        return torch.ones(shape, dtype=torch.bool, device=next(self.model.parameters()).device)

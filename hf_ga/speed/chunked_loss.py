@@ -1,0 +1,144 @@
+"""The cross entropy of an output layer on many rows, chunk by chunk: never more than one chunk's logits lie in memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_ga.exact.precision import at_least_float32
+
+# On a CPU the logits of so many rows stay in its cache, more or less (measured: 64 and 128 are slower, 512 is no faster).
+ROWS_ON_CPU = 256
+# Elsewhere: what the logits of one chunk may take, or more where the hidden states of all rows take more. Smaller chunks would
+# spend their time on adding up gradients of the layer's weight.
+CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """A linear layer with what follows it up to the loss.
+
+    Attributes:
+        weight: shape (classes, width). bias: shape (classes,), or None. dtype: what the layer computes in (autocast's type).
+        steps: what is done with its output, each (logits) -> logits, every row by itself.
+        class_weights, label_smoothing: see `torch.nn.functional.cross_entropy`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    steps: Sequence[Callable[[Tensor], Tensor]] = ()
+    class_weights: Tensor | None = None
+    label_smoothing: float = 0.0
+
+    def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """The loss summed over these rows, by the operations of the head itself. weight, bias: those of the layer, in `dtype`."""
+        logits = F.linear(hidden.to(self.dtype), weight, bias)
+        for step in self.steps:
+            logits = step(logits)
+        return F.cross_entropy(
+            at_least_float32(logits), target, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing
+        )
+
+    def in_type(self, tensor: Tensor | None) -> Tensor | None:
+        """Weight or bias as the layer uses it."""
+        return None if tensor is None else tensor.to(self.dtype)
+
+
+def rows_of_chunk(hidden: Tensor, num_classes: int) -> int:
+    """How many rows a chunk has. hidden: shape (targets, width)."""
+    if hidden.device.type == "cpu":
+        return ROWS_ON_CPU
+    return max(1, max(CHUNK_BYTES, hidden.numel() * 4) // (4 * num_classes))
+
+
+def cross_entropy(head: OutputProjection, hidden: Tensor, target: Tensor, rows: int, *, mean: bool) -> Tensor:
+    """The mean or sum of the targets' cross entropy, a scalar in float32 (float64 of float64).
+
+    Args:
+        hidden: shape (targets, width). target: int64, shape (targets,), all of them classes. rows: of one chunk.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        inputs = hidden, head.weight, head.bias
+        if len(hidden) <= rows:
+            total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
+        else:
+            wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+            total = _InChunks.apply(*inputs, target, head, rows, wanted)
+    if not mean:
+        return total
+    return total / (len(target) if head.class_weights is None else head.class_weights[target].sum())
+
+
+class _InChunks(torch.autograd.Function):
+    """Sum of the losses of the chunks. Their gradients are computed along with the losses, and scaled in the backward; in fp16 the
+    backward computes them, with the loss scale on, without which small ones would be lost. Gradients of weight and bias are added
+    up in float32. One backward only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        head: OutputProjection,
+        rows: int,
+        wanted: Sequence[bool],
+    ) -> Tensor:
+        ctx.head, ctx.rows, ctx.wanted, ctx.gradients = head, rows, wanted, None
+        if any(wanted) and head.dtype != torch.float16:
+            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, wanted, None)
+            return loss
+        ctx.save_for_backward(hidden, weight, bias, target)
+        return torch.stack([head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is not None:
+            gradients, ctx.gradients = [g if g is None else g.mul_(gradient) for g in ctx.gradients], None
+        else:
+            *inputs, target = ctx.saved_tensors
+            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.wanted, gradient)
+        return *gradients, None, None, None, None
+
+
+def _chunks(
+    inputs: Sequence[Tensor | None], target: Tensor, head: OutputProjection, rows: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    """Hidden states, weight and bias as the layer uses them, targets: of each chunk."""
+    hidden, weight, bias = inputs
+    weight, bias = head.in_type(weight), head.in_type(bias)
+    for h, t in zip(hidden.split(rows), target.split(rows), strict=True):
+        yield h, weight, bias, t
+
+
+def _with_gradients(
+    inputs: Sequence[Tensor | None],
+    target: Tensor,
+    head: OutputProjection,
+    rows: int,
+    wanted: Sequence[bool],
+    gradient: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The sum of the losses, and its gradients, times `gradient`, of the inputs that are wanted."""
+    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if want else None for x, want in zip(inputs, wanted, strict=True)]
+    losses = []
+    for i, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
+        leaves = [x if x is None else x.detach().requires_grad_(want) for x, want in zip(chunk, wanted, strict=True)]
+        with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
+            loss = head.loss(*leaves, labels)
+        losses.append(loss.detach())
+        found = iter(torch.autograd.grad(loss, [leaf for leaf, want in zip(leaves, wanted, strict=True) if want], gradient))
+        for k, total in enumerate(sums):
+            if total is not None:
+                (total[i * rows : (i + 1) * rows] if k == 0 else total).add_(next(found))
+    return torch.stack(losses).sum(), [g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)]
+
+
+def _sum_type(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,169 @@
+"""Attention with dropout on a CPU as one autograd function: less memory than the operations it is defined by.
+
+Written out as operations of autograd, attention passes over its tokens x tokens numbers twice as often, and keeps copies of query
+and key.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.exact.attention import bias_of, causal_bias, dropped_attention
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.masks import keyed_dropout
+
+
+class FusedAttention(SpeedUp):
+    """Keyed dropout computes attention by `DroppedAttention` where it can."""
+
+    name = "fused attention"
+
+    def __init__(self) -> None:
+        self._bias, self._was_used = LastBias(), False
+
+    def attach(self, traits: Traits) -> str:
+        self._dropout: KeyedDropout = traits.dropout
+        return "" if self._dropout.sites else "the model draws no dropout"
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        original, self._dropout.attend = self._dropout.attend, self._attend
+        try:
+            yield
+        finally:
+            self._dropout.attend = original
+            self._bias.forget()
+
+    def before(self, call: Call) -> None:
+        self._bias.forget()
+
+    def verdict(self) -> str:
+        return "" if self._was_used else "no attention with dropout in full precision"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        kept: Tensor,
+        drop_probability: float,
+    ) -> Tensor:
+        """In place of `dropped_attention`; see there."""
+        if not _is_supported(query, key, value):
+            return dropped_attention(query, key, value, attn_mask, is_causal, scale, kept, drop_probability)
+        self._was_used = True
+        shape = kept.shape
+        bias = self._bias.causal(*shape[-2:], query) if is_causal else None
+        if attn_mask is not None:
+            bias, has_keys = self._bias.of(attn_mask, query.dtype)
+            kept = kept if has_keys is None else kept & has_keys  # a row without keys weighs nothing
+        query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+        return DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability).view(*shape[:-1], value.shape[-1])
+
+
+def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """In full precision on a CPU, with as many heads of each."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class LastBias:
+    """What a mask adds to the scores, kept as long as layer after layer comes with the same mask, and what causal attention adds.
+
+    Not of a trained mask (T5's relative positions): its operations belong to the graph of each layer, and checkpointing, which runs
+    the last layer again first, must find as many of them as before.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._of: tuple[Tensor, int, torch.dtype, bool] | None = None
+        self._found: tuple[Tensor, Tensor | None] | None = None
+        self._causal: Tensor | None = None
+
+    def causal(self, num_queries: int, num_keys: int, like: Tensor) -> Tensor:
+        """See `attention.causal_bias`."""
+        if self._causal is None or self._causal.shape != (num_queries, num_keys) or self._causal.dtype != like.dtype:
+            self._causal = causal_bias(num_queries, num_keys, like)
+        return self._causal
+
+    def of(self, attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """See `attention.bias_of`; None in place of the rows with keys if all of them have some."""
+        state = attn_mask._version, dtype, torch.is_grad_enabled()  # made without a graph, a trained bias would get no gradient
+        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != state or attn_mask.requires_grad:
+            bias, has_keys = bias_of(attn_mask, dtype)
+            self._of, self._found = (attn_mask, *state), (bias, None if has_keys.all() else has_keys)
+        return self._found
+
+
+class DroppedAttention(torch.autograd.Function):
+    """dropout(softmax(query key^T * scale + bias)) value, with a dropout mask that is given.
+
+    For the backward it keeps its inputs and the weights before dropout, and makes the dropped ones again: of a micro-batch on a CPU
+    they take as much as the weights. Both factors, the scale and 1 / (1 - p), are applied inside of the products.
+
+    Args of `apply`:
+        query, key, value: shape (N, L or S, size): the heads of all samples.
+        kept: bool, of N x L x S elements in any shape: which weights are kept.
+        bias: None, or added to the scores in the shape of `kept`.
+
+    Returns:
+        shape (N, L, size of a value).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, bias: Tensor | None, scale: float, probability: float
+    ) -> Tensor:
+        scores = torch.baddbmm(nothing := query.new_empty(1, 1, 1), query, key.mT, beta=0, alpha=scale)
+        if bias is not None:
+            scores.view(kept.shape).add_(bias)
+        weights = torch.softmax(scores, -1, out=scores)
+        mask = kept.view(torch.uint8).reshape(weights.shape)
+        ctx.save_for_backward(query, key, value, mask, bias, weights)
+        ctx.shape, ctx.scale, ctx.drop_probability = kept.shape, scale, probability
+        return torch.baddbmm(nothing, weights * mask, value, beta=0, alpha=1 / (1 - probability))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, bias, weights = ctx.saved_tensors
+        rescale, nothing = 1 / (1 - ctx.drop_probability), query.new_empty(1, 1, 1)
+        if torch.is_grad_enabled():  # the gradient itself will be differentiated
+            scores = query * ctx.scale @ key.mT
+            scores = scores if bias is None else (scores.view(ctx.shape) + bias).view(scores.shape)
+            output = _dropped(scores, mask, ctx.drop_probability) @ value
+            return *_with_graph(ctx, [output], query, key, value, bias, gradient), None
+        mask, scale = mask.to(weights.dtype), ctx.scale * rescale
+        of_weight = torch.bmm(gradient, value.mT).mul_(mask)
+        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)  # divided by `rescale`
+        of_query = torch.baddbmm(nothing, of_score, key, beta=0, alpha=scale)
+        of_key = torch.baddbmm(nothing, of_score.mT, query, beta=0, alpha=scale)
+        of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)
+        of_bias = of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape) if ctx.needs_input_grad[4] else None
+        return of_query, of_key, of_value, None, of_bias, None, None
+
+
+def _dropped(scores: Tensor, kept: Tensor, drop_probability: float) -> Tensor:
+    return keyed_dropout(scores.softmax(-1), drop_probability, kept)
+
+
+def _with_graph(
+    ctx: Any, outputs: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gradient: Tensor
+) -> list[Tensor | None]:
+    """The gradients by `query`, `key`, `value`, the mask, `bias` and the next argument, computed by operations of autograd."""
+    inputs = {i: x for i, x in enumerate((query, key, value, None, bias)) if ctx.needs_input_grad[i]}
+    found = torch.autograd.grad(torch.cat(list(outputs), dim=1), list(inputs.values()), gradient, create_graph=True)
+    return [dict(zip(inputs, found, strict=True)).get(i) for i in range(6)]
