@@ -18,7 +18,7 @@ from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import prepare
+from hf_ga.parallel.prepare import prepare
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.batch_norm import replace_batch_norm
 from hf_ga.run.config import FinetuneConfig

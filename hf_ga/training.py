@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
+from hf_ga.exact.forward import LossFunction, is_compiled, module_modes, unwrapped
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.precision import check_optimizer, check_precision
 from hf_ga.exact.step import Step
@@ -20,7 +20,6 @@ from hf_ga.parallel.fsdp import backend_for
 from hf_ga.proof.cache import find_proof, keep_proof
 from hf_ga.proof.targets import ProvenLoss, prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
-from hf_ga.speed.compiling import is_compiled
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward

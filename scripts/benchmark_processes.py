@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.parallel.fsdp import enable_fsdp_on_cpu, prepare
+from hf_ga.parallel.prepare import enable_fsdp_on_cpu, prepare
 
 VOCABULARY = 8192
 

@@ -19,7 +19,7 @@ from forked import together
 from torch import nn
 
 from hf_ga.errors import CheckpointError
-from hf_ga.parallel.fsdp import enable_fsdp_on_cpu, prepare
+from hf_ga.parallel.prepare import enable_fsdp_on_cpu, prepare
 from hf_ga.parallel.shards import load_shards, save_shards
 from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.run.optimizers import build_optimizer

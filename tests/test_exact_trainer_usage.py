@@ -34,7 +34,7 @@ from torch.utils.data import IterableDataset
 from trainers import arguments, distance, make_trainer, settings, weight_error
 
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
 
 

@@ -25,7 +25,7 @@ from hf_ga.data import corpus
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.exact.fetch import Splitter
+from hf_ga.exact.splitter import Splitter
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.exact.order import epoch_order

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_ga
-from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import evaluation
 from hf_ga.run.losses import make_loss_fn
 from hf_ga.speed import pieces

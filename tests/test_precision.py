@@ -16,7 +16,9 @@ import hf_ga
 import hf_ga.exact.precision
 import hf_ga.proof.proof
 from hf_ga.exact.forward import run_forward
-from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
+from hf_ga.exact.precision import at_least_float32, check_precision, precision_name
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
+from hf_ga.proof.precision import parameters_in
 
 ACCUMULATION = 16
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding

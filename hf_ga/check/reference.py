@@ -19,8 +19,8 @@ from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import LossFunction, restored_buffers, run_forward
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.precision import parameters_in
 from hf_ga.exact.window import Window
+from hf_ga.proof.precision import parameters_in
 
 Gradients = dict[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

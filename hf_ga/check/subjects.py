@@ -20,8 +20,8 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
-from hf_ga.exact.precision import enable_fp16_on_cpu
 from hf_ga.exact.window import Window
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.training import backward_window
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather
+from accelerate.utils import DistributedType, gather, gather_object
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
@@ -26,7 +26,6 @@ from hf_ga.exact.window import Window
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 BUCKET_BYTES = 25 * 2**20  # as DDP's own: large enough for the network's full rate, small enough to begin early
-MESSAGE_BYTES = 1024
 
 
 @dataclass
@@ -241,11 +240,8 @@ def _smallest(accelerator: Accelerator, size: Size | None) -> Size:
 
 def _raise_on_all_ranks(accelerator: Accelerator, failure: Exception | None) -> None:
     """Every rank raises: its own failure, or the message of the first rank that failed."""
-    text = f"{type(failure).__name__}: {failure}".encode(errors="replace")[:MESSAGE_BYTES] if failure is not None else b""
-    row = torch.zeros(1, MESSAGE_BYTES, dtype=torch.uint8, device=accelerator.device)
-    row[0, : len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
-    messages = [bytes(message).rstrip(b"\0").decode(errors="replace") for message in gather(row).cpu().numpy()]
+    messages = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
     if failure is not None:
         raise failure
-    rank, message = next((i, m) for i, m in enumerate(messages) if m)
+    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
     raise ProcessFailed(f"process {rank} failed: {message}")

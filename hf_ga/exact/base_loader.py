@@ -10,10 +10,10 @@ from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.costs import cost_model
-from hf_ga.exact.fetch import Splitter
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.plan import Plan, Planner, plan_window
+from hf_ga.exact.splitter import Splitter
 from hf_ga.exact.window import LoaderState
 
 

@@ -10,9 +10,6 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.batches import as_batch, entries_of_samples, equal_batches, take_rows
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
-from hf_ga.exact.layout import Layout
-from hf_ga.exact.length_plan import ByLength
-from hf_ga.exact.plan import Plan, Planner, check_plan
 
 Collate = Callable[[list[Any]], Any]
 
@@ -35,44 +32,6 @@ class WindowRequest:
     whole_window: bool
     most_micro_batches: int = 0
     lengths: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Splitter:
-    """Makes requests: which part of a window this process computes, from what all processes know."""
-
-    seed: int
-    layout: Layout
-    planner: Planner
-    process_index: int
-
-    def request(
-        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
-    ) -> WindowRequest:
-        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
-
-        Raises:
-            ConfigError: the planner drops or repeats samples.
-        """
-        plan = self.plan(lengths, whole_window)
-        check_plan(plan, len(sample_ids), self.layout.num_processes)
-        positions = index * self.layout.window_size + np.arange(len(sample_ids))
-        own, most = plan[self.process_index], max(map(len, plan))
-        known = lengths if isinstance(self.planner, ByLength) else None
-        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
-
-    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
-        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
-        equal = whole_window and isinstance(self.planner, ByLength)
-        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
-
-    def padded_to_window(self, request: WindowRequest) -> WindowRequest:
-        """The same window with all micro-batches as wide as its longest sample: where it was planned by lengths, planned anew, as
-        micro-batches of many short samples would be too large now.
-        """
-        if request.lengths is None:
-            return replace(request, whole_window=True)
-        return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)
 
 
 class Fetcher:

@@ -107,6 +107,11 @@ def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) ->
     return (head_loss(outputs), None) if loss_fn is None else own_loss(loss_fn, outputs, batch)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is refused when it is proven.)"""
+    return any(m._compiled_call_impl is not None for m in model.modules())
+
+
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
     """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are not counted: they come later."""
     return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))

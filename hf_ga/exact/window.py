@@ -1,12 +1,12 @@
 """The samples of one optimizer step."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.fetch import Fetcher, Splitter, WindowRequest
+from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.memory import MemoryLimit, size_of
 from hf_ga.exact.plan import split_evenly
@@ -27,6 +27,12 @@ class LoaderState:
     pad_to_window: bool = False
 
 
+class WindowPlanner(Protocol):
+    """What a window needs of `splitter.Splitter`; see there."""
+
+    def padded_to_window(self, request: WindowRequest) -> WindowRequest: ...
+
+
 @dataclass
 class Window:
     """The samples of one optimizer step: what a step may need, and nothing else.
@@ -45,7 +51,7 @@ class Window:
     batches: list[dict[str, Any]]
     expected_targets: int | None = None
     state: LoaderState = field(default_factory=LoaderState)
-    splitter: Splitter | None = None
+    splitter: WindowPlanner | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:

@@ -27,7 +27,8 @@ from hf_ga.exact.generators import moved_generators, preserved_random_states, ra
 from hf_ga.exact.hooks import Call, Counts, SpeedUp
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.precision import at_least_float32, check_trainable, full_precision
+from hf_ga.exact.precision import at_least_float32
+from hf_ga.proof.precision import check_trainable, full_precision
 from hf_ga.proof.probes import NUM_PROBE_SAMPLES, Probe, has_enough_targets, rows_with_targets
 from hf_ga.proof.sites import find_dropout_sites
 

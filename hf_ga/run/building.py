@@ -18,7 +18,8 @@ from hf_ga.data.labels import class_weights
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.exact.layout import scaled_learning_rate
-from hf_ga.parallel.fsdp import full_state_dict, is_sharded, prepare
+from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import weights_sha256

@@ -18,8 +18,9 @@ from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.precision import enable_fp16_on_cpu, precision_name
-from hf_ga.parallel.fsdp import enable_fsdp_on_cpu, full_state_dict, is_sharded, prepare
+from hf_ga.exact.precision import precision_name
+from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
     check_agreement,

@@ -56,8 +56,3 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
     outermost = [m for name, m in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     classes = [type(m) for m in outermost]
     return [m for m in outermost if classes.count(type(m)) > 1]
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is refused when it is proven.)"""
-    return any(m._compiled_call_impl is not None for m in model.modules())

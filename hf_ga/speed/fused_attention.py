@@ -4,17 +4,17 @@ Written out as operations of autograd, attention passes over its tokens x tokens
 and key.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hf_ga.exact.attention import bias_of, causal_bias, dropped_attention
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.hooks import Call, SpeedUp, Traits
-from hf_ga.exact.masks import keyed_dropout
 
 
 class FusedAttention(SpeedUp):
@@ -138,14 +138,10 @@ class DroppedAttention(torch.autograd.Function):
         return torch.baddbmm(nothing, weights * mask, value, beta=0, alpha=1 / (1 - probability))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, bias, weights = ctx.saved_tensors
         rescale, nothing = 1 / (1 - ctx.drop_probability), query.new_empty(1, 1, 1)
-        if torch.is_grad_enabled():  # the gradient itself will be differentiated
-            scores = query * ctx.scale @ key.mT
-            scores = scores if bias is None else (scores.view(ctx.shape) + bias).view(scores.shape)
-            output = _dropped(scores, mask, ctx.drop_probability) @ value
-            return *_with_graph(ctx, [output], query, key, value, bias, gradient), None
         mask, scale = mask.to(weights.dtype), ctx.scale * rescale
         of_weight = torch.bmm(gradient, value.mT).mul_(mask)
         of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)  # divided by `rescale`
@@ -154,16 +150,3 @@ class DroppedAttention(torch.autograd.Function):
         of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)
         of_bias = of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape) if ctx.needs_input_grad[4] else None
         return of_query, of_key, of_value, None, of_bias, None, None
-
-
-def _dropped(scores: Tensor, kept: Tensor, drop_probability: float) -> Tensor:
-    return keyed_dropout(scores.softmax(-1), drop_probability, kept)
-
-
-def _with_graph(
-    ctx: Any, outputs: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gradient: Tensor
-) -> list[Tensor | None]:
-    """The gradients by `query`, `key`, `value`, the mask, `bias` and the next argument, computed by operations of autograd."""
-    inputs = {i: x for i, x in enumerate((query, key, value, None, bias)) if ctx.needs_input_grad[i]}
-    found = torch.autograd.grad(torch.cat(list(outputs), dim=1), list(inputs.values()), gradient, create_graph=True)
-    return [dict(zip(inputs, found, strict=True)).get(i) for i in range(6)]

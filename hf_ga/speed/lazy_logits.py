@@ -36,7 +36,7 @@ class ChunkedLoss(SpeedUp):
         self._counts_rows = False  # the head has one cross entropy, with as many targets as the proven rule counts
         self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
         self._trial_rows: list[int] = []
-        self._chunk_rows: int | None = None
+        self.rows_per_chunk: int | None = None  # None: as memory allows
 
     def attach(self, traits: Traits) -> str:
         if traits.has_loss_fn:
@@ -63,11 +63,11 @@ class ChunkedLoss(SpeedUp):
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Chunks of so few rows that the probes have several."""
-        self._chunk_rows = TRIAL_ROWS
+        self.rows_per_chunk = TRIAL_ROWS
         try:
             yield
         finally:
-            self._chunk_rows = None
+            self.rows_per_chunk = None
 
     def verdict(self) -> str:
         self._trial_rows = list(self._rows)
@@ -110,10 +110,6 @@ class ChunkedLoss(SpeedUp):
             rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
         self._rows.append(len(rows))
         return (hidden, target) if len(rows) == len(target) else (hidden.index_select(0, rows), target.index_select(0, rows))
-
-    def chunk_rows(self, hidden: Tensor, num_classes: int) -> int:
-        """Rows of one chunk."""
-        return self._chunk_rows or rows_of_chunk(hidden, num_classes)
 
 
 @dataclass(frozen=True)
@@ -219,10 +215,6 @@ def _indexed(logits: LazyLogits, index: Any) -> Any:
     return logits.rows_of(logits.hidden[index]) if whole else NotImplemented
 
 
-def _same(logits: LazyLogits) -> LazyLogits:
-    return logits
-
-
 def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
     if kwargs or not isinstance(to, torch.dtype | torch.device):
         return NotImplemented
@@ -276,7 +268,7 @@ def _cross_entropy(
     source, layer = logits.source, logits.source.layer
     hidden, target = source.head.rows_with_target(logits.hidden, target, ignore_index)
     head = OutputProjection(layer.weight, layer.bias, source.dtype, logits.steps, weight, label_smoothing)
-    rows = source.head.chunk_rows(hidden, layer.out_features)
+    rows = source.head.rows_per_chunk or rows_of_chunk(hidden, layer.out_features)
     return cross_entropy(head, hidden, target, rows, mean=reduction == "mean")
 
 
@@ -294,7 +286,7 @@ _HANDLED: dict[Callable, Callable] = {
     Tensor.reshape: _reshaped,
     torch.reshape: _reshaped,
     Tensor.__getitem__: _indexed,
-    Tensor.contiguous: _same,
+    Tensor.contiguous: lambda logits: logits,
     Tensor.float: partial(_to, to=torch.float32),
     Tensor.to: _to,
     Tensor.tanh: _tanh,

@@ -28,11 +28,11 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.plan import Plan, plan_by_sizes, plan_window
-from hf_ga.exact.precision import full_precision
 from hf_ga.exact.step import Forward
 from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.proof.precision import full_precision
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader, probe_samples
 from hf_ga.trainer.checks import check_trainer

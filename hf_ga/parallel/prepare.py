@@ -1,0 +1,145 @@
+"""Preparing a model for training: FSDP real on a CPU, sums in float32, units that can be wrapped; and whole weights back from
+shards.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from transformers import PreTrainedModel
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.precision import LOW_PRECISION
+from hf_ga.parallel.fsdp import is_sharded, sum_type
+
+
+def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
+    """Make `mixed_precision="fp16"` real on a CPU, where Accelerate silently computes in float32; to be called before `prepare`.
+
+    The scaler takes what a `GradScalerKwargs` among the accelerator's `kwargs_handlers` says. On another device or in another
+    precision nothing is done, nor where it was called before.
+
+    Example:
+        accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+        enable_fp16_on_cpu(accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    """
+    if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu" or accelerator.scaler is not None:
+        return
+    options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    # FSDP1's shards are plain tensors, of which each process sees its own; FSDP2's know of each other.
+    scaler = ShardedGradScaler if plugin is not None and plugin.fsdp_version == 1 else torch.amp.GradScaler
+    accelerator.scaler = scaler("cpu", **options)
+    accelerator.native_amp = True
+
+
+def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None) -> None:
+    """Make FSDP real on CPU processes, where Accelerate silently trains with DDP; to be called before `prepare`.
+
+    Args:
+        plugin: left out, it is what `accelerate launch --use_fsdp` asked for; without that nothing is done, nor on a GPU.
+
+    Example:
+        accelerator = Accelerator(cpu=True)
+        enable_fsdp_on_cpu(accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    """
+    asked = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
+        return
+    plugin = plugin or FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.fsdp_plugin = plugin
+    for state in (PartialState(), accelerator.state):  # a later Accelerator copies from the first
+        state.distributed_type = DistributedType.FSDP
+        state.device = torch.device("cpu")  # FSDP1 takes no index of a CPU
+
+
+def reduce_in_float32(accelerator: Accelerator) -> None:
+    """Let FSDP sum gradients in float32, where Accelerate sets the type that is computed in; to be called before `prepare`."""
+    plugin = accelerator.state.fsdp_plugin if is_sharded(accelerator) else None
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if plugin is not None and policy is not None and sum_type(policy) in LOW_PRECISION:
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare(model, optimizer)`, with sums in float32, units that can be wrapped, one name a parameter under FSDP.
+
+    Raises:
+        ConfigError: FSDP1 without use_orig_params, whose optimizer would not know the parameters.
+    """
+    if not is_sharded(accelerator):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            keep_process_group_alive(model)
+        return model, optimizer
+    reduce_in_float32(accelerator)
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.activation_checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False  # keys that are computed again would be appended to the cache of the first time
+    if plugin.fsdp_version == 1:
+        if not plugin.use_orig_params:
+            raise ConfigError("FSDP1 needs fsdp_use_orig_params: true, or the optimizer would not know the parameters it updates.")
+        return accelerator.prepare(model, optimizer)
+    _choose_units(plugin, model)
+    with _one_name_each(model):
+        return accelerator.prepare(model, optimizer)
+
+
+def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """The layers that FSDP2 shards as units, where none are named: as the model says, but none that holds its input embeddings.
+
+    Accelerate makes a unit of the embeddings by itself, and fails where BERT and its kin name those among the layers.
+    """
+    if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
+        return
+    embeddings = model.get_input_embeddings()
+    holders = {type(m).__name__ for m in model.modules() if any(part is embeddings for part in m.modules())}
+    plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holders)
+
+
+@contextmanager
+def _one_name_each(model: nn.Module) -> Iterator[None]:
+    """A parameter that a module shares with one of its own submodules (the bias of BERT's masked-LM head, which is its decoder's)
+    goes by the submodule's name alone for a while: FSDP2 would put it in two groups, and refuse that.
+    """
+    owners = {parameter: (module, name) for module in model.modules() for name, parameter in module._parameters.items()}
+    shared = [
+        (module, name, owners[parameter])
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and owners[parameter][0] is not module and owners[parameter][0] in set(module.modules())
+    ]
+    for module, name, _ in shared:
+        del module._parameters[name]
+    try:
+        yield
+    finally:
+        for module, name, (owner, own_name) in shared:
+            module._parameters[name] = owner._parameters[own_name]
+
+
+def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    """Whole weights under the names of the unwrapped model: under FSDP gathered, on the CPU of the main process (empty on others).
+
+    All processes must call it.
+    """
+    if not isinstance(model, FullyShardedDataParallel) or accelerator.device.type != "cpu":
+        return accelerator.get_state_dict(model)
+    # On a CPU nothing is moved away, so "offloaded" weights would lie in memory that FSDP1 frees.
+    whole = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
+        weights = model.state_dict()
+    return {name: tensor.clone() for name, tensor in weights.items()} if accelerator.is_main_process else {}

@@ -1,0 +1,76 @@
+"""Full precision for proofs: tensors that have another type for a while, and models that cannot be trained exactly."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.precision import LOW_PRECISION
+
+
+@contextmanager
+def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """All floating-point parameters in another type for a while; buffers stay. At the end each has its very own tensor again.
+
+    It costs the memory of a copy in that type. What is written to a parameter meanwhile is lost.
+
+    Example:
+        with parameters_in(model, torch.bfloat16):
+            model.save_pretrained(folder)
+    """
+    with _tensors_in([p for p in model.parameters() if p.is_floating_point()], dtype):
+        yield
+
+
+@contextmanager
+def frozen_in_float32(model: nn.Module) -> Iterator[None]:
+    """Frozen parameters and buffers of float16 or bfloat16 in float32 for a while; see `parameters_in`."""
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    with _tensors_in([t for t in (*frozen, *model.buffers()) if t.dtype in LOW_PRECISION], torch.float32):
+        yield
+
+
+@contextmanager
+def _tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Swaps what the tensor objects hold, so whatever shares an object goes on sharing it."""
+    originals = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, original in originals:
+            tensor.data = original.to(dtype)
+        yield
+    finally:
+        for tensor, original in originals:
+            tensor.data = original
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
+    prepared = model.__dict__.get("forward")
+    device_type = next(model.parameters()).device.type
+    with torch.autocast(device_type, enabled=False), frozen_in_float32(model):
+        if prepared is None or not hasattr(model, "_original_forward"):
+            yield
+            return
+        model.forward = model._original_forward
+        try:
+            yield
+        finally:
+            model.forward = prepared
+
+
+def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
+    """Raise ConfigError for a model that cannot be trained exactly whatever its loss is."""
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
+    if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
+        raise ConfigError(f"gradients must be dense tensors, but {', '.join(sparse)} makes sparse ones: use sparse=False.")
+    if not trainable:
+        raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
+    if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
+        raise ConfigError(
+            f"trainable parameters must be float32, some are {', '.join(sorted(low))}, in which updates get lost: call "
+            "model.float(), or load it with dtype=torch.float32."
+        )
