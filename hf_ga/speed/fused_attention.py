@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_ga.exact.attention import bias_of, causal_bias, dropped_attention
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.hooks import SpeedUp, Traits
 
 
 class FusedAttention(SpeedUp):
@@ -23,7 +23,7 @@ class FusedAttention(SpeedUp):
     name = "fused attention"
 
     def __init__(self) -> None:
-        self._bias, self._was_used = LastBias(), False
+        self._was_used = False
 
     def attach(self, traits: Traits) -> str:
         self._dropout: KeyedDropout = traits.dropout
@@ -36,10 +36,6 @@ class FusedAttention(SpeedUp):
             yield
         finally:
             self._dropout.attend = original
-            self._bias.forget()
-
-    def before(self, call: Call) -> None:
-        self._bias.forget()
 
     def verdict(self) -> str:
         return "" if self._was_used else "no attention with dropout in full precision"
@@ -60,10 +56,10 @@ class FusedAttention(SpeedUp):
             return dropped_attention(query, key, value, attn_mask, is_causal, scale, kept, drop_probability)
         self._was_used = True
         shape = kept.shape
-        bias = self._bias.causal(*shape[-2:], query) if is_causal else None
+        bias = causal_bias(*shape[-2:], query) if is_causal else None
         if attn_mask is not None:
-            bias, has_keys = self._bias.of(attn_mask, query.dtype)
-            kept = kept if has_keys is None else kept & has_keys  # a row without keys weighs nothing
+            bias, has_keys = bias_of(attn_mask, query.dtype)
+            kept = kept & has_keys  # a row without keys weighs nothing
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
         return DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability).view(*shape[:-1], value.shape[-1])
 
@@ -77,36 +73,6 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-class LastBias:
-    """What a mask adds to the scores, kept as long as layer after layer comes with the same mask, and what causal attention adds.
-
-    Not of a trained mask (T5's relative positions): its operations belong to the graph of each layer, and checkpointing, which runs
-    the last layer again first, must find as many of them as before.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self._of: tuple[Tensor, int, torch.dtype, bool] | None = None
-        self._found: tuple[Tensor, Tensor | None] | None = None
-        self._causal: Tensor | None = None
-
-    def causal(self, num_queries: int, num_keys: int, like: Tensor) -> Tensor:
-        """See `attention.causal_bias`."""
-        if self._causal is None or self._causal.shape != (num_queries, num_keys) or self._causal.dtype != like.dtype:
-            self._causal = causal_bias(num_queries, num_keys, like)
-        return self._causal
-
-    def of(self, attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """See `attention.bias_of`; None in place of the rows with keys if all of them have some."""
-        state = attn_mask._version, dtype, torch.is_grad_enabled()  # made without a graph, a trained bias would get no gradient
-        if self._of is None or self._of[0] is not attn_mask or self._of[1:] != state or attn_mask.requires_grad:
-            bias, has_keys = bias_of(attn_mask, dtype)
-            self._of, self._found = (attn_mask, *state), (bias, None if has_keys.all() else has_keys)
-        return self._found
 
 
 class DroppedAttention(torch.autograd.Function):

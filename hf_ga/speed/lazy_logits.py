@@ -36,6 +36,7 @@ class ChunkedLoss(SpeedUp):
         self._counts_rows = False  # the head has one cross entropy, with as many targets as the proven rule counts
         self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
         self._trial_rows: list[int] = []
+        self.was_read = False  # something else than the loss read logits
         self.rows_per_chunk: int | None = None  # None: as memory allows
 
     def attach(self, traits: Traits) -> str:
@@ -71,7 +72,9 @@ class ChunkedLoss(SpeedUp):
 
     def verdict(self) -> str:
         self._trial_rows = list(self._rows)
-        return "" if self._rows else "its loss is no cross entropy of the logits"
+        if not self._rows:
+            return "its loss is not a cross entropy of the logits"
+        return "its logits are read beside the loss" if self.was_read else ""
 
     def learn_counts(self, counts: Counts) -> None:
         self._counts_rows = self._trial_rows == list(counts)
@@ -158,6 +161,7 @@ class LazyLogits(Tensor):
     def values(self) -> Tensor:
         """The true logits, from now on: what changes them in place is seen by what comes after."""
         if self.made is None:
+            self.source.head.was_read = True
             made = self.source.values(self.hidden)
             with torch.set_grad_enabled(self.source.gradient):
                 for step in self.steps:
@@ -239,10 +243,6 @@ def _apply(function: Callable, other: Any, logits: Tensor) -> Tensor:
     return function(logits, other)
 
 
-def _tanh(logits: LazyLogits) -> LazyLogits:
-    return logits.then(torch.tanh)
-
-
 def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
     """A bias that is no parameter (BART's `final_logits_bias`)."""
     constant = isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:] == logits.shape[-1:]
@@ -289,8 +289,7 @@ _HANDLED: dict[Callable, Callable] = {
     Tensor.contiguous: lambda logits: logits,
     Tensor.float: partial(_to, to=torch.float32),
     Tensor.to: _to,
-    Tensor.tanh: _tanh,
-    torch.tanh: _tanh,
+    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits.then(torch.tanh)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _plus),
     **{
         function: partial(_with_number, function)
