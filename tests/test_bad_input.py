@@ -267,8 +267,8 @@ CASES = {
     "target of a language model": ("--target_column x", ["target_column is for the task seq2seq", "not causal-lm"]),
     "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate is for the task seq2seq"]),
     "metric of texts that are not generated": (
-        f"{WRITE} --metric_for_best_model rouge_l",
-        ["metric_for_best_model rouge_l compares generated texts", "--predict_with_generate"],
+        f"{WRITE} --metric_for_best_model rougeL",
+        ["metric_for_best_model rougeL compares generated texts", "--predict_with_generate"],
     ),
     "smoothing of answers": (f"{ANSWER} --label_smoothing 0.1", ["label_smoothing is for the task", "not question-answering"]),
     "smoothing of choices": (f"{CHOOSE} --label_smoothing 0.1", ["label_smoothing is for the task", "not multiple-choice"]),

@@ -10,7 +10,6 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import AUTO, SCALING_RULES, Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
 from hf_ga.run.config_checks import check_config, check_output_dir
-from hf_ga.run.metrics import is_lower_better
 from hf_ga.run.optimizers import OPTIMIZERS, SCHEDULES
 
 DEFAULT_ACCUMULATION_STEPS = 4
@@ -173,7 +172,7 @@ class FinetuneConfig:
     @property
     def lower_is_better(self) -> bool:
         """Of `metric_for_best_model`."""
-        return is_lower_better(self.metric_for_best_model)
+        return self.metric_for_best_model in ("loss", "perplexity", "mae")
 
     def check(self) -> None:
         """Check everything that can be checked without data.
