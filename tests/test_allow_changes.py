@@ -23,7 +23,7 @@ from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.shuffle_buffer import shuffled
 from hf_ga.parallel.shards import read_weights
-from hf_ga.run import finetuning, loop
+from hf_ga.run import finetune, loop
 from hf_ga.run.saving import resume
 
 RATE, WARMUP, STEPS = 3e-4, 2, 8  # of `small_config`; epochs of 60 samples in windows of 16
@@ -95,7 +95,7 @@ def watched():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", step)
-        patch.setattr(finetuning, "resume", resumed)
+        patch.setattr(finetune, "resume", resumed)
         yield seen
 
 
@@ -156,7 +156,6 @@ def linear(step: int, warmup: int, steps: int) -> float:
         ({"warmup_steps": 5, "lr_scheduler_type": "linear", "max_steps": 10}, lambda step: linear(step, 5, 10)),
         ({"warmup_steps": 9, "max_steps": 20}, lambda step: cosine(step, warmup=9, steps=20)),
         ({"lr_scheduler_type": "constant"}, lambda step: RATE),
-        ({"scale_learning_rate": "linear", "base_batch_size": 8}, lambda step: cosine(step, rate=2 * RATE)),
         ({"weight_decay": 0.5}, cosine),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",

@@ -17,7 +17,7 @@ import hf_ga
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 from hf_ga.recovery.manifest import verify, write_manifest
-from hf_ga.run import building, loop, saving
+from hf_ga.run import build, loop, saving
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 
@@ -247,7 +247,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_p
         pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/optimizer\.pt is damaged"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
+        patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
         train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert content(tmp_path / "out") == before
 
@@ -410,7 +410,7 @@ def test_weights_sha256_sees_every_bit():
 
 
 def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(hf_ga.CheckpointError, match="absent is not a checkpoint"):
         hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "absent")))
     assert not (tmp_path / "out").exists()

@@ -214,7 +214,7 @@ SCALARS = st.one_of(
 )
 NESTED = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
 DOCUMENTS = st.dictionaries(st.sampled_from(NAMES) | TEXT, NESTED, max_size=5)
-VALID = "task: causal-lm\nlearning_rate: 1e-4\nmax_steps: 3\nfreeze: [a, b]\nseed: 7\ndeterministic: true\noutput_dir: out\n"
+VALID = "task: causal-lm\nlearning_rate: 1e-4\nmax_steps: 3\nfreeze: [a, b]\nseed: 7\nfull_determinism: true\noutput_dir: out\n"
 
 
 def config_or_error(path) -> None:

@@ -13,7 +13,7 @@ from runs import JOBS, filled_place, job_config, lines_of, save_jobs, train_job,
 import hf_ga
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import prepare_data
-from hf_ga.run.building import build_run
+from hf_ga.run.build import build_run
 from hf_ga.run.generation import generated_targets
 from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.models import complete_config, load_base_config, load_tokenizer
@@ -123,7 +123,7 @@ def test_metrics_of_generated_texts(place, trained, tmp_path):
 def test_smoothed_loss_against_torch(place):
     """Unshifted, every target its share; the head's own loss, and the loss shifted as a causal head's, are others."""
     accelerator = Accelerator(cpu=True)
-    config = job_config(place, place / "unused", NAME, label_smoothing=0.3, still=True)
+    config = job_config(place, place / "unused", NAME, label_smoothing_factor=0.3, still=True)
     data = prepare_data(config, load_tokenizer(config))
     model_config = complete_config(load_base_config(config), config, data)
     run = build_run(config, accelerator, data, model_config, torch.float32)

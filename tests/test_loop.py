@@ -256,15 +256,6 @@ def test_text_classification(place, tmp_path):
     assert {"test_accuracy", "test_f1", "test_loss"} <= set(summary)
 
 
-def test_an_evaluation_before_the_first_step_changes_no_update(place, tmp_path):
-    plain = train(place, tmp_path / "plain", max_steps=3)
-    summary = train(place, tmp_path / "early", max_steps=3, eval_on_start=True)
-    first, *others = lines_of(tmp_path / "early")
-    assert (first["step"], first["loss"]) == (0, None) and first["eval_loss"] > summary["eval_loss"]
-    assert [line["loss"] for line in others] == [line["loss"] for line in lines_of(tmp_path / "plain")]
-    assert summary["weights_sha256"] == plain["weights_sha256"]
-
-
 def test_an_encoder_is_no_causal_model(place, tmp_path):
     """It would be trained with every token in sight; as a decoder it is welcome."""
     with pytest.raises(hf_ga.ConfigError, match="a bert sees the tokens that causal-lm predicts"):

@@ -16,7 +16,7 @@ import hf_ga
 import hf_ga.exact.precision
 import hf_ga.proof.proof
 from hf_ga.exact.forward import run_forward
-from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
+from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in
 
 ACCUMULATION = 16
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
@@ -431,16 +431,6 @@ def test_a_model_is_saved_in_its_own_type(dtype, tmp_path):
 
 
 # -- names and refusals -----------------------------------------------------------------------------------------------------
-
-
-def test_names():
-    names = {precision: precision_name(make_accelerator(precision)) for precision in ("no", "bf16", "fp16")}
-    assert names == {
-        "no": "float32",
-        "bf16": "bf16 autocast, float32 weights and gradients",
-        "fp16": "fp16 autocast with loss scaling, float32 weights and gradients",
-    }
-    assert precision_name(make_accelerator("fp16", enable=False)) == "float32"  # what Accelerate does by itself
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -16,7 +16,7 @@ from hf_ga.recovery.latest import newest
 from hf_ga.recovery.signals import StopRequest, stop_requests
 from hf_ga.run.report import MetricsFile
 from hf_ga.run.run import Progress, Run
-from hf_ga.run.saving import save
+from hf_ga.run.saving import save, save_best
 from hf_ga.training import StepResult, train_step
 
 MAX_SKIPPED_IN_A_ROW = 20
@@ -43,8 +43,6 @@ def fit(run: Run, progress: Progress) -> Progress:
     stop = False
     place = (progress.metrics_size, progress.step, progress.skipped_in_a_row)
     with closing(MetricsFile(path, *place)) as metrics, bar, stop_requests() as request:
-        if run.eval_on_start and not progress.num_windows:
-            metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
@@ -75,11 +73,11 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         run.optimizer,
         window,
         scheduler=run.scheduler,
-        max_grad_norm=run.max_grad_norm,
-        sync_each_micro_batch=run.sync_each_micro_batch,
+        max_grad_norm=run.config.max_grad_norm or None,
+        sync_each_micro_batch=run.config.fsdp_reduce_each_micro_batch,
         targets=run.rule,
         loss_fn=run.loss_fn,
-        allow_unkeyed=run.allow_unkeyed,
+        allow_unkeyed=run.config.allow_split_dependent_randomness,
         on_nonfinite="skip",  # to stop here, where more is known of the run
     )
     if result.nonfinite:
@@ -121,7 +119,7 @@ def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
         NonFinite: the run is to stop.
     """
     where = f"before optimizer step {progress.step + 1}"
-    if run.on_nonfinite == "skip":
+    if run.config.on_nonfinite == "skip":
         if run.accelerator.is_main_process:  # above the progress bar
             tqdm.write(f"{where} a window was skipped: {result.cause}")
         return
@@ -173,11 +171,11 @@ def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     """Measure, keep the best model, say it; returns what metrics.jsonl gets."""
     results = run.evaluate()
-    value, best = results[run.metric_for_best_model], progress.best_metric
+    value, best = results[run.config.metric_for_best_model], progress.best_metric
     progress.evaluations_since_best += 1
-    if not math.isnan(value) and (best is None or (value < best if run.lower_is_better else value > best)):
+    if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        progress.best_sha256 = run.save_best()
+        progress.best_sha256 = save_best(run)
     if run.accelerator.is_main_process:  # above the progress bar
         shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
         tqdm.write(f"step {progress.step}: {shown}")
@@ -190,4 +188,5 @@ def _finished(run: Run, progress: Progress) -> bool:
 
 def stopped_early(run: Run, progress: Progress) -> bool:
     """Whether the metric of the best model has not become better for as many evaluations as the run has patience for."""
-    return run.patience is not None and progress.evaluations_since_best >= run.patience
+    patience = run.config.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience

@@ -11,14 +11,13 @@ from hf_ga.errors import HfGaError, OutOfMemory
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_modes
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.layout import AUTO
 from hf_ga.exact.memory import is_out_of_memory, size_of
 from hf_ga.exact.places import restored_buffers
 from hf_ga.exact.reduce import is_sharded
 from hf_ga.exact.windows import Window
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.latest import newest
-from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.config import AUTO, FinetuneConfig
 from hf_ga.run.run import Run
 from hf_ga.run.train_windows import planned_lengths
 from hf_ga.training import backward_window
@@ -47,8 +46,8 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
             window,
             targets=run.rule,
             loss_fn=run.loss_fn,
-            allow_unkeyed=run.allow_unkeyed,
-            sync_each_micro_batch=run.sync_each_micro_batch,
+            allow_unkeyed=config.allow_split_dependent_randomness,
+            sync_each_micro_batch=config.fsdp_reduce_each_micro_batch,
         )
     run.model.zero_grad(set_to_none=True)
     if is_auto:

@@ -17,6 +17,7 @@ from hf_ga.exact.precision import load_scaler_state, scaler_state
 from hf_ga.exact.reduce import is_sharded
 from hf_ga.exact.windows import WindowLoader
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
+from hf_ga.parallel.sharding import full_state_dict
 from hf_ga.parallel.shards import save_shards
 from hf_ga.recovery.checkpoint import (
     SHARDS,
@@ -29,8 +30,8 @@ from hf_ga.recovery.checkpoint import (
 )
 from hf_ga.recovery.files import flush
 from hf_ga.recovery.write_errors import writing
+from hf_ga.run import outputs
 from hf_ga.run.adapters import part_to_keep
-from hf_ga.run.outputs import best_sha256
 from hf_ga.run.run import Progress, Run
 
 # Moments belong to one optimizer, and to parameters by their numbers among those that are trained.
@@ -56,7 +57,7 @@ def save(run: Run, progress: Progress) -> None:
     Raises:
         CheckpointError: the disk is full, or the like; on all processes. The checkpoint before it is kept.
     """
-    step = progress.step
+    step, keep = progress.step, run.config.save_total_limit
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
@@ -71,7 +72,7 @@ def save(run: Run, progress: Progress) -> None:
             with raise_on_all_ranks(run.accelerator):
                 if run.accelerator.is_main_process:
                     _flush_metrics(run)
-                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, run.save_total_limit)
+                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep)
     except CheckpointError:
         if run.accelerator.is_main_process:
             shutil.rmtree(partial_folder(run.output_dir, step), ignore_errors=True)  # it may be all that fills the disk
@@ -88,7 +89,7 @@ def _save_in_shards(run: Run, step: int, state: dict[str, Any]) -> None:
         save_shards(run.model, run.optimizer, shards)
     with raise_on_all_ranks(run.accelerator):
         if main:
-            finish_checkpoint(run.output_dir, step, state, run.save_total_limit)
+            finish_checkpoint(run.output_dir, step, state, run.config.save_total_limit)
 
 
 def _flush_metrics(run: Run) -> None:
@@ -96,6 +97,19 @@ def _flush_metrics(run: Run) -> None:
     if (metrics := run.output_dir / "metrics.jsonl").exists():
         with writing(metrics, run.output_dir):
             flush(metrics)
+
+
+def save_best(run: Run) -> str | None:
+    """Write the model as it stands to `best/`. Returns, on the main process, the SHA-256 of its weights.
+
+    Raises:
+        CheckpointError: the disk is full, or the like; on all processes. What was there before is kept.
+    """
+    weights = full_state_dict(run.accelerator, run.model) if is_sharded(run.accelerator) else None  # all give their shards
+    with raise_on_all_ranks(run.accelerator):
+        if run.accelerator.is_main_process:
+            outputs.save_best(run.output_dir / "best", run.model, run.data, run.dtype, weights)
+    return outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None
 
 
 def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
@@ -133,7 +147,7 @@ def forget_other_best(run: Run, progress: Progress) -> None:
     """Where `best/` is not the model that the checkpoint calls the best (it is of a future that was given up, or did not come
     along), the next evaluation chooses anew. A run that goes on as it was chooses the same one.
     """
-    found = broadcast_from_main(run.accelerator, best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
+    found = broadcast_from_main(run.accelerator, outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
     if progress.best_metric is None or found == progress.best_sha256:
         return
     progress.best_metric = None
