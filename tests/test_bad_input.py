@@ -342,7 +342,7 @@ CASES = {
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
     "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a text", "list"]),
     "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["freeze must be a list of texts", "[{'a': 1}]"]),
-    "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of texts", "[None]"]),
+    "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of texts", "None"]),
     "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["max_steps must be a whole number", "got 3.0"]),
     "code in YAML": ("{d}/code.yaml", ["code.yaml is malformed", "could not determine a constructor", "python/object/apply"]),
     "no UTF-8 in YAML": ("{d}/bytes.yaml", ["bytes.yaml is malformed", "utf-8"]),

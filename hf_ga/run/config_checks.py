@@ -71,7 +71,7 @@ def check_bounds(config: Any) -> None:
         if not isinstance(value, int | float):
             continue
         if name in _AT_LEAST and not _AT_LEAST[name] <= value < float("inf"):
-            raise ConfigError(f"{name} must be at least {_AT_LEAST[name]} and finite, got {value}.")
+            raise ConfigError(f"{name} must be at least {_AT_LEAST[name]}{' and finite' * isinstance(value, float)}, got {value}.")
         if name in _ABOVE_0 and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
         if name in _BELOW and value >= _BELOW[name]:

@@ -41,8 +41,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     run.model.train()
     path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
     stop = False
-    place = (progress.metrics_size, progress.step, progress.skipped_in_a_row)
-    with closing(MetricsFile(path, *place)) as metrics, bar, stop_requests() as request:
+    with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
