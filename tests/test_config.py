@@ -94,14 +94,12 @@ def test_every_flag_has_a_sentence_of_help():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("form", ["--{0} {1}", "--{0}={1}"])
-@pytest.mark.parametrize("dashes", [False, True])
-def test_flag_sets_its_field_and_no_other(name, form, dashes):
+def test_flag_sets_its_field_and_no_other(name):
     text, value = OTHER[name]
-    config = parse_config(form.format(name.replace("_", "-") if dashes else name, text).split())
-    expected = dataclasses.asdict(FinetuneConfig()) | {name: value}
-    assert config.to_dict() == expected
-    assert type(getattr(config, name)) is type(value) and value != FIELDS[name].default
+    for flag in ([f"--{name}", text], [f"--{name.replace('_', '-')}={text}"]):
+        config = parse_config(flag)
+        assert config.to_dict() == dataclasses.asdict(FinetuneConfig()) | {name: value}
+        assert type(getattr(config, name)) is type(value) and value != FIELDS[name].default
 
 
 def test_truth_values():

@@ -45,18 +45,20 @@ def fit(run: Run, progress: Progress) -> Progress:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
-                due = not line["skipped"] or _finished(run, progress)  # the last window may be a skipped one
-                if due:
-                    line |= _evaluate_if_due(run, progress)
+                finished = _finished(run, progress)
+                due = not line["skipped"] or finished  # the last window may be a skipped one
+                if due and (progress.step % run.eval_steps == 0 or finished):
+                    line |= _evaluate(run, progress)
+                    finished = _finished(run, progress)  # it may stop early
                 if not line["skipped"]:
                     bar.update()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
                 run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
-                if stop or (due and (progress.step % run.save_steps == 0 or _finished(run, progress))):
+                if stop or (due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
-                if stop or _finished(run, progress):
+                if stop or finished:
                     break
         _leave_if_asked(run, progress, request)
     request.pass_on()  # one that came after all were asked
@@ -80,12 +82,15 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         on_nonfinite="skip",  # to stop here, where more is known of the run
     )
     if result.nonfinite:
-        _tell_nonfinite(run, progress, result)
+        _stop_or_skip(run, progress, result)
     loss, grad_norm = result.loss, result.grad_norm  # waits for the device
     seconds = time.perf_counter() - began
     tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
     tokens, asked = sum_over_processes(run.accelerator, [tokens, request.came])
-    _count(progress, result)
+    progress.num_windows += 1
+    progress.step += not result.skipped
+    progress.num_skipped += result.skipped
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
     line = {
@@ -100,27 +105,26 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     }
     line |= {"nonfinite": True} if result.nonfinite else {}
     line |= {"retries": result.retries} if result.retries else {}
-    _tell_memory(run, result)
+    if 0 < run.windows.memory.num_retries == result.retries:  # for the first time in the run
+        _write(run, str(run.windows.memory))
     return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}, asked > 0
 
 
-def _tell_memory(run: Run, result: StepResult) -> None:
-    """Once in a run: that memory ran out for the first time."""
-    memory = run.windows.memory
-    if 0 < memory.num_retries == result.retries and run.accelerator.is_main_process:  # above the progress bar
-        tqdm.write(str(memory))
+def _write(run: Run, text: str) -> None:
+    """Print above the progress bar."""
+    if run.accelerator.is_main_process:
+        tqdm.write(text)
 
 
-def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
-    """Stop, or say once for all processes that the window was left out.
+def _stop_or_skip(run: Run, progress: Progress, result: StepResult) -> None:
+    """At a loss or gradient that is not finite: print that the window was skipped, or stop.
 
     Raises:
         NonFinite: the run is to stop.
     """
     where = f"before optimizer step {progress.step + 1}"
     if run.config.on_nonfinite == "skip":
-        if run.accelerator.is_main_process:  # above the progress bar
-            tqdm.write(f"{where} a window was skipped: {result.cause}")
+        _write(run, f"{where} a window was skipped: {result.cause}")
         return
     saved = newest(run.output_dir)
     resume = f"go on from {saved} (--resume_from_checkpoint auto)" if saved else "start again"
@@ -128,13 +132,6 @@ def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
         f"{where} the run stopped, with nothing updated: {result.cause}. Look at these samples, lower the learning rate, set "
         f"max_grad_norm, or leave such windows out with --on_nonfinite skip; then {resume}."
     )
-
-
-def _count(progress: Progress, result: StepResult) -> None:
-    progress.num_windows += 1
-    progress.step += not result.skipped
-    progress.num_skipped += result.skipped
-    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
 
 
 def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
@@ -149,35 +146,27 @@ def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: "
+    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}"
     if result.overflowed:
-        return where + (
-            f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}. Lower the learning rate, or train "
-            "in bf16 or float32."
-        )
+        scale = f"even with a loss scale of {result.loss_scale:g}"
+        return f"{where}: their gradients overflow in fp16, {scale}. Lower the learning rate, or train in bf16 or float32."
     if result.nonfinite:
-        return where + (
-            f"their losses or gradients are not finite. In the last one: {result.cause}. Lower the learning rate, or look at these "
-            "samples."
+        return (
+            f"{where}: their losses or gradients are not finite ({result.cause}). Lower the learning rate, or check these samples."
         )
-    return where + "their samples have no targets. Look at the labels, or leave such rows out."
-
-
-def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
-    return {} if progress.step % run.eval_steps and not _finished(run, progress) else _evaluate(run, progress)
+    return f"{where}: their samples have no targets. Check the labels, or leave such rows out."
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Measure, keep the best model, say it; returns what metrics.jsonl gets."""
+    """Measure, keep the best model, print; returns what metrics.jsonl gets."""
     results = run.evaluate()
     value, best = results[run.config.metric_for_best_model], progress.best_metric
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
         progress.best_sha256 = save_best(run)
-    if run.accelerator.is_main_process:  # above the progress bar
-        shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
-        tqdm.write(f"step {progress.step}: {shown}")
+    shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
+    _write(run, f"step {progress.step}: {shown}")
     return {f"eval_{name}": value for name, value in results.items()}
 
 
