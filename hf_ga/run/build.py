@@ -89,16 +89,14 @@ def build_run(
     loss_fn = chosen_loss_fn(config, data)  # may be refused, as the limit of tokens, so before a model is built
     check_tokens(config, data)
     model = build_model(config, accelerator, data, model_config, dtype)
-    parameters = list(model.parameters())
-    total, trainable = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
-    print_on_main(accelerator, f"{'model':<11}{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
+    _print_size(accelerator, model)
     head_rule, rule = _prove(config, accelerator, model, data, loss_fn)
     windows = train_windows(config, accelerator, data, model_config, rule)
     optimizer = build_optimizer(model, config.optim, _learning_rate(config), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
-    warmup_steps = round(config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps)
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
+    warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # a stream's end is unknown
     return Run(
@@ -119,6 +117,13 @@ def build_run(
         save_steps=config.save_steps or once_per_epoch,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
+
+
+def _print_size(accelerator: Accelerator, model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    print_on_main(accelerator, f"{'model':<11}{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
 
 
 def _prove(

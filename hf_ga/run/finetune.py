@@ -86,21 +86,21 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         model_config = complete_config(base, config, data)
         unlabelled = read_unlabelled(config, data)
     check_agreement(accelerator, "data", _hash_of(data))
-    checkpoint = None
-    if config.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(accelerator, Path(config.output_dir), config.resume_from_checkpoint)
+    wanted = config.resume_from_checkpoint
+    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
     _print_facts(accelerator, data=[data.description, *data.facts], precision=[precision_name(accelerator)])
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
     check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
-    loss = [f"{run.rule}; {len(run.rule.places.places)} dropout sites keyed by sample"]
-    if config.torch_compile:
-        loss.append(f"{compile_layers(run.model, run.rule)} layers compiled, in the first windows")
+    loss = [str(run.rule)]
     if data.unigram_entropy is not None:
         loss.append(f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
-    _print_facts(accelerator, loss=loss, layout=[str(layout)])
+    dropout = [f"keyed by sample at {len(run.rule.places.places)} sites"]
+    _print_facts(accelerator, loss=loss, dropout=dropout, layout=[str(layout)])
+    if config.torch_compile:
+        _print_facts(accelerator, compiled=[f"{compile_layers(run.model, run.rule)} layers, in the first windows"])
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:

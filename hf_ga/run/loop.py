@@ -30,17 +30,10 @@ def fit(run: Run, progress: Progress) -> Progress:
         DataError: 20 windows in a row made no step. NonFinite: a loss or gradient is not finite, and the run is to stop there.
         RunStopped: a signal asked for it; the run is saved.
     """
-    bar = tqdm(
-        total=run.max_steps,
-        initial=progress.step,
-        desc="training",
-        unit="step",
-        dynamic_ncols=True,
-        disable=not run.accelerator.is_main_process,
-    )
+    is_main, stop = run.accelerator.is_main_process, False
+    bar = tqdm(total=run.max_steps, initial=progress.step, desc="training", unit="step", dynamic_ncols=True, disable=not is_main)
     run.model.train()
-    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
-    stop = False
+    path = run.output_dir / "metrics.jsonl" if is_main else None
     with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
@@ -81,33 +74,30 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         allow_unkeyed=run.config.allow_split_dependent_randomness,
         on_nonfinite="skip",  # to stop here, where more is known of the run
     )
-    if result.nonfinite:
-        _stop_or_skip(run, progress, result)
-    loss, grad_norm = result.loss, result.grad_norm  # waits for the device
-    seconds = time.perf_counter() - began
-    tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, asked = sum_over_processes(run.accelerator, [tokens, request.came])
+    _stop_if_nonfinite(run, progress, result)
+    loss, seconds = result.loss, time.perf_counter() - began  # the loss waits for the device
+    own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
+    tokens, asked = sum_over_processes(run.accelerator, [own_tokens, request.came])
     progress.num_windows += 1
     progress.step += not result.skipped
     progress.num_skipped += result.skipped
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
+    if 0 < run.windows.memory.num_retries == result.retries:  # for the first time in the run
+        _write(run, str(run.windows.memory))
     line = {
         "step": progress.step,
         "epoch": run.windows.epochs_done(window),
         "loss": None if result.skipped else loss,
-        "grad_norm": None if result.skipped else grad_norm,  # of an overflow it is no number
+        "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
         "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
-    line |= {"nonfinite": True} if result.nonfinite else {}
-    line |= {"retries": result.retries} if result.retries else {}
-    if 0 < run.windows.memory.num_retries == result.retries:  # for the first time in the run
-        _write(run, str(run.windows.memory))
-    return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}, asked > 0
+    seldom = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
+    return line | {name: value for name, value in seldom.items() if value is not None}, asked > 0
 
 
 def _write(run: Run, text: str) -> None:
@@ -116,12 +106,14 @@ def _write(run: Run, text: str) -> None:
         tqdm.write(text)
 
 
-def _stop_or_skip(run: Run, progress: Progress, result: StepResult) -> None:
-    """At a loss or gradient that is not finite: print that the window was skipped, or stop.
+def _stop_if_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
+    """Where a loss or gradient is not finite, stop, or print that the window was skipped.
 
     Raises:
         NonFinite: the run is to stop.
     """
+    if not result.nonfinite:
+        return
     where = f"before optimizer step {progress.step + 1}"
     if run.config.on_nonfinite == "skip":
         _write(run, f"{where} a window was skipped: {result.cause}")
