@@ -290,6 +290,7 @@ def test_bytes_and_mutations(fuzz, tmp_path, monkeypatch):
     @example(b"1: 2\nnull: 3", "run.yaml")
     @example(b"? [1, 2]\n: 3", "run.yaml")
     @example(b"seed: 2001-01-01", "run.yaml")
+    @example(b"help: true", "run.yaml")
     @example(b"seed: !!binary aGk=", "run.yaml")
     @example(b"freeze: !!set {a, b}", "run.yaml")
     @example(b"seed: 1\nseed: 2", "run.yaml")

@@ -4,6 +4,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +50,7 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     parser.allow_abbrev = False
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
-        parser.set_defaults(**_read_file(Path(arguments.pop(0)), list(parser._option_string_actions)))
+        parser.set_defaults(**_read_file(Path(arguments.pop(0)), [field.name for field in fields(kind)]))
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         _refuse_unknown(unknown[0], list(parser._option_string_actions))
@@ -95,9 +96,10 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
-    if unknown := [f"--{name}" for name in values if f"--{name}" not in known]:
-        _refuse_unknown(unknown[0], known)
-    return {name.replace("-", "_"): value for name, value in values.items() if value is not None}
+    named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
+    if unknown := [name for name in named if name not in known]:
+        _refuse_unknown(f"--{unknown[0]}", [f"--{name}" for name in known])
+    return named
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:

@@ -127,7 +127,7 @@ def _stop_if_nonfinite(run: Run, progress: Progress, result: StepResult) -> None
 
 
 def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Where a stop was asked for, also behind the last window (in its evaluation, or while it was saved)."""
+    """Raise where a signal came, also after the last window (in its evaluation, or while it was saved)."""
     (asked,) = sum_over_processes(run.accelerator, [request.came])
     if asked:
         run.accelerator.end_training()

@@ -136,7 +136,7 @@ def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | N
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
     """The data's labels into the configuration; where the data have none, those of the trained head into the data."""
     if data.task.labels == "answers":
-        model_config.num_labels = 2  # begin and end; whatever the model told apart before
+        model_config.num_labels = 2  # begin and end, whatever the model was trained for
     if data.task.labels in ("none", "answers", "choice", "target"):
         return
     known = known_labels(model_config)

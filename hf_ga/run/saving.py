@@ -149,8 +149,8 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
 
 
 def forget_other_best(run: Run, progress: Progress) -> None:
-    """Where `best/` is not the model that the checkpoint calls the best (it is of a future that was given up, or did not come
-    along), the next evaluation chooses anew. A run that goes on as it was chooses the same one.
+    """Let the next evaluation choose the best model anew where `best/` is not the one that the checkpoint names: it is of later
+    steps, or was not copied.
     """
     found = broadcast_from_main(run.accelerator, outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
     if progress.best_metric is None or found == progress.best_sha256:
