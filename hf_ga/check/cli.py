@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ class CheckConfig(FinetuneConfig):
 
     def check_output_dir(self) -> None:
         """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
-        check_output_dir(Path(self.output_dir), only_adds=True)
+        check_output_dir(self.output_dir, only_adds=True)
 
     def listed(self, name: str) -> list[str]:
         """A flag with commas, as a list; `auto` and `none` stand for no entry."""

@@ -3,7 +3,6 @@
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hf_ga.data.tasks import TASKS
@@ -213,7 +212,7 @@ class FinetuneConfig:
     def check_output_dir(self) -> None:
         """A part of `check`: that the folder can be written, and that no run in it would be lost."""
         check_output_dir(
-            Path(self.output_dir),
+            self.output_dir,
             overwrite=self.overwrite_output_dir,
             resume_from=self.resume_from_checkpoint,
             only_adds=self.eval_only,

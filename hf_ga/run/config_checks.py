@@ -86,7 +86,7 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
         raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")
 
 
-def check_output_dir(folder: Path, *, overwrite: bool = False, resume_from: str | None = None, only_adds: bool = False) -> None:
+def check_output_dir(output_dir: str, *, overwrite: bool = False, resume_from: str | None = None, only_adds: bool = False) -> None:
     """Check that a folder can be written, and that no run in it would be lost.
 
     Args:
@@ -96,6 +96,7 @@ def check_output_dir(folder: Path, *, overwrite: bool = False, resume_from: str 
     Raises:
         ConfigError: it cannot be used.
     """
+    folder = Path(output_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if existing.is_file():
         raise ConfigError(f"output_dir {folder} cannot be created: {existing} is a file. Name a folder.")
