@@ -22,7 +22,7 @@ from hf_ga.parallel.prepare import prepare
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.batch_norm import replace_batch_norm
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.finetuning import finetune
+from hf_ga.run.finetune import finetune
 from hf_ga.run.plan_batch import BatchPlan, plan_batch
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
 from hf_ga.training import backward_window, prove_targets, train_step

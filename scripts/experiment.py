@@ -25,12 +25,11 @@ from hf_ga.exact.plan import Planner, plan_by_sizes
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.training import prove_targets
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.models import load_tokenizer
 from hf_ga.run.optimizers import build_optimizer
-from hf_ga.training import train_step
+from hf_ga.training import prove_targets, train_step
 
 WINDOW_SIZE = 64
 LIMITS = {"train loss": 2e-6, "validation loss": 5e-6, "final weights": 5e-5, "validation loss, dropout 0": 5e-7}

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once; each run is a process of its own all the same
 PRELOAD = [
-    "hf_ga.run.finetuning",
+    "hf_ga.run.finetune",
     "hf_ga.data.corpus",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.auto.modeling_auto",

@@ -66,14 +66,14 @@ def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> Non
     import torch
 
     from hf_ga import FinetuneConfig
-    from hf_ga.run import finetuning, loop
+    from hf_ga.run import finetune, loop
 
     torch.set_num_threads(1)
-    phases = [(finetuning, "fit", "training"), (loop, "_evaluate", "evaluating"), (loop, "save", "saving")]
-    for module, name, phase in [*phases, (finetuning, "_finish", "finishing")]:
+    phases = [(finetune, "fit", "training"), (loop, "_evaluate", "evaluating"), (loop, "save", "saving")]
+    for module, name, phase in [*phases, (finetune, "_finish", "finishing")]:
         setattr(module, name, noting(getattr(module, name), watch, PHASES.index(phase)))
     sys.addaudithook(lambda event, values: count_operation(event, values, str(output), watch))
-    finetuning.finetune(FinetuneConfig(**settings(folder, output)))
+    finetune.finetune(FinetuneConfig(**settings(folder, output)))
 
 
 def noting(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:

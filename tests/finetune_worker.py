@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_ga.exact import fetch
 from hf_ga.exact.forward import unwrapped
 from hf_ga.recovery.checkpoint import weights_sha256
-from hf_ga.run import finetuning
+from hf_ga.run import finetune
 from hf_ga.run.cli import parse_config
 
 MESSAGE = "this process cannot read its disk"
@@ -37,13 +37,13 @@ def recorded(run) -> dict:
 
 def record_the_end(records: dict) -> None:
     """`records` is filled where training is over."""
-    finish = finetuning._finish
+    finish = finetune._finish
 
-    def finish_and_record(config, run, *args, **kwargs):
+    def finish_and_record(run, *args, **kwargs):
         records.update(recorded(run))
-        return finish(config, run, *args, **kwargs)
+        return finish(run, *args, **kwargs)
 
-    finetuning._finish = finish_and_record
+    finetune._finish = finish_and_record
 
 
 def fail_on(process: str) -> None:
@@ -62,5 +62,5 @@ if __name__ == "__main__":
     record_the_end(records)
     for process in sys.argv[3:]:
         fail_on(process)
-    summary = finetuning.finetune(parse_config([sys.argv[1]]))
+    summary = finetune.finetune(parse_config([sys.argv[1]]))
     Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps({**records, "summary": summary}))

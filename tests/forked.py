@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no proces
 import transformers as tf
 from launching import PORTS
 
-from hf_ga.run import finetuning, loop
+from hf_ga.run import finetune, loop
 from hf_ga.run.config import FinetuneConfig
 
 LIMIT = 150  # seconds for all phases of one call
@@ -115,7 +115,7 @@ def run_of(one: dict) -> Callable[[], None]:
     def work() -> None:
         if one["windows"] is not None:
             stop_after(one["windows"])
-        finetuning.finetune(FinetuneConfig(**one["config"]))
+        finetune.finetune(FinetuneConfig(**one["config"]))
 
     return work
 

@@ -84,8 +84,8 @@ def fingerprint() -> str:
 
 def integers() -> dict[str, str]:
     """Orders, plans and masks."""
-    from hf_ga.exact.masks import keep_mask, sample_keys, window_key
     from hf_ga.exact.length_plan import plan_by_length
+    from hf_ga.exact.masks import keep_mask, sample_keys, window_key
     from hf_ga.exact.order import epoch_order
     from hf_ga.exact.plan import plan_by_sizes, plan_window
 

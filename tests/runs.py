@@ -222,9 +222,9 @@ JOBS = {
     "smoothed and weighted tags": (
         "bert",
         rows_of(tagged),
-        {"task": "token-classification", "label_smoothing": 0.2, "class_weights": "balanced"},
+        {"task": "token-classification", "label_smoothing_factor": 0.2, "class_weights": "balanced"},
     ),
-    "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing": 0.1}),
+    "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing_factor": 0.1}),
     "LoRA": ("gpt", rows_of(cycle), {"lora_r": 4, "lora_dropout": 0.1}),
     "answers": ("bert", rows_of(question), {"task": "question-answering", "max_length": 16}),
     "choices": ("bert", rows_of(choice), {"task": "multiple-choice"}),

@@ -18,7 +18,7 @@ from hf_ga.data.data import prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.run import loop
 from hf_ga.run.adapters import freeze
-from hf_ga.run.building import build_model
+from hf_ga.run.build import build_model
 from hf_ga.run.models import complete_config, load_base_config, load_tokenizer, own_dtype
 
 LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}

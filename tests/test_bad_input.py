@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 
 import hf_ga
 from hf_ga.data import corpus
-from hf_ga.run import cli, finetuning
+from hf_ga.run import cli, finetune
 from hf_ga.run.config import FinetuneConfig
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
@@ -107,9 +107,8 @@ CASES = {
     "no tokens": ("--max_tokens_per_micro_batch 0", ["max_tokens_per_micro_batch must be at least 1", "got 0"]),
     "compiled and checkpointed": (
         "--torch_compile --gradient_checkpointing",
-        ["torch_compile and gradient_checkpointing were never tried together"],
+        ["torch_compile and gradient_checkpointing are not supported together"],
     ),
-    "compiled and packed": ("--torch_compile --padding_free", ["torch_compile and padding_free were never tried together"]),
     "negative global batch": ("--global_batch_size -64", ["global_batch_size must be at least 1", "got -64"]),
     "unreachable global batch": (
         "--global_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",
@@ -144,19 +143,8 @@ CASES = {
         ["unknown metric_for_best_model 'acc'", "loss, accuracy, f1"],
     ),
     "no patience": ("--early_stopping_patience 0", ["early_stopping_patience must be at least 1", "got 0"]),
-    "unknown scaling rule": (
-        "--scale_learning_rate cubic --base_batch_size 8 --learning_rate 1e-3",
-        ["unknown scale_learning_rate 'cubic'", "linear, sqrt"],
-    ),
-    "scaling without a base": ("--scale_learning_rate sqrt --learning_rate 1e-3", ["need each other", "base_batch_size", "both"]),
-    "base without scaling": ("--base_batch_size 8 --learning_rate 1e-3", ["need each other", "scale_learning_rate", "both"]),
-    "scaling without a rate": ("--scale_learning_rate sqrt --base_batch_size 8", ["scale_learning_rate needs the learning_rate"]),
-    "base batch 0": (
-        "--scale_learning_rate sqrt --base_batch_size 0 --learning_rate 1e-3",
-        ["base_batch_size must be at least 1", "got 0"],
-    ),
-    "unknown tracker": ("--report_to tensorbord", ["report_to knows no 'tensorbord'", "none, all", "tensorboard"]),
-    "missing tracker": ("--report_to tensorboard,comet_ml", ["report_to comet_ml needs its package", "pip install comet_ml"]),
+    "unknown tracker": ("--report_to tensorbord", ["report_to tensorbord is no tracker", "none, all", "tensorboard"]),
+    "missing tracker": ("--report_to tensorboard,comet_ml", ["report_to comet_ml is no tracker", "install its package"]),
     "rank 0": ("--lora_r 0", ["lora_r must be at least 1", "got 0"]),
     "scale of LoRA 0": ("--lora_r 2 --lora_alpha 0", ["lora_alpha must be greater than 0", "got 0"]),
     "negative dropout in LoRA": ("--lora_r 2 --lora_dropout -0.1", ["lora_dropout must be at least 0", "got -0.1"]),
@@ -167,10 +155,13 @@ CASES = {
     "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no use with lora_r", "leave one"]),
     "share of masks 0": ("--task masked-lm --mlm_probability 0", ["mlm_probability must be greater than 0", "got 0"]),
     "share of masks 1": ("--task masked-lm --mlm_probability 1", ["mlm_probability must be below 1", "got 1"]),
-    "smoothing of all": ("--label_smoothing 1", ["label_smoothing must be below 1", "got 1"]),
-    "negative smoothing": ("--label_smoothing -0.1", ["label_smoothing must be at least 0", "got -0.1"]),
-    "smoothing nan": ("--label_smoothing nan", ["label_smoothing must be at least 0", "got nan"]),
-    "smoothing of numbers": ("--task regression --label_smoothing 0.1", ["label_smoothing is for the task", "not regression"]),
+    "smoothing of all": ("--label_smoothing_factor 1", ["label_smoothing_factor must be below 1", "got 1"]),
+    "negative smoothing": ("--label_smoothing_factor -0.1", ["label_smoothing_factor must be at least 0", "got -0.1"]),
+    "smoothing nan": ("--label_smoothing_factor nan", ["label_smoothing_factor must be at least 0", "got nan"]),
+    "smoothing of numbers": (
+        "--task regression --label_smoothing_factor 0.1",
+        ["is for the task", "not regression"],
+    ),
     "weights of a language model": ("--class_weights balanced", ["class_weights is for the task", "not causal-lm", "leave it out"]),
     "weights of numbers": ("--task regression --class_weights 1,2", ["class_weights is for the task", "not regression"]),
     "weights of words": (f"{CLASSIFY} --class_weights equal", ["class_weights must be `balanced` or 2 numbers", "got equal"]),
@@ -267,11 +258,17 @@ CASES = {
     "target of a language model": ("--target_column x", ["target_column is for the task seq2seq", "not causal-lm"]),
     "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate is for the task seq2seq"]),
     "metric of texts that are not generated": (
-        f"{WRITE} --metric_for_best_model rouge_l",
-        ["metric_for_best_model rouge_l compares generated texts", "--predict_with_generate"],
+        f"{WRITE} --metric_for_best_model rougeL",
+        ["metric_for_best_model rougeL compares generated texts", "--predict_with_generate"],
     ),
-    "smoothing of answers": (f"{ANSWER} --label_smoothing 0.1", ["label_smoothing is for the task", "not question-answering"]),
-    "smoothing of choices": (f"{CHOOSE} --label_smoothing 0.1", ["label_smoothing is for the task", "not multiple-choice"]),
+    "smoothing of answers": (
+        f"{ANSWER} --label_smoothing_factor 0.1",
+        ["is for the task", "not question-answering"],
+    ),
+    "smoothing of choices": (
+        f"{CHOOSE} --label_smoothing_factor 0.1",
+        ["is for the task", "not multiple-choice"],
+    ),
     "weights of words to write": (f"{WRITE} --class_weights balanced", ["class_weights is for the task", "not seq2seq"]),
     "no beams": (f"{WRITE} --num_beams 0", ["num_beams must be at least 1", "got 0"]),
     "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
@@ -284,7 +281,7 @@ CASES = {
     "negative workers": ("--dataloader_num_workers -1", ["dataloader_num_workers must be at least 0", "got -1"]),
     "negative buffer": ("--shuffle_buffer_size=-1", ["shuffle_buffer_size must be at least 0", "got -1"]),
     "more than 32 bits": ("--eval_steps 4294967296", ["eval_steps must be at most 4294967295", "got 4294967296"]),
-    "an endless number": (f"--save_steps {'9' * 300}", ["save_steps must be at most 4294967295", "got more than 40 digits"]),
+    "an endless number": (f"--save_steps {'9' * 300}", ["save_steps must be at most 4294967295", "got 9999"]),
     "share of the rows nan": (
         "--validation_split_percentage nan",
         ["validation_split_percentage must be greater than 0", "got nan"],
@@ -331,7 +328,7 @@ CASES = {
     "a part of a sample": ("--per_device_train_batch_size 1.5", ["must be a number of samples, or auto", "'1.5'"]),
     # the command line and its file
     "wrong type": ("--max_steps ten", ["--max_steps", "invalid int value", "'ten'"]),
-    "wrong truth value": ("--deterministic perhaps", ["--deterministic", "perhaps"]),
+    "wrong truth value": ("--full_determinism perhaps", ["--full_determinism", "perhaps"]),
     "unknown flag": ("--learning_rat 1e-4", ["unknown flag --learning_rat.", "Did you mean --learning_rate?"]),
     "unknown flag with dashes": ("--max-step=3", ["unknown flag --max-step.", "Did you mean --max-steps?"]),
     "shortened flag": ("--per_device_train 3", ["unknown flag --per_device_train.", "Did you mean --per_device_train_batch_size?"]),
@@ -343,12 +340,10 @@ CASES = {
     "YAML list": ("{d}/list.yaml", ["list.yaml must hold names and values", "list"]),
     "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must hold names and values"]),
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
-    "list for a value in YAML": ("{d}/nested.yaml", ["nested.yaml", "text_column", "list"]),
-    "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["dict_in_list.yaml must hold texts", "freeze ({'a': 1})"]),
-    "null in a list in YAML": ("{d}/null_in_list.yaml", ["null_in_list.yaml must hold texts", "freeze (None)"]),
-    "flag in a list in YAML": ("{d}/flag_in_list.yaml", ["flag_in_list.yaml must hold texts", "freeze ('--seed=5')"]),
-    "nothing in a list in YAML": ("{d}/empty_list.yaml", ["--freeze", "expected at least one argument"]),
-    "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["--max_steps", "invalid int value", "'3.0'"]),
+    "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a text", "list"]),
+    "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["freeze must be a list of texts", "[{'a': 1}]"]),
+    "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of texts", "None"]),
+    "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["max_steps must be a whole number", "got 3.0"]),
     "code in YAML": ("{d}/code.yaml", ["code.yaml is malformed", "could not determine a constructor", "python/object/apply"]),
     "no UTF-8 in YAML": ("{d}/bytes.yaml", ["bytes.yaml is malformed", "utf-8"]),
     "no UTF-8 in JSON": ("{d}/bytes.json", ["bytes.json is malformed", "utf-8"]),
@@ -503,8 +498,6 @@ CANNOT_BE_WRONG = {
     "gradient_checkpointing": "only the class of the built model knows whether it can",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
-    "deterministic": "any run can be",
-    "eval_on_start": "any run can evaluate first",
 }
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 
@@ -547,7 +540,7 @@ def test_wrong_types(name, tmp_path, monkeypatch, capsys):
         refused([f"--{name}={text}"], expected, capsys)
     for value in ({"a": 1}, [{"a": 1}], [["a"]]):
         (tmp_path / "run.json").write_text(json.dumps({name: value}))
-        refused([str(tmp_path / "run.json")], ["run.json must hold", name], capsys)
+        refused([str(tmp_path / "run.json")], [f"{name} must be"], capsys)
     for value in [*values, *([] if FIELDS[name].default is None or name == SIZE else [None])]:
         if name == SIZE and value == "3":
             continue
@@ -591,7 +584,7 @@ def test_mixed_precision(files, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.usefixtures("no_model")
 def test_deepspeed(files, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(finetuning.Accelerator, "distributed_type", property(lambda self: DistributedType.DEEPSPEED))
+    monkeypatch.setattr(finetune.Accelerator, "distributed_type", property(lambda self: DistributedType.DEEPSPEED))
     refused(arguments_of("", files, tmp_path / "out"), ["under DEEPSPEED", "not by targets", "accelerate_configs"], capsys)
 
 

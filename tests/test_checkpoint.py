@@ -17,7 +17,7 @@ import hf_ga
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 from hf_ga.recovery.manifest import verify, write_manifest
-from hf_ga.run import building, loop, saving
+from hf_ga.run import build, loop, saving
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 
@@ -247,7 +247,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_p
         pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/optimizer\.pt is damaged"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
+        patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
         train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert content(tmp_path / "out") == before
 
@@ -326,7 +326,7 @@ def test_lost_lines_are_told(place, undisturbed, tmp_path, capsys):
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[:4]) + lines[4][:30])
     train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert "some lines up to step 6, where the run goes on, are missing" in capsys.readouterr().out
+    assert "at the checkpoint: some lines are missing" in capsys.readouterr().out
     whole = without_speed(undisturbed[1])
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
@@ -410,7 +410,7 @@ def test_weights_sha256_sees_every_bit():
 
 
 def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "load_model", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(hf_ga.CheckpointError, match="absent is not a checkpoint"):
         hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "absent")))
     assert not (tmp_path / "out").exists()

@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-
-from hf_ga.exact import draws
 from hf_ga.exact.dropped_attention import (
     DroppedAttention,
     DroppedAttentionBySample,
@@ -24,9 +20,13 @@ from hf_ga.exact.dropped_attention import (
     causal_bias,
     dropped_attention,
 )
+from hf_ga.exact.packed_tokens import PackedTokens
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_ga.exact import draws
 from hf_ga.exact.hashing import name_key
 from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys
-from hf_ga.exact.packed_tokens import PackedTokens
 
 P = 0.3
 LENGTH, WIDTH = 5, 7

@@ -304,7 +304,9 @@ def test_what_cannot_be_keyed_is_refused_or_left_out():
     model = helpers.seeded(Noisy)()
     refused = hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["even"])
     assert refused.rows[0].refused and [cause.name for cause in refused.causes()] == ["randomness"]
-    assert hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["even"], allow_split_dependent_randomness=True).passed
+    assert hf_ga.check_equivalence(
+        model, helpers.plain_samples(12), helpers.pad_right, ["even"], allow_split_dependent_randomness=True
+    ).passed
     assert model.noise.training
 
 

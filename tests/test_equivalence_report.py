@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 
 import helpers
 import pytest
+from check_equivalence import check_main
 
 import hf_ga
 from hf_ga.check.cli import CheckConfig
 from hf_ga.check.html import fragment, full_page, layer_errors, layer_of
 from hf_ga.check.report import OURS, Cause, EquivalenceReport, Row, sizes_text
-from hf_ga.run.cli import check_main
 
 
 def mean_of_means(model, micro_batches):
@@ -138,7 +138,7 @@ def test_the_script_writes_its_report_and_asserts(tmp_path, capsys):
 
 
 def test_another_loss_is_compared_with_nothing(tmp_path):
-    layouts = ["--check_layouts", "uneven", "--label_smoothing", "0.1"]
+    layouts = ["--check_layouts", "uneven", "--label_smoothing_factor", "0.1"]
     assert check_main([*FLAGS, *layouts, "--output_dir", str(tmp_path)]) == 0
     read = json.loads((tmp_path / "report.json").read_text())
     assert read["passed"] and [row["arm"] for row in read["rows"]] == [OURS] and "nothing is compared" in read["facts"][-1]

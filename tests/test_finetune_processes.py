@@ -20,7 +20,7 @@ from runs import filled_place, job_config, lines_of, ragged_rows, relative_dista
 
 import hf_ga
 from hf_ga.parallel import processes
-from hf_ga.run import finetuning
+from hf_ga.run import finetune
 
 ROOT = Path(__file__).parent.parent
 PROFILES = ROOT / "accelerate_configs"
@@ -277,9 +277,9 @@ def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_p
 def test_what_fsdp_cannot_do_is_refused(more, message):
     plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
-    finetuning._check_sharded(hf_ga.FinetuneConfig(), accelerator)
+    finetune._check_sharded(hf_ga.FinetuneConfig(), accelerator)
     with pytest.raises(hf_ga.ConfigError, match=message):
-        finetuning._check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
+        finetune._check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------------

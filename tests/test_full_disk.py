@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints
 from hf_ga.recovery.manifest import verify
-from hf_ga.run import finetuning, outputs, report, saving
+from hf_ga.run import finetune, outputs, report, saving
 from hf_ga.run.cli import finetune_main
 
 WORKER = Path(__file__).parent / "workers" / "full_disk.py"
@@ -32,7 +32,7 @@ CASES = {
     "best model": (outputs, "_save", 2, 1_000, "best", "checkpoint-3"),
     "its tokenizer": (PreTrainedTokenizerBase, "save_pretrained", 2, 1_000, "best", "checkpoint-3"),
     "metrics": (report.MetricsFile, "write", 5, 700, "metrics.jsonl", "checkpoint-3"),
-    "last model": (finetuning, "save_last", 1, 1_000, "model.safetensors", "checkpoint-8"),
+    "last model": (finetune, "save_last", 1, 1_000, "model.safetensors", "checkpoint-8"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-8"),
     "card": (outputs, "write_model_card", 1, 100, "README.md", "checkpoint-8"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-8"),

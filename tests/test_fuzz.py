@@ -23,14 +23,14 @@ from transformers import set_seed
 import hf_ga
 from hf_ga.data import corpus
 from hf_ga.data.data import prepare_data, prepare_unlabelled
+from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.exact.splitter import Splitter
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
-from hf_ga.data.shuffle_buffer import shuffled
+from hf_ga.exact.splitter import Splitter
 from hf_ga.run.cli import parse_config
 from hf_ga.run.config import FinetuneConfig
 
@@ -214,7 +214,7 @@ SCALARS = st.one_of(
 )
 NESTED = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
 DOCUMENTS = st.dictionaries(st.sampled_from(NAMES) | TEXT, NESTED, max_size=5)
-VALID = "task: causal-lm\nlearning_rate: 1e-4\nmax_steps: 3\nfreeze: [a, b]\nseed: 7\ndeterministic: true\noutput_dir: out\n"
+VALID = "task: causal-lm\nlearning_rate: 1e-4\nmax_steps: 3\nfreeze: [a, b]\nseed: 7\nfull_determinism: true\noutput_dir: out\n"
 
 
 def config_or_error(path) -> None:
@@ -290,6 +290,7 @@ def test_bytes_and_mutations(fuzz, tmp_path, monkeypatch):
     @example(b"1: 2\nnull: 3", "run.yaml")
     @example(b"? [1, 2]\n: 3", "run.yaml")
     @example(b"seed: 2001-01-01", "run.yaml")
+    @example(b"help: true", "run.yaml")
     @example(b"seed: !!binary aGk=", "run.yaml")
     @example(b"freeze: !!set {a, b}", "run.yaml")
     @example(b"seed: 1\nseed: 2", "run.yaml")

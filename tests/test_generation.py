@@ -13,10 +13,10 @@ from runs import JOBS, filled_place, job_config, lines_of, save_jobs, train_job,
 import hf_ga
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import prepare_data
-from hf_ga.run.building import build_run
+from hf_ga.run.build import build_run
 from hf_ga.run.generation import generated_targets
+from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.models import complete_config, load_base_config, load_tokenizer
-from hf_ga.run.text_metrics import TEXT_METRICS
 
 NAME, NOISE = "translations", 0.5
 SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
@@ -107,23 +107,23 @@ def test_metrics_of_generated_texts(place, trained, tmp_path):
     for size in (1, 3, 13):
         more = {"per_device_eval_batch_size": size, "predict_file": file, **flags}
         results[size] = train_job(place, tmp_path / f"{size}", NAME, **more)
-    measured = {size: [r[f"eval_{name}"] for name in ("exact_match", "rouge_l", "perplexity")] for size, r in results.items()}
+    measured = {size: [r[f"eval_{name}"] for name in ("exact_match", "rougeL", "perplexity")] for size, r in results.items()}
     assert measured[1] == pytest.approx(measured[3], rel=1e-6) and measured[1] == pytest.approx(measured[13], rel=1e-6)
     rows = [json.loads(line) for line in (tmp_path / "3" / "predictions.jsonl").read_text().splitlines()]
     texts, targets = [row["prediction"]["text"] for row in rows], [row["target"] for row in rows]
     for name, metric in TEXT_METRICS.items():
         assert metric().compute(predictions=texts, references=targets)[name] == pytest.approx(results[3][f"eval_{name}"])
-    assert 0 < results[3]["eval_rouge_l"] < 1  # the control: neither is what any text would give
-    lines = [line for line in lines_of(trained) if "eval_rouge_l" in line]
-    assert lines[-1]["eval_rouge_l"] == pytest.approx(results[3]["eval_rouge_l"], rel=1e-6)
+    assert 0 < results[3]["eval_rougeL"] < 1  # the control: neither is what any text would give
+    lines = [line for line in lines_of(trained) if "eval_rougeL" in line]
+    assert lines[-1]["eval_rougeL"] == pytest.approx(results[3]["eval_rougeL"], rel=1e-6)
     without = train_job(place, tmp_path / "without", NAME, predict_with_generate=False, **flags)
-    assert "eval_rouge_l" not in without and without["eval_loss"] == pytest.approx(results[3]["eval_loss"], rel=1e-6)
+    assert "eval_rougeL" not in without and without["eval_loss"] == pytest.approx(results[3]["eval_loss"], rel=1e-6)
 
 
 def test_smoothed_loss_against_torch(place):
     """Unshifted, every target its share; the head's own loss, and the loss shifted as a causal head's, are others."""
     accelerator = Accelerator(cpu=True)
-    config = job_config(place, place / "unused", NAME, label_smoothing=0.3, still=True)
+    config = job_config(place, place / "unused", NAME, label_smoothing_factor=0.3, still=True)
     data = prepare_data(config, load_tokenizer(config))
     model_config = complete_config(load_base_config(config), config, data)
     run = build_run(config, accelerator, data, model_config, torch.float32)

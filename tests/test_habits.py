@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
-from hf_ga.run import building, loop
+from hf_ga.run import build, loop
 from hf_ga.run.trackers import tracker_names
 
 CONSTANT = {"lr_scheduler_type": "constant", "eval_steps": 1, "save_steps": 100}
@@ -41,7 +41,7 @@ def scripted(monkeypatch):
     def script(values):
         left = iter(values)
         names = ("loss", "num_targets", "perplexity", "accuracy", "f1")
-        monkeypatch.setattr(building, "evaluate", lambda *args, **kwargs: dict.fromkeys(names, next(left)))
+        monkeypatch.setattr(build, "evaluate", lambda *args, **kwargs: dict.fromkeys(names, next(left)))
 
     return script
 
@@ -150,17 +150,6 @@ def test_warm_up_as_a_share_of_all_steps(warmup, steps, place, tmp_path):
     assert [line["learning_rate"] for line in lines_of(tmp_path / "out")] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rule", "base", "window", "factor"),
-    [("linear", 4, 16, 4.0), ("sqrt", 4, 16, 2.0), ("linear", 32, 16, 0.5), ("sqrt", 9, 16, 4 / 3)],
-)
-def test_scaled_learning_rate(rule, base, window, factor, place, tmp_path):
-    scaling = {"scale_learning_rate": rule, "base_batch_size": base, "global_batch_size": window}
-    summary = train(place, tmp_path / "out", **scaling, learning_rate=1e-3, lr_scheduler_type="constant", max_steps=1)
-    assert summary["learning_rate"] == pytest.approx(1e-3 * factor, rel=1e-12)
-    assert lines_of(tmp_path / "out")[0]["learning_rate"] == pytest.approx(1e-3 * factor, rel=1e-12)
-
-
 @pytest.mark.parametrize(("more", "rate"), [({}, 5e-5), ({"lora_r": 2}, 2e-4)])
 def test_default_learning_rates(more, rate, place, tmp_path):
     assert train(place, tmp_path / "out", learning_rate=None, max_steps=1, **more)["learning_rate"] == rate
@@ -193,12 +182,9 @@ def test_names_of_trackers(monkeypatch):
     assert tracker_names("none") == tracker_names("") == []
     assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]
     assert tracker_names("all") == ["tensorboard", "aim"]
-    with pytest.raises(
-        hf_ga.ConfigError, match=r"report_to knows no 'tensorbord': it is none, all, or some of .*tensorboard, .*wandb"
-    ):
-        tracker_names("tensorboard,tensorbord")
-    with pytest.raises(hf_ga.ConfigError, match=r"report_to wandb needs its package, which is not installed: pip install wandb"):
-        tracker_names("wandb")
+    for name in ("tensorbord", "wandb"):
+        with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is no tracker .* installed: install its package, or use "):
+            tracker_names(f"tensorboard,{name}")
 
 
 # -- precision --------------------------------------------------------------------------------------------------------------
@@ -232,7 +218,7 @@ def test_precision_of_the_launcher(precision, launched, place, tmp_path, capsys)
     launched(precision)
     summary = train_job(place, tmp_path / "out", "classes", max_steps=6)
     lines, exact = lines_of(tmp_path / "out"), lines_of(tmp_path / "no")
-    assert summary["precision"] == WORDS_OF[precision] and f"\n{WORDS_OF[precision]}\n" in capsys.readouterr().out
+    assert summary["precision"] == WORDS_OF[precision] and f"\nprecision  {WORDS_OF[precision]}\n" in capsys.readouterr().out
     scales = [line.get("loss_scale") for line in lines]
     assert scales == ([65536.0] * len(lines) if precision == "fp16" else [None] * 6)
     taken = [line for line in lines if not line["skipped"]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_ga
-from hf_ga.run import finetuning
+from hf_ga.run import finetune
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 README = (SCRIPTS.parent / "README.md").read_text().splitlines()
@@ -48,7 +48,7 @@ def test_a_resumed_run_is_the_same(scripts, undisturbed, tmp_path):
 
 
 def test_a_resume_without_the_optimizer_is_seen(scripts, undisturbed, tmp_path, monkeypatch):
-    resume = finetuning.resume
+    resume = finetune.resume
 
     def forgets(run, *args, **kwargs):
         fresh = run.optimizer.state_dict()
@@ -56,7 +56,7 @@ def test_a_resume_without_the_optimizer_is_seen(scripts, undisturbed, tmp_path, 
         run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": fresh["state"]})
         return progress
 
-    monkeypatch.setattr(finetuning, "resume", forgets)
+    monkeypatch.setattr(finetune, "resume", forgets)
     found = resumed(scripts, undisturbed, tmp_path / "out")
     assert any(text.startswith("weights_sha256 ") for text in found) and "model.safetensors differs" in found
     assert any(text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's") for text in found)

@@ -12,6 +12,7 @@ import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from heads.one_head import Head, build_head
+from hf_ga.speed.pieces import TypedHead, mean_or_sum, rows_of_piece
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +22,6 @@ from hf_ga.run import evaluation
 from hf_ga.run.losses import make_loss_fn
 from hf_ga.speed import pieces
 from hf_ga.speed.lazy_logits import LazyHead, LazyLogits
-from hf_ga.speed.pieces import TypedHead, mean_or_sum, rows_of_piece
 
 HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and outside of the layer, ties, several projections
     ("gpt2", "GPT2LMHeadModel", "causal LM"),

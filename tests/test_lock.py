@@ -12,7 +12,7 @@ from runs import filled_place, lines_of, small_config, train
 import hf_ga
 from hf_ga.recovery import lock
 from hf_ga.recovery.lock import LOCK, holds_nothing, only_run_in
-from hf_ga.run import finetuning
+from hf_ga.run import finetune
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 HOLDER = """
@@ -92,7 +92,7 @@ def test_a_run_in_a_folder_that_is_in_use(more, place, tmp_path, holder):
 
 def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
     """Right behind the deletion, another run is refused as before."""
-    out, found, fit = tmp_path / "out", [], finetuning.fit
+    out, found, fit = tmp_path / "out", [], finetune.fit
     train(place, out, max_steps=3)
 
     def tried(*args):
@@ -101,21 +101,21 @@ def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
             pytest.fail("two runs are in the folder")
         return fit(*args)
 
-    monkeypatch.setattr(finetuning, "fit", tried)
+    monkeypatch.setattr(finetune, "fit", tried)
     train(place, out, max_steps=3, overwrite_output_dir=True)
     assert found == [LOCK] and len(lines_of(out)) == 3
 
 
 def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
     """Behind the first look at the folder, and before the lock was taken."""
-    accelerator = finetuning._accelerator
+    accelerator = finetune._accelerator
 
     def meanwhile(config):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
         return accelerator(config)
 
-    monkeypatch.setattr(finetuning, "_accelerator", meanwhile)
+    monkeypatch.setattr(finetune, "_accelerator", meanwhile)
     with pytest.raises(hf_ga.ConfigError, match="holds another run"):
         train(place, tmp_path / "out")
     assert content(tmp_path / "out") == {tmp_path / "out" / "metrics.jsonl": b"{}\n"}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -256,13 +257,37 @@ def test_text_classification(place, tmp_path):
     assert {"test_accuracy", "test_f1", "test_loss"} <= set(summary)
 
 
-def test_an_evaluation_before_the_first_step_changes_no_update(place, tmp_path):
-    plain = train(place, tmp_path / "plain", max_steps=3)
-    summary = train(place, tmp_path / "early", max_steps=3, eval_on_start=True)
-    first, *others = lines_of(tmp_path / "early")
-    assert (first["step"], first["loss"]) == (0, None) and first["eval_loss"] > summary["eval_loss"]
-    assert [line["loss"] for line in others] == [line["loss"] for line in lines_of(tmp_path / "plain")]
-    assert summary["weights_sha256"] == plain["weights_sha256"]
+def entity_rows(count: int, seed: int) -> list[dict]:
+    """`the` begins an entity, a `window` behind it is its second word; all other words are outside."""
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(count):
+        words = rng.choice(["the", "window", "of", "samples"], rng.integers(3, 8)).tolist()
+        second = [False, *(pair == ("the", "window") for pair in pairwise(words))]
+        rows.append(
+            {"tokens": words, "tags": ["B-X" if w == "the" else "I-X" if s else "O" for w, s in zip(words, second, strict=True)]}
+        )
+    return rows
+
+
+def entities(tags: list[str]) -> set[tuple[int, int]]:
+    """(begin, end) of each; one may begin without its B."""
+    begins = [i for i, tag in enumerate(tags) if tag == "B-X" or (tag == "I-X" and (i == 0 or tags[i - 1] == "O"))]
+    return {(b, next((i for i in range(b + 1, len(tags)) if tags[i] != "I-X"), len(tags))) for b in begins}
+
+
+def test_f1_of_whole_entities(place, tmp_path):
+    """Of tags in the BIO scheme, from the predictions for the validation rows, in plain Python."""
+    files = {name: write_rows(tmp_path / f"{name}.jsonl", entity_rows(n, n)) for name, n in (("train", 60), ("validation", 13))}
+    settings = {"model_name_or_path": str(place / "bert"), "task": "token-classification", "text_column": None}
+    settings |= {"dataset_name": files["train"], "validation_file": files["validation"], "predict_file": files["validation"]}
+    summary = train(place, tmp_path / "out", **settings, learning_rate=1e-2, max_steps=15, metric_for_best_model="f1")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    found, true = (
+        [entities(tags) for tags in kind] for kind in zip(*((r["prediction"]["tags"], r["tags"]) for r in rows), strict=True)
+    )
+    hits = sum(len(f & t) for f, t in zip(found, true, strict=True))
+    f1 = 2 * hits / (sum(map(len, found)) + sum(map(len, true)))
+    assert summary["eval_f1"] == pytest.approx(f1) and 0 < f1 < summary["eval_accuracy"]
 
 
 def test_an_encoder_is_no_causal_model(place, tmp_path):

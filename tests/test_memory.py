@@ -26,7 +26,7 @@ from hf_ga import training as step
 from hf_ga.errors import ConfigError, OutOfMemory
 from hf_ga.exact.memory import MemoryLimit, Size, is_out_of_memory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.run import building
+from hf_ga.run import build as building
 from hf_ga.run.cli import parse_config
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 

@@ -1,4 +1,4 @@
-"""Metrics against plain Python loops, and what they are computed from."""
+"""Metrics against plain Python loops and examples by hand, and what they are computed from."""
 
 import math
 import random
@@ -9,7 +9,9 @@ import helpers as h
 import numpy as np
 import pytest
 
-from hf_ga.run.metrics import METRICS, is_lower_better, predictions_and_references
+from hf_ga import FinetuneConfig
+from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, predictions_and_references
+from hf_ga.run.readers import are_entities
 
 
 @pytest.fixture(autouse=True)
@@ -174,13 +176,9 @@ def test_many_classes_of_large_ids():
 def test_their_documentation_is_right():
     import doctest
 
-    from hf_ga.run import metrics
+    from hf_ga.run import metrics, readers
 
-    assert doctest.testmod(metrics) == (0, 7)
-
-
-def test_is_lower_better():
-    assert {name for name in (*METRICS, "loss", "perplexity") if is_lower_better(name)} == {"loss", "perplexity", "mae"}
+    assert doctest.testmod(metrics) == (0, 3) and doctest.testmod(readers) == (0, 1)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -188,7 +186,75 @@ def test_is_lower_better_as_measured(name):
     """Perfect predictions against wrong ones."""
     references = {"exact_match": [[0, 1], [1, 0]], "micro_f1": [[0, 1], [1, 0]]}.get(name, [0, 1])
     wrong = [row[::-1] for row in references] if isinstance(references[0], list) else references[::-1]
-    assert (computed(name, references, references) < computed(name, wrong, references)) == is_lower_better(name)
+    assert (computed(name, references, references) < computed(name, wrong, references)) == FinetuneConfig(
+        metric_for_best_model=name
+    ).lower_is_better
+
+
+# -- entities and texts ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_entity_is_right_as_a_whole():
+    """Three of four tokens right, but one of two entities predicted whole: precision and recall are one half."""
+    references = [["B-PER", "I-PER", "O", "B-LOC"], []]
+    predictions = [["B-PER", "O", "O", "B-LOC"], []]
+    for given, right in ((predictions, references), (predictions[::-1], references[::-1])):
+        values = {name: metric().compute(predictions=given, references=right)[name] for name, metric in ENTITY_METRICS.items()}
+        assert values == {"accuracy": 0.75, "f1": 0.5}
+    nothing = ENTITY_METRICS["f1"]().compute(predictions=[["O", "O"]], references=[["O", "O"]])
+    assert nothing == {"f1": 0.0}
+    assert are_entities(["O", "B-PER", "I-PER"]) and not are_entities(["O", "noun"]) and not are_entities(["O"])
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true", "same", "f1"),
+    [
+        ("The Theory of an Apple.", "theory of apple", 1.0, 1.0),  # articles as whole words only
+        ("U.S.A.", "usa", 1.0, 1.0),  # punctuation leaves no space behind; so "a" is no word of its own here
+        ("x", "y", 0.0, 0.0),
+        ("x x x", "x", 0.0, 2 * (1 / 3) * 1 / (1 / 3 + 1)),  # a word counts as often as it is in both
+        ("x y z w", "z x", 0.0, 2 * 0.5 * 1 / 1.5),
+        ("the", "", 1.0, 1.0),
+        ("x", "", 0.0, 0.0),
+        ("", "x", 0.0, 0.0),
+    ],
+)
+def test_answers_by_hand(predicted, true, same, f1):
+    for name, value in {"exact_match": same, "f1": f1}.items():
+        found = ANSWER_METRICS[name]().compute(predictions=[predicted], references=[[true]])
+        assert found == {name: pytest.approx(value, rel=1e-12)}
+
+
+def test_rouge_by_hand():
+    """Lin's example of 2004: the same words in another order count less for rougeL, and not for rouge1."""
+    true = "police killed the gunman"
+    expected = {
+        "police kill the gunman": {"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.75},
+        "the gunman kill police": {"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.5},
+        "Police, KILLED: the gunman!": {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0},
+        "": {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0},
+    }
+    for given, values in expected.items():
+        found = {kind: TEXT_METRICS[kind]().compute(predictions=[given], references=[true])[kind] for kind in values}
+        assert found == pytest.approx(values)
+
+
+def test_metrics_of_texts_are_means():
+    """In batches as at once; the best of several right answers counts."""
+    predictions, answers = ["the cat", "big dog", "", "x"], [["a dog", "Cat!"], ["dog"], [], []]
+    expected = {"exact_match": 2 / 4, "f1": (1 + 2 / 3 + 1 + 0) / 4}
+    texts = ["return the list", "x  y", "return", ""]
+    references = ["return a list", "x y", "the", "y"]
+    expected_of_texts = {"exact_match": 1 / 4, "rougeL": (4 / 6 + 1 + 0 + 0) / 4}
+    cases = ((ANSWER_METRICS, predictions, answers, expected), (TEXT_METRICS, texts, references, expected_of_texts))
+    for table, given, right, results in cases:
+        for name, value in results.items():
+            assert table[name]().compute(predictions=given, references=right) == {name: pytest.approx(value)}
+            parts = table[name]()
+            for start, end in ((0, 1), (1, 4)):
+                parts.add_batch(predictions=given[start:end], references=right[start:end])
+            assert parts.compute() == {name: pytest.approx(value)}
+            assert table[name]().compute(predictions=given[::-1], references=right)[name] != pytest.approx(value)
 
 
 # -- what is compared -----------------------------------------------------------------------------------------------------------

@@ -457,7 +457,7 @@ def bad_rows(monkeypatch, place):
         )
         return fit(run, progress)
 
-    monkeypatch.setattr("hf_ga.run.finetuning.fit", spoilt_fit)
+    monkeypatch.setattr("hf_ga.run.finetune.fit", spoilt_fit)
     return {"dataset_name": write_rows(place / "bad.jsonl", rows), "save_steps": 1, "eval_steps": 100}
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import helpers
+import hf_ga.exact.dropped_attention
 import numpy as np
 import pytest
 import torch
@@ -16,21 +17,20 @@ import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
 from helpers import IGNORED, VOCABULARY, WIDTH, num_targets, pad_right, relative_error, seeded, token_samples
+from hf_ga.exact.packed_tokens import PackedTokens, packed_keep_masks
+from hf_ga.proof.packing_proof import find_stack, prove_packing
+from hf_ga.proof.proof import Prover
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 import hf_ga
-import hf_ga.exact.dropped_attention
 import hf_ga.speed.packing
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.exact import keyed
-from hf_ga.exact.masks import keep_mask, sample_keys, window_key
-from hf_ga.exact.packed_tokens import PackedTokens, packed_keep_masks
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.proof.packing_proof import find_stack, prove_packing
-from hf_ga.proof.proof import Prover
+from hf_ga.exact.masks import keep_mask, sample_keys, window_key
 from hf_ga.speed.packing import Packing
 
 CPU = torch.device("cpu")

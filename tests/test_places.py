@@ -11,6 +11,7 @@ from functools import cache
 from itertools import combinations
 from types import SimpleNamespace
 
+import hf_ga.exact.masks_ahead
 import numpy as np
 import pytest
 import torch
@@ -19,11 +20,10 @@ import transformers as tf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import hf_ga.exact.masks_ahead
 from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.dropout import KeyedDropout
 
 SIGMAS = 4.0
 VOCABULARY = 100
@@ -717,7 +717,9 @@ def drawing_model(name):
 
 @pytest.mark.parametrize("name", UNKEYED)
 def test_randomness_that_cannot_be_keyed_is_refused(name):
-    """Catches silent acceptance, and blaming the module that comes after; `allow_split_dependent_randomness` keys what can be keyed."""
+    """Catches silent acceptance, and blaming the module that comes after; `allow_split_dependent_randomness` keys what can be
+    keyed.
+    """
     model = drawing_model(name)
     places = KeyedDropout(model)
     before = random_states()

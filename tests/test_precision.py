@@ -4,6 +4,7 @@ import contextlib
 import copy
 
 import helpers as h
+import hf_ga.proof.proof
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,8 @@ from torch import nn
 
 import hf_ga
 import hf_ga.exact.precision
-import hf_ga.proof.proof
 from hf_ga.exact.forward import run_forward
-from hf_ga.exact.precision import at_least_float32, check_precision, precision_name
+from hf_ga.exact.precision import at_least_float32, check_precision
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.proof.precision import parameters_in
 
@@ -433,16 +433,6 @@ def test_a_model_is_saved_in_its_own_type(dtype, tmp_path):
 
 
 # -- names and refusals -----------------------------------------------------------------------------------------------------
-
-
-def test_names():
-    names = {precision: precision_name(make_accelerator(precision)) for precision in ("no", "bf16", "fp16")}
-    assert names == {
-        "no": "float32",
-        "bf16": "bf16 autocast, float32 weights and gradients",
-        "fp16": "fp16 autocast with loss scaling, float32 weights and gradients",
-    }
-    assert precision_name(make_accelerator("fp16", enable=False)) == "float32"  # what Accelerate does by itself
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -16,8 +16,8 @@ from accelerate.utils import GradScalerKwargs
 from torch import nn
 
 import hf_ga
-from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.exact.precision import load_scaler_state, scaler_state
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
 
 WINDOW, MICRO_BATCH = 8, 2
 SCALE = 2.0**10

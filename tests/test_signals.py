@@ -16,7 +16,7 @@ from hf_ga.errors import RunStopped
 from hf_ga.exact import windows, workers
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
-from hf_ga.run import cli, finetuning, loop, saving
+from hf_ga.run import cli, finetune, loop, saving
 
 # Two processes; the first one, in its fifth window, signals what the arguments name.
 WORKER = """
@@ -199,7 +199,7 @@ def test_without_the_optimizer_it_would_be_another_run(place, undisturbed, tmp_p
         run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": fresh["state"]})
         return progress
 
-    monkeypatch.setattr(finetuning, "resume", forgets)
+    monkeypatch.setattr(finetune, "resume", forgets)
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
     assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import helpers as h
+import hf_ga.exact.masks_ahead
 import numpy as np
 import pytest
 import torch
@@ -14,9 +15,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import hf_ga
-import hf_ga.exact.masks_ahead
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.backend import check_supported
+from hf_ga.exact.plan import plan_by_sizes
 
 WINDOW = 16
 

@@ -14,8 +14,8 @@ from transformers.models.swin.modeling_swin import SwinDropPath
 
 import hf_ga
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.masks import sample_keys, window_key
 
 SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from hf_ga.exact.place_probe import LARGE
 from torch import nn
 
 import hf_ga
-from hf_ga.exact.place_probe import LARGE
 from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.proof.probes import likely_cause
 
@@ -271,7 +271,9 @@ def test_a_hidden_draw_is_refused():
 
     with pytest.raises(hf_ga.UnkeyedRandomness, match=r"norm .*draws from torch"):
         hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right)
-    rule = hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right, allow_split_dependent_randomness=True)
+    rule = hf_ga.prove_targets(
+        head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right, allow_split_dependent_randomness=True
+    )
     assert rule.name == "labels"
 
 

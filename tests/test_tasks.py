@@ -19,7 +19,7 @@ import hf_ga
 from hf_ga.data.data import prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.run.building import build_run
+from hf_ga.run.build import build_run
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
@@ -74,7 +74,7 @@ class Job:
         elif config.class_weights:
             self.weights = torch.tensor([float(w) for w in config.class_weights.split(",")])
         self.smoothing, self.is_float = (
-            config.label_smoothing,
+            config.label_smoothing_factor,
             self.whole.get("labels", torch.zeros(0, dtype=int)).is_floating_point(),
         )
 

@@ -18,7 +18,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.costs import CostModel, cost_model
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.exact.plan import plan_window
-from hf_ga.run import building, train_windows
+from hf_ga.run import build, train_windows
 from hf_ga.run.cli import parse_config
 from hf_ga.run.train_windows import described, planned_lengths
 
@@ -151,13 +151,15 @@ def test_what_a_run_says_of_balance():
     assert described(windows, LENGTHS).endswith(f", processes balanced to {ratio:.2f} (largest / mean cost)")
 
 
-def test_the_same_update_whatever_the_limit(place, tmp_path, capsys):
+def test_the_same_update_whatever_the_limit(place, tmp_path, capsys, monkeypatch):
     """Of tokens in a micro-batch, and whether layers compute padding or not. Control: another window is another run."""
     few, packed = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}, "no padding between layers"
     result, said = train(place, tmp_path / "own", **few), capsys.readouterr().out
     assert "micro-batches by length, at most 192 tokens: 1." in said and packed in said, "by itself, on a CPU"
     limits = {"small": {"max_tokens_per_micro_batch": 30}, "large": {"max_tokens_per_micro_batch": 10_000}}
-    for name, more in {**limits, "padded": {"padding_free": False}}.items():
+    for name, more in {**limits, "padded": {}}.items():
+        if name == "padded":
+            monkeypatch.setattr(build, "prove_targets", lambda *args, padding_free, **more: hf_ga.prove_targets(*args, **more))
         found = train(place, tmp_path / name, **more, **few)
         assert (packed in capsys.readouterr().out) == (name != "padded")
         assert found["train_loss"] == pytest.approx(result["train_loss"], rel=1e-5)
@@ -189,7 +191,7 @@ def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monke
 )
 def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, message, monkeypatch):
     """Before a model is built."""
-    monkeypatch.setattr("hf_ga.run.building.build_model", None)
+    monkeypatch.setattr("hf_ga.run.build.build_model", None)
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens: allow at least 24"):
         train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
 
@@ -249,17 +251,14 @@ def test_plan_window_pads_more():
     assert padded > 2 * LENGTHS.sum()
 
 
-@pytest.mark.parametrize(
-    ("asked", "sharded", "compiled", "packed"),
-    [(None, False, False, True), (None, True, False, False), (None, False, True, False), (True, True, False, True), (False,) * 4],
-)
-def test_where_layers_compute_no_padding_by_themselves(asked, sharded, compiled, packed, monkeypatch):
-    """On a CPU, without FSDP and compiler; what is asked for counts."""
+@pytest.mark.parametrize(("sharded", "compiled", "packed"), [(False, False, True), (True, False, False), (False, True, False)])
+def test_where_layers_compute_no_padding(sharded, compiled, packed, monkeypatch):
+    """On a CPU, without FSDP and compiler. Nobody asked for it, so nobody is told why not."""
     seen = []
     rule = replace(hf_ga.prove_targets(h.gpt2(), h.token_samples(8), h.pad_right), not_packed="a reason")
-    monkeypatch.setattr(building, "prove_targets", lambda *_, **options: seen.append(options["padding_free"]) or rule)
-    monkeypatch.setattr(building, "proof_samples", lambda *_: [])
-    monkeypatch.setattr(building, "is_sharded", lambda _: sharded)
-    config = hf_ga.FinetuneConfig(padding_free=asked, torch_compile=compiled)
-    found, _ = building._proven(config, Accelerator(cpu=True), None, SimpleNamespace(collate=None), None)
-    assert seen == [packed] and found.not_packed == ("" if asked is None else "a reason")
+    monkeypatch.setattr(build, "prove_targets", lambda *_, **options: seen.append(options["padding_free"]) or rule)
+    monkeypatch.setattr(build, "proof_samples", lambda *_: [])
+    monkeypatch.setattr(build, "is_sharded", lambda _: sharded)
+    config = hf_ga.FinetuneConfig(torch_compile=compiled)
+    found, _ = build._prove(config, Accelerator(cpu=True), None, SimpleNamespace(collate=None), None)
+    assert seen == [packed] and found.not_packed == ""

@@ -17,7 +17,7 @@ from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.run.adapters import check_peft
-from hf_ga.run.building import build_model, chosen_loss_fn, proof_samples
+from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
@@ -59,7 +59,7 @@ class CheckConfig(FinetuneConfig):
 
     def check_output_dir(self) -> None:
         """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
-        check_output_dir(self, only_adds=True)
+        check_output_dir(self.output_dir, only_adds=True)
 
     def listed(self, name: str) -> list[str]:
         """A flag with commas, as a list; `auto` and `none` stand for no entry."""
@@ -106,7 +106,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):
-        report.facts.append("nothing is compared: class_weights and label_smoothing ask for another loss than the head's own")
+        report.facts.append("nothing is compared: class_weights and label_smoothing_factor ask for another loss")
     report.save(config.output_dir)
     return report
 

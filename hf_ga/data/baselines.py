@@ -9,7 +9,7 @@ from datasets.fingerprint import Hasher
 
 from hf_ga.data import corpus
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.run.text_metrics import normalised_words, word_f1
+from hf_ga.run.metrics import answer_words, words_f1
 
 if TYPE_CHECKING:
     from hf_ga.data.data import PreparedData
@@ -63,9 +63,9 @@ def _simplest_guess(prepared: "PreparedData") -> list[str]:
 def _first_words(train: Dataset, validation: Dataset) -> str:
     """F1 of answering with the first words of the context, as many as training answers usually have."""
     count = median_low([len(texts[0].split()) if texts else 0 for texts in train["answers"]])
-    guesses = [normalised_words(" ".join(context.split()[:count])) for context in validation["context"]]
+    guesses = [answer_words(" ".join(context.split()[:count])) for context in validation["context"]]
     best = [
-        max(word_f1(guess, normalised_words(text)) for text in texts or [""])
+        max(words_f1(answer_words(text), guess) for text in texts or [""])
         for guess, texts in zip(guesses, validation["answers"], strict=True)
     ]
     return f"answering with the first {count} words of the context: F1 {np.mean(best):.3f} on {len(best)} validation rows"

@@ -195,7 +195,7 @@ TASKS: dict[str, Task] = {
         tokenization.tokenize_targets,
         _padding(collation.collate_targets),
         small_bart,
-        generated_metrics=("exact_match", "rouge_l"),
+        generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",
         lora_type="SEQ_2_SEQ_LM",
     ),

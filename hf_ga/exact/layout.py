@@ -1,30 +1,9 @@
-"""Batch arithmetic: processes x micro-batch size x accumulation steps, the window they make, and rates for another window."""
+"""Batch arithmetic: processes x micro-batch size x accumulation steps, and the window they make."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 
 from hf_ga.errors import ConfigError
-
-AUTO = "auto"  # as per_device_train_batch_size: what fits into memory
-SAMPLES_PER_PROCESS = 32  # of a window, under auto, where no global batch is given
-
-# Factor of the learning rate for k times the batch. linear: of SGD (Goyal et al. 2017, arXiv:1706.02677); sqrt: of Adam and its kin
-# (Malladi et al. 2022, arXiv:2205.10287).
-SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
-
-
-def scaled_learning_rate(learning_rate: float, rule: str, base_batch_size: int, window_size: int) -> float:
-    """The rate for windows of `window_size` samples, given one that was found with `base_batch_size`.
-
-    Raises:
-        KeyError: the rule is not in `SCALING_RULES`.
-
-    >>> scaled_learning_rate(1e-3, "sqrt", base_batch_size=32, window_size=128)
-    0.002
-    """
-    return learning_rate * SCALING_RULES[rule](window_size / base_batch_size)
 
 
 @dataclass(frozen=True)
@@ -86,24 +65,6 @@ class Layout:
                 f"{needed}), or change one of the sizes."
             )
         return cls(num_processes, micro_batch_size, needed, global_batch_size)
-
-    @classmethod
-    def whole_shares(cls, num_processes: int, accumulation_steps: int | None, global_batch_size: int | None) -> "Layout":
-        """Under `auto`: a process's whole share of the window in one micro-batch, which is cut where it does not fit.
-
-        Raises:
-            ConfigError: accumulation steps, which follow from what fits; a size below 1.
-
-        >>> Layout.whole_shares(2, None, 65).micro_batch_size
-        33
-        """
-        if accumulation_steps is not None:
-            raise ConfigError(
-                f"gradient_accumulation_steps {accumulation_steps} does not go with per_device_train_batch_size auto, which sets "
-                "it by itself: give global_batch_size, or leave it out."
-            )
-        window_size = SAMPLES_PER_PROCESS * num_processes if global_batch_size is None else global_batch_size
-        return cls.from_sizes(num_processes, max(1, -(-window_size // num_processes)), global_batch_size=window_size)
 
     def __str__(self) -> str:
         return (

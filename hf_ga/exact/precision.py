@@ -47,18 +47,6 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     )
 
 
-def precision_name(accelerator: Accelerator) -> str:
-    """What is computed in, in words for a log.
-
-    Example:
-        precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
-    """
-    if not accelerator.native_amp:
-        return "float32"
-    scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-    return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
-
-
 def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
     """The loss scale and what moves it, as plain JSON values; None without loss scaling. To be read between two steps."""
     return (accelerator.scaler.state_dict() or None) if accelerator.scaler is not None else None  # {}: a scaler switched off

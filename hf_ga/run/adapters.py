@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -113,13 +112,3 @@ class Part(nn.Module):
 def part_to_keep(model: nn.Module) -> nn.Module:
     """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
     return Part(unwrapped(model), trainable=True) if is_lora(model) else unwrapped(model)
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    """PEFT's own files: the adapters (and new heads), as `peft.PeftModel.from_pretrained` and transformers load them."""
-    unwrapped(model).save_pretrained(folder)
-
-
-def merged(model: Any) -> nn.Module:
-    """The plain model with the adapters added to its weights, by PEFT. The given model is used up."""
-    return unwrapped(model).merge_and_unload(safe_merge=True)

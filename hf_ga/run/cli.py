@@ -6,19 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import yaml
 from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
-from hf_ga.check.cli import CheckConfig, run_check
-from hf_ga.check.report import OURS
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
 from hf_ga.parallel.processes import main_process_reports_first
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.finetuning import finetune
+from hf_ga.run.finetune import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -29,7 +27,7 @@ EXIT_CODES = (
 
 
 class _Parser(HfArgumentParser):
-    """argparse that raises instead of printing its usage, which is pages long here."""
+    """Raises ConfigError instead of printing the usage, which is pages long here."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -50,13 +48,9 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     epilog = EXIT_CODES if kind is FinetuneConfig else None
     parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
     parser.allow_abbrev = False
-    hints = get_type_hints(kind)
-    for action in parser._actions:  # a flag of three states may stand alone as well
-        if hints.get(action.dest) == bool | None:
-            action.nargs, action.const = "?", True
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
-        arguments = [*_flags_of_file(Path(arguments[0]), kind), *arguments[1:]]
+        parser.set_defaults(**_read_file(Path(arguments.pop(0)), [field.name for field in fields(kind)]))
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         _refuse_unknown(unknown[0], list(parser._option_string_actions))
@@ -64,22 +58,21 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:
-    """`finetune.py` and `hf-ga finetune`. Returns the exit code."""
-    return _guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
+    """The command `hf-ga`, and `scripts/finetune.py`. Returns the exit code."""
+    return guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
 
 
-def check_main(arguments: Sequence[str] | None = None) -> int:
-    """`check_equivalence.py` and `hf-ga check-equivalence`. Returns the exit code: 1 with --assert where hf_ga did not pass."""
-    return _guarded(_check, sys.argv[1:] if arguments is None else arguments)
-
-
-def main() -> int:
-    """`hf-ga COMMAND ...`: the scripts under one name."""
-    commands = {"finetune": finetune_main, "check-equivalence": check_main}
-    if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        print(f"usage: hf-ga {{{','.join(commands)}}} [flags]; hf-ga finetune --help lists the flags", file=sys.stderr)
-        return 0 if sys.argv[1:] in (["--help"], ["-h"]) else 2
-    return commands[sys.argv[1]](sys.argv[2:])
+def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+    """Call `run(arguments)`, and print an error of hf_ga as one line instead of raising it. Returns the exit code."""
+    try:
+        return run(arguments) or 0
+    except RunStopped as stopped:
+        if not get_int_from_env(["RANK"], 0):  # printed once
+            print(stopped, file=sys.stderr)
+        return STOPPED
+    except HfGaError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
+        return 2
 
 
 def _finetune(arguments: Sequence[str]) -> None:
@@ -89,30 +82,8 @@ def _finetune(arguments: Sequence[str]) -> None:
     finetune(config)
 
 
-def _check(arguments: Sequence[str]) -> int:
-    config = parse_config(arguments, CheckConfig)
-    assert isinstance(config, CheckConfig)
-    logging.disable_progress_bar()
-    report = run_check(config)
-    print(report)
-    print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
-    return 1 if config.assert_passed and not report.arm(OURS).passed else 0
-
-
-def _guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
-    try:
-        return run(arguments) or 0
-    except RunStopped as stopped:
-        if not get_int_from_env(["RANK"], 0):  # said once
-            print(stopped, file=sys.stderr)
-        return STOPPED
-    except HfGaError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
-        return 2
-
-
-def _flags_of_file(path: Path, kind: type[FinetuneConfig]) -> list[str]:
-    """The file's entries as flags, so that both go through the same checks."""
+def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
+    """The entries of a configuration file by the names of their flags. Their types are checked by argparse or by the config."""
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends in .yaml or .json.")
     try:
@@ -125,16 +96,10 @@ def _flags_of_file(path: Path, kind: type[FinetuneConfig]) -> list[str]:
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
-    takes_list = {field.name for field in fields(kind) if "list[" in str(field.type)}
-    nested = {name: value for name, value in values.items() if isinstance(value, list | dict | set | bytes)}
-    if wrong := [f"{k} ({type(v).__name__})" for k, v in nested.items() if k not in takes_list or not isinstance(v, list)]:
-        raise ConfigError(f"the configuration file {path} must hold one value for each name, but not: {', '.join(wrong)}.")
-    parts = [(name, part) for name, value in nested.items() for part in value]
-    if odd := [f"{name} ({part!r:.40})" for name, part in parts if not isinstance(part, str) or part.startswith("-")]:
-        raise ConfigError(f"lists in the configuration file {path} must hold texts without a dash before them, but not: {odd[0]}.")
-    # One argument each: a value of its own that begins with a dash (-1e-4) would be read as a flag.
-    single = [f"--{name}={value}" for name, value in values.items() if value is not None and name not in nested]
-    return single + [word for name, listed in nested.items() for word in (f"--{name}", *listed)]
+    named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
+    if unknown := [name for name in named if name not in known]:
+        _refuse_unknown(f"--{unknown[0]}", [f"--{name}" for name in known])
+    return named
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The dataclass behind the flags of `scripts/finetune.py`. Derived once, checked once, before any data is read."""
+"""The flags of `scripts/finetune.py` as a dataclass: derived once, checked once, before any data is read."""
 
 import os
 from contextlib import suppress
@@ -7,13 +7,24 @@ from typing import Any
 
 from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
-from hf_ga.exact.layout import AUTO, SCALING_RULES, Layout
+from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
-from hf_ga.run.config_checks import check_config, check_output_dir
-from hf_ga.run.metrics import is_lower_better
+from hf_ga.run.config_checks import check_bounds, check_one_of, check_output_dir, check_types
 from hf_ga.run.optimizers import OPTIMIZERS, SCHEDULES
 
+AUTO = "auto"  # as per_device_train_batch_size: what fits into memory
 DEFAULT_ACCUMULATION_STEPS = 4
+SAMPLES_PER_PROCESS = 32  # of a window, under auto, where no global batch size is given
+STREAMED_TASKS = ("causal-lm", "text-classification")
+_OF_TASKS: dict[str, tuple[str, ...]] = {  # flags that only some tasks know
+    "block_size": ("causal-lm",),
+    "label_smoothing_factor": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
+    "class_weights": ("text-classification", "token-classification"),
+    "text_pair_column": ("text-classification", "regression", "multi-label", "question-answering", "multiple-choice"),
+    "choices_column": ("multiple-choice",),
+    "target_column": ("seq2seq",),
+    "predict_with_generate": ("seq2seq",),
+}
 
 
 def option(default: Any, help: str) -> Any:
@@ -34,11 +45,6 @@ class FinetuneConfig:
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
     torch_compile: bool = option(False, "Compile the model's layers, once for all lengths. The model must not draw dropout.")
-    padding_free: bool | None = option(
-        None,
-        "Compute no padding between the model's layers, where the proof finds that the same. Default: on a CPU, without FSDP and "
-        "torch_compile (not tried on a GPU yet).",
-    )
     freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
     lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
     lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
@@ -69,7 +75,7 @@ class FinetuneConfig:
         None, "causal-lm: put all texts together and cut them every so many tokens, instead of row by row."
     )
     mlm_probability: float = option(0.15, "masked-lm: share of the tokens that are predicted.")
-    label_smoothing: float = option(0.0, "Share of the target that is spread over all classes; validation losses are without it.")
+    label_smoothing_factor: float = option(0.0, "Share of each target that is spread over all classes; not in validation losses.")
     class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
     per_device_train_batch_size: int | str | None = option(  # of the three a parser of flags takes the text
@@ -96,10 +102,6 @@ class FinetuneConfig:
     learning_rate: float | None = option(
         None, "Peak rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, 2e-4 for LoRA."
     )
-    scale_learning_rate: str | None = option(
-        None, f"Rule for a rate that was found with base_batch_size samples a step, one of: {', '.join(SCALING_RULES)}."
-    )
-    base_batch_size: int | None = option(None, "Samples in one optimizer step that learning_rate was found with.")
     weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
@@ -107,15 +109,18 @@ class FinetuneConfig:
     num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
-    fsdp_reduce_each_micro_batch: bool = option(False, "FSDP: reduce gradients in every micro-batch: less memory, more traffic.")
-    on_nonfinite: str = option("stop", f"Where a loss or gradient is not finite, one of: {', '.join(ON_NONFINITE)} (the window).")
-    seed: int = option(0, "Of order, dropout and initial weights.")
-    allow_split_dependent_randomness: bool = option(False, "Train although some random draws depend on how the window is split.")
-    deterministic: bool = option(False, "Only deterministic kernels (on a GPU slower, and bit for bit repeatable).")
+    fsdp_reduce_each_micro_batch: bool = option(
+        False, "FSDP: reduce gradients in every micro-batch: less memory, more communication."
+    )
+    on_nonfinite: str = option("stop", f"At a loss or gradient that is not finite, one of: {', '.join(ON_NONFINITE)} (the window).")
+    seed: int = option(0, "Seed of order, dropout and initial weights.")
+    allow_split_dependent_randomness: bool = option(
+        False, "Train although some random draws depend on how the window is split: not the same update for every split."
+    )
+    full_determinism: bool = option(False, "Use deterministic kernels only (slower on a GPU, and bit for bit repeatable).")
     # evaluation and output
     per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
-    eval_on_start: bool = option(False, "Evaluate before the first step too.")
     eval_only: bool = option(False, "Train nothing: evaluate the model, predict, and write evaluation.json.")
     predict_file: str | None = option(None, "File with rows to predict at the end; written to predictions.jsonl in output_dir.")
     predict_with_generate: bool = option(False, "seq2seq: generate in evaluations too, for metrics of the texts.")
@@ -159,11 +164,18 @@ class FinetuneConfig:
                     "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which Accelerate prefers). Give it once."
                 )
             steps = int(launched)
-        if self.per_device_train_batch_size == AUTO:
-            return Layout.whole_shares(num_processes, steps, self.global_batch_size)
-        if steps is None and self.global_batch_size is None:
+        size, window_size = self.per_device_train_batch_size, self.global_batch_size
+        if size == AUTO:  # a process's whole share of the window in one micro-batch, which is split where it does not fit
+            if steps is not None:
+                raise ConfigError(
+                    f"gradient_accumulation_steps {steps} does not go with per_device_train_batch_size auto, which sets it: give "
+                    "global_batch_size instead, or neither."
+                )
+            window_size = SAMPLES_PER_PROCESS * num_processes if window_size is None else window_size
+            size = max(1, -(-window_size // num_processes))
+        elif steps is None and window_size is None:
             steps = DEFAULT_ACCUMULATION_STEPS
-        return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
+        return Layout.from_sizes(num_processes, size, steps, global_batch_size=window_size)
 
     @property
     def sequence_length(self) -> int:
@@ -173,7 +185,7 @@ class FinetuneConfig:
     @property
     def lower_is_better(self) -> bool:
         """Of `metric_for_best_model`."""
-        return is_lower_better(self.metric_for_best_model)
+        return self.metric_for_best_model in ("loss", "perplexity", "mae")
 
     def check(self) -> None:
         """Check everything that can be checked without data.
@@ -181,12 +193,73 @@ class FinetuneConfig:
         Raises:
             ConfigError: the first rule that is broken.
         """
-        check_config(self)
+        check_types(self)
+        for name, known in {
+            "task": TASKS,
+            "optim": OPTIMIZERS,
+            "lr_scheduler_type": SCHEDULES,
+            "on_nonfinite": ON_NONFINITE,
+        }.items():
+            check_one_of(name, getattr(self, name), known)
+        check_bounds(self)
+        self.layout(num_processes=1)
+        self._check_task()
+        self._check_combinations()
+        if self.streaming:
+            self._check_streaming()
         self.check_output_dir()
 
     def check_output_dir(self) -> None:
         """A part of `check`: that the folder can be written, and that no run in it would be lost."""
-        check_output_dir(self)
+        check_output_dir(
+            self.output_dir,
+            overwrite=self.overwrite_output_dir,
+            resume_from=self.resume_from_checkpoint,
+            only_adds=self.eval_only,
+        )
+
+    def _check_task(self) -> None:
+        """Flags and metrics that only some tasks know."""
+        for name, tasks in _OF_TASKS.items():
+            if getattr(self, name) and self.task not in tasks:
+                raise ConfigError(f"{name} is for the task {' or '.join(tasks)}, not {self.task}: leave it out.")
+        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
+        metric, task = self.metric_for_best_model, TASKS[self.task]
+        check_one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
+        if metric in task.generated_metrics and not self.predict_with_generate:
+            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: give --predict_with_generate, too.")
+
+    def _check_combinations(self) -> None:
+        """Flags that need or exclude each other."""
+        if self.torch_compile and self.gradient_checkpointing:
+            raise ConfigError("torch_compile and gradient_checkpointing are not supported together: leave one of them out.")
+        if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
+            raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
+        if self.lora_r is not None and self.freeze:
+            raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
+        if self.resume_with_changes and self.resume_from_checkpoint is None:
+            raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or leave it out.")
+        if self.eval_only and self.resume_from_checkpoint is not None:
+            raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
+        if self.eval_only and self.model_name_or_path is None:
+            raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
+        if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
+            raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
+
+    def _check_streaming(self) -> None:
+        """What cannot be done with rows that are read once, in order."""
+        refused = {
+            f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
+            "block_size": self.block_size,
+            "class_weights balanced (it counts all labels)": self.class_weights == "balanced",
+            "eval_only": self.eval_only,
+            "the embedded corpus stdlib": self.dataset_name == "stdlib",
+            f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
+        }
+        if found := [what for what, is_asked in refused.items() if is_asked]:
+            raise ConfigError(f"streaming does not go with {found[0]}: change it, or leave streaming out.")
+        if self.max_steps is None:
+            raise ConfigError("streaming needs max_steps: the number of rows of a stream is unknown.")
 
     def to_dict(self) -> dict[str, Any]:
         """The flags as plain values, for JSON."""

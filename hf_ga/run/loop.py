@@ -16,7 +16,7 @@ from hf_ga.recovery.latest import newest
 from hf_ga.recovery.signals import StopRequest, stop_requests
 from hf_ga.run.report import MetricsFile
 from hf_ga.run.run import Progress, Run
-from hf_ga.run.saving import save
+from hf_ga.run.saving import save, save_best
 from hf_ga.training import StepResult, train_step
 
 MAX_SKIPPED_IN_A_ROW = 20
@@ -30,36 +30,28 @@ def fit(run: Run, progress: Progress) -> Progress:
         DataError: 20 windows in a row made no step. NonFinite: a loss or gradient is not finite, and the run is to stop there.
         RunStopped: a signal asked for it; the run is saved.
     """
-    bar = tqdm(
-        total=run.max_steps,
-        initial=progress.step,
-        desc="training",
-        unit="step",
-        dynamic_ncols=True,
-        disable=not run.accelerator.is_main_process,
-    )
+    is_main, stop = run.accelerator.is_main_process, False
+    bar = tqdm(total=run.max_steps, initial=progress.step, desc="training", unit="step", dynamic_ncols=True, disable=not is_main)
     run.model.train()
-    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
-    stop = False
-    place = (progress.metrics_size, progress.step, progress.skipped_in_a_row)
-    with closing(MetricsFile(path, *place)) as metrics, bar, stop_requests() as request:
-        if run.eval_on_start and not progress.num_windows:
-            metrics.write(step=0, epoch=0.0, loss=None, **_evaluate(run, progress))
+    path = run.output_dir / "metrics.jsonl" if is_main else None
+    with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
-                due = not line["skipped"] or _finished(run, progress)  # the last window may be a skipped one
-                if due:
-                    line |= _evaluate_if_due(run, progress)
+                finished = _finished(run, progress)
+                due = not line["skipped"] or finished  # the last window may be a skipped one
+                if due and (progress.step % run.eval_steps == 0 or finished):
+                    line |= _evaluate(run, progress)
+                    finished = _finished(run, progress)  # it may stop early
                 if not line["skipped"]:
                     bar.update()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
                 run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
-                if stop or (due and (progress.step % run.save_steps == 0 or _finished(run, progress))):
+                if stop or (due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
-                if stop or _finished(run, progress):
+                if stop or finished:
                     break
         _leave_if_asked(run, progress, request)
     request.pass_on()  # one that came after all were asked
@@ -75,55 +67,56 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         run.optimizer,
         window,
         scheduler=run.scheduler,
-        max_grad_norm=run.max_grad_norm,
-        fsdp_reduce_each_micro_batch=run.fsdp_reduce_each_micro_batch,
-        targets=run.rule,
+        max_grad_norm=run.config.max_grad_norm or None,
+        fsdp_reduce_each_micro_batch=run.config.fsdp_reduce_each_micro_batch,
+        targets=run.proven,
         loss_fn=run.loss_fn,
-        allow_split_dependent_randomness=run.allow_split_dependent_randomness,
+        allow_split_dependent_randomness=run.config.allow_split_dependent_randomness,
         on_nonfinite="skip",  # to stop here, where more is known of the run
     )
-    if result.nonfinite:
-        _tell_nonfinite(run, progress, result)
-    loss, grad_norm = result.loss, result.grad_norm  # waits for the device
-    seconds = time.perf_counter() - began
-    tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, asked = sum_over_ranks(run.accelerator, [tokens, request.came])
-    _count(progress, result)
+    _stop_if_nonfinite(run, progress, result)
+    loss, seconds = result.loss, time.perf_counter() - began  # the loss waits for the device
+    own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
+    tokens, asked = sum_over_ranks(run.accelerator, [own_tokens, request.came])
+    progress.num_windows += 1
+    progress.step += not result.skipped
+    progress.num_skipped += result.skipped
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
+    if 0 < run.windows.state.memory.num_retries == result.retries:  # for the first time in the run
+        _write(run, str(run.windows.state.memory))
     line = {
         "step": progress.step,
         "epoch": run.windows.epochs_done(window),
         "loss": None if result.skipped else loss,
-        "grad_norm": None if result.skipped else grad_norm,  # of an overflow it is no number
+        "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
         "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
-    line |= {"nonfinite": True} if result.nonfinite else {}
-    line |= {"retries": result.retries} if result.retries else {}
-    _tell_memory(run, result)
-    return line if result.loss_scale is None else line | {"loss_scale": result.loss_scale}, asked > 0
+    seldom = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
+    return line | {name: value for name, value in seldom.items() if value is not None}, asked > 0
 
 
-def _tell_memory(run: Run, result: StepResult) -> None:
-    """Once in a run: that memory ran out for the first time."""
-    memory = run.windows.state.memory
-    if 0 < memory.num_retries == result.retries and run.accelerator.is_main_process:  # above the progress bar
-        tqdm.write(str(memory))
+def _write(run: Run, text: str) -> None:
+    """Print above the progress bar."""
+    if run.accelerator.is_main_process:
+        tqdm.write(text)
 
 
-def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
-    """Stop, or say once for all processes that the window was left out.
+def _stop_if_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
+    """Where a loss or gradient is not finite, stop, or print that the window was skipped.
 
     Raises:
         NonFinite: the run is to stop.
     """
+    if not result.nonfinite:
+        return
     where = f"before optimizer step {progress.step + 1}"
-    if run.on_nonfinite == "skip":
-        if run.accelerator.is_main_process:  # above the progress bar
-            tqdm.write(f"{where} a window was skipped: {result.cause}")
+    if run.config.on_nonfinite == "skip":
+        _write(run, f"{where} a window was skipped: {result.cause}")
         return
     saved = newest(run.output_dir)
     resume = f"go on from {saved} (--resume_from_checkpoint auto)" if saved else "start again"
@@ -133,15 +126,8 @@ def _tell_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
     )
 
 
-def _count(progress: Progress, result: StepResult) -> None:
-    progress.num_windows += 1
-    progress.step += not result.skipped
-    progress.num_skipped += result.skipped
-    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
-
-
 def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Where a stop was asked for, also behind the last window (in its evaluation, or while it was saved)."""
+    """Raise where a signal came, also after the last window (in its evaluation, or while it was saved)."""
     (asked,) = sum_over_ranks(run.accelerator, [request.came])
     if asked:
         run.accelerator.end_training()
@@ -152,35 +138,27 @@ def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}: "
+    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}"
     if result.overflowed:
-        return where + (
-            f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}. Lower the learning rate, or train "
-            "in bf16 or float32."
-        )
+        scale = f"even with a loss scale of {result.loss_scale:g}"
+        return f"{where}: their gradients overflow in fp16, {scale}. Lower the learning rate, or train in bf16 or float32."
     if result.nonfinite:
-        return where + (
-            f"their losses or gradients are not finite. In the last one: {result.cause}. Lower the learning rate, or look at these "
-            "samples."
+        return (
+            f"{where}: their losses or gradients are not finite ({result.cause}). Lower the learning rate, or check these samples."
         )
-    return where + "their samples have no targets. Look at the labels, or leave such rows out."
-
-
-def _evaluate_if_due(run: Run, progress: Progress) -> dict[str, float]:
-    return {} if progress.step % run.eval_steps and not _finished(run, progress) else _evaluate(run, progress)
+    return f"{where}: their samples have no targets. Check the labels, or leave such rows out."
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Measure, keep the best model, say it; returns what metrics.jsonl gets."""
+    """Measure, keep the best model, print; returns what metrics.jsonl gets."""
     results = run.evaluate()
-    value, best = results[run.metric_for_best_model], progress.best_metric
+    value, best = results[run.config.metric_for_best_model], progress.best_metric
     progress.evaluations_since_best += 1
-    if not math.isnan(value) and (best is None or (value < best if run.lower_is_better else value > best)):
+    if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        progress.best_sha256 = run.save_best()
-    if run.accelerator.is_main_process:  # above the progress bar
-        shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
-        tqdm.write(f"step {progress.step}: {shown}")
+        progress.best_sha256 = save_best(run)
+    shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
+    _write(run, f"step {progress.step}: {shown}")
     return {f"eval_{name}": value for name, value in results.items()}
 
 
@@ -190,4 +168,5 @@ def _finished(run: Run, progress: Progress) -> bool:
 
 def stopped_early(run: Run, progress: Progress) -> bool:
     """Whether the metric of the best model has not become better for as many evaluations as the run has patience for."""
-    return run.patience is not None and progress.evaluations_since_best >= run.patience
+    patience = run.config.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience

@@ -11,13 +11,12 @@ from hf_ga.errors import HfGaError, OutOfMemory
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.layout import AUTO
 from hf_ga.exact.memory import is_out_of_memory, size_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.latest import newest
-from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.config import AUTO, FinetuneConfig
 from hf_ga.run.run import Run
 from hf_ga.run.train_windows import planned_lengths
 from hf_ga.training import backward_window
@@ -44,10 +43,10 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
             run.accelerator,
             run.model,
             window,
-            targets=run.rule,
+            targets=run.proven,
             loss_fn=run.loss_fn,
-            allow_split_dependent_randomness=run.allow_split_dependent_randomness,
-            fsdp_reduce_each_micro_batch=run.fsdp_reduce_each_micro_batch,
+            allow_split_dependent_randomness=config.allow_split_dependent_randomness,
+            fsdp_reduce_each_micro_batch=config.fsdp_reduce_each_micro_batch,
         )
     run.model.zero_grad(set_to_none=True)
     if is_auto:
@@ -97,7 +96,7 @@ def _longest_samples(config: FinetuneConfig, run: Run, data: PreparedData) -> Wi
         positions=np.arange(len(longest) * processes),
         sample_ids=np.tile(longest, processes),
         micro_batches=[own],
-        whole_window=run.rule.pad_to_window,
+        whole_window=run.proven.pad_to_window,
         most_micro_batches=1,
     )
     fetcher = Fetcher(data.samples("train"), data.collate)

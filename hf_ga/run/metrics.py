@@ -1,122 +1,114 @@
-"""Metrics as `evaluate.Metric` objects that need neither a hub nor scikit-learn, and what they are computed from."""
+"""Metrics as `evaluate.Metric` classes that need no hub: scores of scikit-learn, seqeval, rouge-score and, of answers, SQuAD."""
 
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
+import seqeval.metrics
+import sklearn.metrics
+from rouge_score.rouge_scorer import RougeScorer
 
 from hf_ga.exact.batches import IGNORED_LABEL
 
-_INTEGER, _NUMBER = datasets.Value("int64"), datasets.Value("float32")
+_INTEGER, _NUMBER, _TEXT = datasets.Value("int64"), datasets.Value("float32"), datasets.Value("string")
+_LIST_OF_TEXTS = datasets.Sequence(_TEXT)
 
 
-class _Metric(evaluate.Metric):
-    """A metric whose description is its documentation string."""
+def _metric(name: str, score: Callable, value: Any, reference: Any = None) -> type[evaluate.Metric]:
+    """The metric `{name: score(references, predictions)}`.
 
-    value: Any = _INTEGER
-
-    def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": self.value, "references": self.value})
-        return evaluate.MetricInfo(description=type(self).__doc__, citation="", features=features)
-
-
-class Accuracy(_Metric):
-    """Share of predictions that equal their reference.
-
-    >>> Accuracy().compute(predictions=[0, 1, 1], references=[0, 1, 0])
-    {'accuracy': 0.6666666666666666}
+    Args:
+        value: type of a prediction. reference: of a reference, where it is another one.
     """
+    features = datasets.Features({"predictions": value, "references": reference or value})
 
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
+    class ScoreMetric(evaluate.Metric):
+        def _info(self) -> evaluate.MetricInfo:
+            return evaluate.MetricInfo(description=name, citation="", features=features)
+
+        def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+            return {name: float(score(list(references), list(predictions)))}
+
+    return ScoreMetric
 
 
-class F1(_Metric):
-    """Macro F1: the plain mean over the classes that occur in predictions or references of 2 TP / (2 TP + FP + FN).
+def _accuracy(references: list[Any], predictions: list[Any]) -> float:
+    """Of sets of labels (rows of 0 and 1): the share of samples whose whole set is right."""
+    return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
 
-    >>> F1().compute(predictions=[0, 1, 1], references=[0, 1, 0])
-    {'f1': 0.6666666666666666}
+
+def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
+    """Over all samples and labels together."""
+    return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
+
+
+def _pearson(references: list[float], predictions: list[float]) -> float:
+    """0 where predictions or references are constant."""
+    return np.corrcoef(references, predictions)[0, 1] if np.ptp(references) and np.ptp(predictions) else 0.0
+
+
+def answer_words(answer: str) -> list[str]:
+    """SQuAD's normalisation: lower case, without ASCII punctuation, then without the articles a, an, the.
+
+    >>> answer_words("The end-of-file marker, an int.")
+    ['endoffile', 'marker', 'int']
     """
-
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        predicted, true = np.asarray(predictions), np.asarray(references)
-        classes, codes = np.unique(np.concatenate([predicted, true]), return_inverse=True)
-        predicted, true = np.split(codes, 2)
-        hits = np.bincount(true[predicted == true], minlength=len(classes))
-        sizes = np.bincount(predicted, minlength=len(classes)) + np.bincount(true, minlength=len(classes))
-        return {"f1": float(np.mean(2 * hits / sizes))}
+    return re.sub(r"\b(a|an|the)\b", " ", answer.lower().translate(str.maketrans("", "", string.punctuation))).split()
 
 
-class ExactMatch(_Metric):
-    """Share of samples whose whole set of labels is right; sets as rows of 0 and 1.
+def words_f1(true: list[str], predicted: list[str]) -> float:
+    """2 c / (p + t) for p and t words of which c are common, a word as often as it is in both. Two empty answers: 1.
 
-    >>> ExactMatch().compute(predictions=[[0, 1], [1, 1]], references=[[0, 1], [1, 0]])
-    {'exact_match': 0.5}
+    >>> words_f1(["red", "end"], ["big", "red", "red"])
+    0.4
     """
-
-    value = datasets.Sequence(_INTEGER)
-
-    def _compute(self, predictions: list[list[int]], references: list[list[int]]) -> dict[str, float]:
-        return {"exact_match": float(np.mean((np.asarray(predictions) == np.asarray(references)).all(-1)))}
+    if not predicted or not true:
+        return float(predicted == true)
+    return 2 * (Counter(predicted) & Counter(true)).total() / (len(predicted) + len(true))
 
 
-class MicroF1(_Metric):
-    """2 TP / (2 TP + FP + FN) over all samples and labels together; sets as rows of 0 and 1. Nothing true or predicted: 0.
-
-    >>> MicroF1().compute(predictions=[[0, 1], [1, 1]], references=[[0, 1], [1, 0]])
-    {'micro_f1': 0.8}
-    """
-
-    value = datasets.Sequence(_INTEGER)
-
-    def _compute(self, predictions: list[list[int]], references: list[list[int]]) -> dict[str, float]:
-        predicted, true = np.asarray(predictions, bool), np.asarray(references, bool)
-        size = int(predicted.sum() + true.sum())
-        return {"micro_f1": float(2 * (predicted & true).sum() / size) if size else 0.0}
+def _answers(score: Callable[[list[str], list[str]], float], references: list[list[str]], predictions: list[str]) -> float:
+    """The mean over samples of the score with the best of the right answers; no right answer is the answer ""."""
+    pairs = zip(references, predictions, strict=True)
+    return np.mean([max(score(answer_words(true), answer_words(given)) for true in right or [""]) for right, given in pairs])
 
 
-class MeanAbsoluteError(_Metric):
-    """Mean of |prediction - reference|, in the units of the label.
-
-    >>> MeanAbsoluteError().compute(predictions=[1.0, 3.0], references=[1.0, 2.0])
-    {'mae': 0.5}
-    """
-
-    value = _NUMBER
-
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        return {"mae": float(np.mean(np.abs(np.asarray(predictions, float) - np.asarray(references, float))))}
+def _same_texts(references: list[str], predictions: list[str]) -> float:
+    """The share of equal texts; the kind and number of spaces do not count."""
+    return np.mean([true.split() == given.split() for true, given in zip(references, predictions, strict=True)])
 
 
-class Pearson(_Metric):
-    """Pearson's correlation of predictions and references; 0 where one of them does not vary.
-
-    >>> Pearson().compute(predictions=[1.0, 2.0, 3.0], references=[2.0, 4.0, 6.0])
-    {'pearson': 1.0}
-    """
-
-    value = _NUMBER
-
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        x, y = (np.asarray(v, float) - np.mean(v) for v in (predictions, references))
-        size = float(np.sqrt((x @ x) * (y @ y)))
-        return {"pearson": float(x @ y) / size if size else 0.0}
+def _rouge(kind: str, references: list[str], predictions: list[str]) -> float:
+    """The mean F score, without stemming."""
+    scorer = RougeScorer([kind])
+    return np.mean([scorer.score(true, given)[kind].fmeasure for true, given in zip(references, predictions, strict=True)])
 
 
-METRICS: dict[str, type[evaluate.Metric]] = {
-    "accuracy": Accuracy,
-    "f1": F1,
-    "exact_match": ExactMatch,
-    "micro_f1": MicroF1,
-    "mae": MeanAbsoluteError,
-    "pearson": Pearson,
+METRICS: dict[str, type[evaluate.Metric]] = {  # of `predictions_and_references`
+    "accuracy": _metric("accuracy", _accuracy, _INTEGER),
+    "f1": _metric("f1", partial(sklearn.metrics.f1_score, average="macro", zero_division=0), _INTEGER),
+    "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
+    "micro_f1": _metric("micro_f1", _micro_f1, datasets.Sequence(_INTEGER)),
+    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _NUMBER),
+    "pearson": _metric("pearson", _pearson, _NUMBER),
 }
-
-
-def is_lower_better(name: str) -> bool:
-    """Whether a metric (or the loss) is better the smaller it is."""
-    return name in ("loss", "perplexity", "mae")
+ENTITY_METRICS = {  # of tags such as B-PER, I-PER and O, one list a text: accuracy of tokens, F1 of whole entities
+    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _LIST_OF_TEXTS),
+    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _LIST_OF_TEXTS),
+}
+ANSWER_METRICS = {  # a reference is a list of right answers
+    "exact_match": _metric("exact_match", partial(_answers, list.__eq__), _TEXT, _LIST_OF_TEXTS),
+    "f1": _metric("f1", partial(_answers, words_f1), _TEXT, _LIST_OF_TEXTS),
+}
+TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
+    kind: _metric(kind, partial(_rouge, kind), _TEXT) for kind in ("rouge1", "rouge2", "rougeL")
+}
 
 
 def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from hf_ga.data.sources import FILE_KINDS
 from hf_ga.data.tasks import TASKS
 from hf_ga.run.config import FinetuneConfig
 
-_RESULTS = ("train_loss", "eval_", "test_")
+RESULTS = ("train_loss", "eval_", "test_")  # how the names of results in a summary begin
 
 
 def write_model_card(config: FinetuneConfig, summary: dict[str, Any], folder: Path) -> None:
@@ -28,7 +28,7 @@ def write_model_card(config: FinetuneConfig, summary: dict[str, Any], folder: Pa
         base_model=None if named is None or Path(named).exists() else named,
         datasets=None if is_local or config.dataset_name == "stdlib" else [config.dataset_name],
     )
-    results = {name: value for name, value in summary.items() if name.startswith(_RESULTS) and isinstance(value, int | float)}
+    results = {name: value for name, value in summary.items() if name.startswith(RESULTS) and isinstance(value, int | float)}
     settings = {
         "task": config.task,
         "first weights": Path(named).name if named else "random",

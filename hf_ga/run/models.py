@@ -136,7 +136,7 @@ def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | N
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
     """The data's labels into the configuration; where the data have none, those of the trained head into the data."""
     if data.task.labels == "answers":
-        model_config.num_labels = 2  # begin and end; whatever the model told apart before
+        model_config.num_labels = 2  # begin and end, whatever the model was trained for
     if data.task.labels in ("none", "answers", "choice", "target"):
         return
     known = known_labels(model_config)
@@ -201,18 +201,15 @@ def load_model(
             raise _not_loadable("model", config, error) from error
         new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
         if config.eval_only and new:
-            labels = f" with {len(data.labels)} labels" if data.labels else ""
             raise ConfigError(
-                f"eval_only: {config.model_name_or_path} has no trained head for {config.task}{labels}; new weights would be: "
+                f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new weights would be: "
                 f"{', '.join(new[:3])}. Train it first."
             )
-    if config.task == "causal-lm" and model.loss_type is None:  # GPT-2's class name tells transformers no loss, and it warns
+    if config.task == "causal-lm" and model.loss_type is None:  # transformers finds none by GPT-2's class name, and warns
         model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{type(model).__name__} does not support gradient checkpointing: leave --gradient_checkpointing out."
-            )
+            raise ConfigError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient_checkpointing out.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, new
 

@@ -16,7 +16,7 @@ from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.lock import LOCK
 from hf_ga.recovery.manifest import WEIGHTS, digest, read_manifest
 from hf_ga.recovery.write_errors import filling, writing
-from hf_ga.run.adapters import is_lora, merged, save_adapter
+from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.model_card import write_model_card
 from hf_ga.run.report import plot_curves, read_metrics
@@ -60,7 +60,7 @@ def save_best(
     """
     with filling(folder) as partial:
         if is_lora(model):
-            save_adapter(model, partial)
+            unwrapped(model).save_pretrained(partial)
         else:
             _save(partial, unwrapped(model), dtype, weights)
         data.tokenizer.save_pretrained(partial)
@@ -82,9 +82,11 @@ def save_last(
     """
     if is_lora(model):
         with filling(folder / "adapter") as partial:
-            save_adapter(model, partial)
+            unwrapped(model).save_pretrained(partial)
             publish(folder / "adapter")
-    plain = merged(model) if is_lora(model) else unwrapped(model)
+    plain: Any = unwrapped(model)
+    if is_lora(model):
+        plain = plain.merge_and_unload(safe_merge=True)
     with filling(folder / "last", names=folder / WEIGHTS) as partial:
         _save(partial, plain, dtype, weights)
         data.tokenizer.save_pretrained(partial)

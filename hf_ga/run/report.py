@@ -15,17 +15,20 @@ class MetricsFile:
     Without a path nothing is written: on all processes but one.
 
     Args:
-        size: what a resumed run keeps. Where the file has less, or another line lies across that place, whole lines up to the step
-            where the run goes on are kept, and that some are missing is printed.
-        step, num_skipped: where it goes on: the last step, and how many windows after it made none.
+        size: what a resumed run keeps, or whole lines of it where the file is shorter.
     """
 
-    def __init__(self, path: Path | None, size: int = 0, step: int = 0, num_skipped: int = 0) -> None:
+    def __init__(self, path: Path | None, size: int = 0) -> None:
         self.path, self._descriptor = path, None
-        if path is not None:
-            with writing(path, path.parent):
-                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-                _keep_lines(self._descriptor, path, size, step, num_skipped)
+        if path is None:
+            return
+        with writing(path, path.parent):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            kept = path.read_bytes()[:size]
+            whole = kept.rfind(b"\n") + 1
+            os.ftruncate(self._descriptor, whole)
+        if whole < size:
+            print(f"{path} has only {whole:,} of the {size:,} bytes that it had at the checkpoint: some lines are missing")
 
     @property
     def size(self) -> int:
@@ -52,26 +55,6 @@ class MetricsFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _keep_lines(descriptor: int, path: Path, size: int, step: int, num_skipped: int) -> None:
-    """Cut a file to `size` bytes, or to the whole lines that it has before them."""
-    kept = path.read_bytes()[:size]
-    whole = kept[: kept.rfind(b"\n") + 1]
-    if len(whole) == size:
-        os.ftruncate(descriptor, size)
-        return
-    before = _up_to(whole, step, num_skipped)
-    os.ftruncate(descriptor, len(before))
-    found = f"{path} has {len(whole):,} of the {size:,} bytes that it had at the checkpoint"
-    print(f"{found}: some lines up to step {step}, where the run goes on, are missing")
-
-
-def _up_to(lines: bytes, step: int, num_skipped: int) -> bytes:
-    """Of lines of which others are missing: after a resume without them, some may be of later steps, which will come again."""
-    steps = [json.loads(line)["step"] for line in lines.splitlines()]
-    count = sum(found < step for found in steps) + min(steps.count(step), 1 + num_skipped)
-    return b"".join(lines.splitlines(keepends=True)[:count])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

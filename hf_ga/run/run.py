@@ -9,10 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.targets import ProvenLoss
+from hf_ga.run.config import FinetuneConfig
 
 
 @dataclass
@@ -39,39 +41,35 @@ class Progress:
 
 @dataclass
 class Run:
-    """All that `loop.fit` puts together. Steps are optimizer steps.
+    """What `loop.fit` trains with, and what a run saves. Steps are optimizer steps.
 
     Attributes:
-        model_size: its class and numbers of parameters, in words.
-        loss_fn: None: the head's own loss. evaluate: (split, by default validation) -> metrics with `loss`.
-        save_best: called when the metric of the best model is the best so far; returns `best_sha256` on the main process.
-        on_nonfinite: stop or skip, at a loss or gradient that is no finite number.
-        patience: evaluations without a better metric after which the run stops; None: it does not.
-        max_windows, max_steps: where to stop, whichever comes first. identity: what must be equal for a resumed run to be the same.
+        config: with it go `data` and `dtype`, the type in which models are saved.
+        proven: of the loss that is trained. loss_fn: None: the head's own loss.
+        evaluate: (split, by default validation) -> metrics with `loss`.
+        max_windows, max_steps: where to stop, whichever comes first.
+        eval_steps, save_steps: steps between evaluations and between checkpoints.
+        identity: what must be equal for a resumed run to be the same.
     """
 
+    config: FinetuneConfig
     accelerator: Accelerator
+    data: PreparedData
+    dtype: torch.dtype
     model: nn.Module
-    model_size: str
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader | StreamLoader
-    rule: ProvenLoss
+    proven: ProvenLoss
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
-    save_best: Callable[[], str | None]
-    metric_for_best_model: str
-    lower_is_better: bool
-    patience: int | None
-    output_dir: Path
     max_windows: int
     max_steps: int
     eval_steps: int
-    eval_on_start: bool
     save_steps: int
-    save_total_limit: int
-    max_grad_norm: float | None
-    fsdp_reduce_each_micro_batch: bool
-    allow_split_dependent_randomness: bool
-    on_nonfinite: str
     identity: dict[str, Any]
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of everything that the run writes."""
+        return Path(self.config.output_dir)

@@ -5,17 +5,18 @@ rates, decay, schedule, order and the end of the run are those of the new settin
 """
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.precision import load_scaler_state, scaler_state
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.parallel.shards import save_shards
 from hf_ga.recovery.checkpoint import (
@@ -29,8 +30,8 @@ from hf_ga.recovery.checkpoint import (
 )
 from hf_ga.recovery.files import flush
 from hf_ga.recovery.write_errors import writing
+from hf_ga.run import outputs
 from hf_ga.run.adapters import part_to_keep
-from hf_ga.run.outputs import best_sha256
 from hf_ga.run.run import Progress, Run
 
 # Moments belong to one optimizer, and to parameters by their numbers among those that are trained.
@@ -56,7 +57,7 @@ def save(run: Run, progress: Progress) -> None:
     Raises:
         CheckpointError: the disk is full, or the like; on all processes. The checkpoint before it is kept.
     """
-    step = progress.step
+    step, keep = progress.step, run.config.save_total_limit
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
@@ -71,7 +72,7 @@ def save(run: Run, progress: Progress) -> None:
             with raise_on_all_ranks(run.accelerator):
                 if run.accelerator.is_main_process:
                     _flush_metrics(run)
-                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, run.save_total_limit)
+                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep)
     except CheckpointError:
         if run.accelerator.is_main_process:
             shutil.rmtree(partial_folder(run.output_dir, step), ignore_errors=True)  # it may be all that fills the disk
@@ -88,7 +89,7 @@ def _save_in_shards(run: Run, step: int, state: dict[str, Any]) -> None:
         save_shards(run.model, run.optimizer, shards)
     with raise_on_all_ranks(run.accelerator):
         if main:
-            finish_checkpoint(run.output_dir, step, state, run.save_total_limit)
+            finish_checkpoint(run.output_dir, step, state, run.config.save_total_limit)
 
 
 def _flush_metrics(run: Run) -> None:
@@ -96,6 +97,19 @@ def _flush_metrics(run: Run) -> None:
     if (metrics := run.output_dir / "metrics.jsonl").exists():
         with writing(metrics, run.output_dir):
             flush(metrics)
+
+
+def save_best(run: Run) -> str | None:
+    """Write the model as it stands to `best/`. Returns, on the main process, the SHA-256 of its weights.
+
+    Raises:
+        CheckpointError: the disk is full, or the like; on all processes. What was there before is kept.
+    """
+    weights = full_state_dict(run.accelerator, run.model) if is_sharded(run.accelerator) else None  # all give their shards
+    with raise_on_all_ranks(run.accelerator):
+        if run.accelerator.is_main_process:
+            outputs.save_best(run.output_dir / "best", run.model, run.data, run.dtype, weights)
+    return outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None
 
 
 def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
@@ -111,93 +125,73 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
     state = read_state(folder)
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not of a run: it lacks {', '.join(sorted(missing))}.")
-    changes = _check_changes(folder, state["identity"], run.identity, with_changes)
-    groups = _own_groups(run.optimizer)
-    _load(run, folder, changes)
+    changes = _changes(folder, state["identity"], run.identity, with_changes)
+    # Rates, decay and all else that the configuration gives the optimizer.
+    own_groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
+    sharded = is_sharded(run.accelerator)
+    load_checkpoint(folder, run.model if sharded else part_to_keep(run.model), run.optimizer, sharded=sharded, verified=True)
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
     progress = Progress(**state["progress"])
-    changed = _changed_names(state["identity"], run.identity)
-    if "mixed_precision" not in changed:
+    if "mixed_precision" not in changes:
         load_scaler_state(run.accelerator, state.get("scaler"))
     if changes:
-        _apply_changed_settings(run, progress, changed, groups)
-        print_on_main(run.accelerator, _describe(run, progress, changes))
+        _apply_changed_settings(run, progress, changes, own_groups)
+        print_on_main(
+            run.accelerator,
+            f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of epoch {run.windows.epoch}: "
+            + ", ".join(changes.values()),
+        )
     else:
         run.scheduler.load_state_dict(state["scheduler"])
-    progress.changes += changes
+    progress.changes += changes.values()
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # 0 in a run that was never changed
     return progress
 
 
 def forget_other_best(run: Run, progress: Progress) -> None:
-    """Where `best/` is not the model that the checkpoint calls the best (it is of a future that was given up, or did not come
-    along), the next evaluation chooses anew. A run that goes on as it was chooses the same one.
+    """Let the next evaluation choose the best model anew where `best/` is not the one that the checkpoint names: it is of later
+    steps, or was not copied.
     """
-    found = broadcast_from_main(run.accelerator, best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
+    found = broadcast_from_main(run.accelerator, outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
     if progress.best_metric is None or found == progress.best_sha256:
         return
     progress.best_metric = None
     print_on_main(run.accelerator, "best/ does not hold this checkpoint's best model: the next evaluation chooses a new one")
 
 
-def _load(run: Run, folder: Path, changes: list[str]) -> None:
-    sharded = is_sharded(run.accelerator)
-    model = run.model if sharded else part_to_keep(run.model)
-    try:
-        load_checkpoint(folder, model, run.optimizer, sharded=sharded, verified=True)
-    except CheckpointError as error:
-        if not changes:
-            raise
-        reason = " ".join(str(error.__cause__ or error).split())[:400]
-        raise CheckpointError(
-            f"{folder} cannot go on with what changed ({', '.join(changes)}), not even with --resume_with_changes: its weights or "
-            f"optimizer's state do not fit. {reason} Undo the change, or start a new run."
-        ) from error
-
-
-def _changed_names(saved: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Names of what a run has in another way than its checkpoint."""
-    return [name for name, value in identity.items() if saved.get(name) != value]
-
-
-def _check_changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool) -> list[str]:
-    """What changed, with old and new values, one text each.
+def _changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool) -> dict[str, str]:
+    """{name: `name old -> new`} of what a run has in another way than its checkpoint.
 
     Raises:
-        CheckpointError: something did, and that is not allowed, or cannot be.
+        CheckpointError: there are changes that are not allowed, or cannot be.
     """
-    listed = {name: f"{name} {saved.get(name)!r} -> {identity[name]!r}" for name in _changed_names(saved, identity)}
-    if listed and not allowed:
+    changes = {k: f"{k} {saved.get(k)!r} -> {value!r}" for k, value in identity.items() if saved.get(k) != value}
+    if changes and not allowed:
         raise CheckpointError(
-            f"{folder} is of another run; changed: {', '.join(listed.values())}. Use the same settings, start anew, or go on as "
+            f"{folder} is of another run; changed: {', '.join(changes.values())}. Use the same settings, start anew, or go on as "
             "another run with --resume_with_changes."
         )
-    if never := [listed[name] for name in _NEVER_CHANGED if name in listed]:
+    if never := [changes[name] for name in _NEVER_CHANGED if name in changes]:
         raise CheckpointError(
             f"{folder} cannot go on with {', '.join(never)}, not even with --resume_with_changes: the optimizer's state fits only "
             "the same optimizer and the same trained parameters. Restore these settings, or start a new run with the saved model "
             "as model_name_or_path."
         )
-    return list(listed.values())
+    return changes
 
 
-def _own_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Rates, decay and all else that the configuration gives the optimizer: its groups without their parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _apply_changed_settings(run: Run, progress: Progress, changed: list[str], groups: list[dict[str, Any]]) -> None:
+def _apply_changed_settings(run: Run, progress: Progress, changes: Iterable[str], own_groups: list[dict[str, Any]]) -> None:
     """Give a run whose weights, moments and position were loaded its own settings.
 
     Args:
-        changed: names. groups: what `_own_groups` returned before the optimizer's state was loaded.
+        changes: names. own_groups: the optimizer's groups before its state was loaded, without parameters.
     """
     if isinstance(run.windows, WindowLoader):  # of a stream, the windows before this pass are not known
         num_windows = len(run.windows)
         progress.num_windows = run.windows.epoch * num_windows + min(run.windows.num_consumed, num_windows)
-    if _MEASURED_BY & set(changed):
+    if _MEASURED_BY & set(changes):
         progress.best_metric, progress.evaluations_since_best = None, 0
-    for group, own in zip(run.optimizer.param_groups, groups, strict=True):
+    for group, own in zip(run.optimizer.param_groups, own_groups, strict=True):
         group.update(own)
     position = _scheduled_steps(run, progress)
     scheduler: LambdaLR = run.scheduler
@@ -212,15 +206,3 @@ def _scheduled_steps(run: Run, progress: Progress) -> int:
     have been as they are now, so that the schedule ends with the last epoch.
     """
     return max(0, progress.num_windows - progress.num_skipped) if run.max_steps == run.max_windows else progress.step
-
-
-def _describe(run: Run, progress: Progress, changes: list[str]) -> str:
-    """A line on what changed, and where the run goes on."""
-    windows = run.windows
-    samples = windows.num_consumed * windows.layout.window_size
-    if isinstance(windows, WindowLoader):
-        samples = min(samples, windows.num_samples)
-    return (
-        f"goes on as another run after step {progress.step}, in epoch {windows.epoch} behind {samples} of its samples "
-        f"(window {windows.num_consumed}); changed: {', '.join(changes)}"
-    )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
+from hf_ga.proof.known_rules import proven_rule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -12,7 +13,6 @@ from benchmark.lap import Lap, Refused
 from benchmark.meters import forwards_and_backwards
 from benchmark.setting import SIZES
 from hf_ga.exact.costs import cost_model
-from hf_ga.proof.known_rules import proven_rule
 
 
 def accelerate_loop(lap: Lap) -> None:

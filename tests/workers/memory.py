@@ -18,7 +18,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.errors import HfGaError
-from hf_ga.run import building
+from hf_ga.run import build as building
 from hf_ga.run.cli import finetune_main
 
 SAMPLES, WINDOW, MICRO_BATCH, LONG = 53, 24, 8, 40  # LONG: a sample that is longer than the others

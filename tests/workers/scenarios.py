@@ -31,11 +31,10 @@ from processes import (
 from torch import nn
 
 import hf_ga
+from hf_ga.exact.backend import sum_gradients
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Plan, plan_window
-from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.exact.backend import sum_gradients
-from hf_ga.parallel.prepare import full_state_dict
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
 from hf_ga.recovery.checkpoint import weights_sha256
 
 STEPS, MAX_NORM = 30, 0.1

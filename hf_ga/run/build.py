@@ -1,8 +1,7 @@
-"""From a configuration and prepared data to a run: model, proof, optimizer, schedule, windows."""
+"""Build a run from a configuration and prepared data: model, proof, optimizer, schedule, windows."""
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from hf_ga.data.data import PreparedData
 from hf_ga.data.labels import class_weights
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
-from hf_ga.exact.layout import scaled_learning_rate
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.parallel.prepare import full_state_dict, prepare
-from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.prepare import prepare
+from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import weights_sha256
 from hf_ga.run.adapters import Part, add_lora, freeze, is_lora
@@ -29,15 +27,13 @@ from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import make_loss_fn
 from hf_ga.run.models import load_model
 from hf_ga.run.optimizers import build_optimizer
-from hf_ga.run.outputs import best_sha256, save_best
 from hf_ga.run.readers import make_reader
 from hf_ga.run.run import Run
 from hf_ga.run.train_windows import check_tokens, train_windows
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
-from hf_ga.training import prove_targets
+from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-NUM_PROOF_SAMPLES = 64
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
 FREE_TO_CHANGE = {
     "output_dir",
@@ -52,13 +48,11 @@ FREE_TO_CHANGE = {
     "save_steps",
     "save_total_limit",
     "eval_steps",
-    "eval_on_start",
     "dataloader_num_workers",
     "per_device_eval_batch_size",
-    "deterministic",
+    "full_determinism",
     "gradient_checkpointing",
     "torch_compile",
-    "padding_free",
     "fsdp_reduce_each_micro_batch",
     "resume_with_changes",
     "on_nonfinite",
@@ -88,64 +82,61 @@ def build_model(
 def build_run(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> Run:
-    """Model, optimizer, schedule and windows; the target rule is proven on the way."""
+    """Model, optimizer, schedule and windows; the loss is proven on the way.
+
+    Args:
+        dtype: in which the model came, and is saved.
+    """
     loss_fn = chosen_loss_fn(config, data)  # may be refused, as the limit of tokens, so before a model is built
     check_tokens(config, data)
     model = build_model(config, accelerator, data, model_config, dtype)
-    size = _size(model)  # before it is cut into shards
-    head_rule, rule = _proven(config, accelerator, model, data, loss_fn)
-    windows = train_windows(config, accelerator, data, rule)
-    optimizer = build_optimizer(model, config.optim, _learning_rate(config, windows.layout.window_size), config.weight_decay)
+    _print_size(accelerator, model)
+    head_proven, proven = _prove(config, accelerator, model, data, loss_fn)
+    windows = train_windows(config, accelerator, data, proven)
+    optimizer = build_optimizer(model, config.optim, _learning_rate(config), config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, _warmup_steps(config, max_steps), max_steps)
+    warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # a stream's end is unknown
     return Run(
+        config=config,
         accelerator=accelerator,
+        data=data,
+        dtype=dtype,
         model=model,
-        model_size=size,
         optimizer=optimizer,
         scheduler=scheduler,
         windows=windows,
-        rule=rule,
+        proven=proven,
         loss_fn=loss_fn,
-        evaluate=make_evaluator(config, accelerator, model, data, head_rule),
-        save_best=partial(_save_best, config, accelerator, model, data, dtype),
-        metric_for_best_model=config.metric_for_best_model,
-        lower_is_better=config.lower_is_better,
-        patience=config.early_stopping_patience,
-        output_dir=Path(config.output_dir),
+        evaluate=make_evaluator(config, accelerator, model, data, head_proven),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
-        eval_on_start=config.eval_on_start,
         save_steps=config.save_steps or once_per_epoch,
-        save_total_limit=config.save_total_limit,
-        max_grad_norm=config.max_grad_norm or None,
-        fsdp_reduce_each_micro_batch=config.fsdp_reduce_each_micro_batch,
-        allow_split_dependent_randomness=config.allow_split_dependent_randomness,
-        on_nonfinite=config.on_nonfinite,
         identity=_identity(config, accelerator, data, model, windows.layout.window_size),
     )
 
 
-def _proven(
+def _print_size(accelerator: Accelerator, model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    print_on_main(accelerator, f"{'model':<11}{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
+
+
+def _prove(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
 ) -> tuple[ProvenLoss, ProvenLoss]:
-    """The rule of the head's own loss, which is measured in evaluations, and of the loss that is trained."""
-    more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
+    """What is proven of the head's own loss, which evaluations measure, and of the loss that is trained."""
+    more: dict[str, Any] = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
     if config.torch_compile or is_sharded(accelerator):  # never tried with packing
         more["speed_ups"] = [LeanForward(), ChunkedLoss()]
     samples = proof_samples(data, "train")
-    head_rule = prove_targets(model, samples, data.collate, **more)
-    return head_rule, head_rule if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
-
-
-def _size(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return f"{type(model).__name__} with {sum(p.numel() for p in parameters):,} parameters, {trainable:,} trainable"
+    proven = prove_targets(model, samples, data.collate, **more)
+    return proven, proven if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
 
 
 def _identity(
@@ -166,41 +157,26 @@ def _identity(
     )
 
 
-def _save_best(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, dtype: torch.dtype
-) -> str | None:
-    weights = full_state_dict(accelerator, model) if is_sharded(accelerator) else None  # all processes give their shards
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            save_best(Path(config.output_dir) / "best", model, data, dtype, weights)
-    return best_sha256(Path(config.output_dir)) if accelerator.is_main_process else None
-
-
 def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
+    """The loss that class weights and label smoothing ask for; None: the head's own."""
     weights = None
     if config.class_weights is not None:
         labels = np.concatenate([np.atleast_1d(label) for label in data.splits["train"]["label"]])
         counts = np.bincount(labels[labels >= 0], minlength=len(data.labels))
         weights = class_weights(config.class_weights, data.labels, counts)
-    return make_loss_fn(config.label_smoothing, weights, shifted=config.task == "causal-lm")
+    return make_loss_fn(config.label_smoothing_factor, weights, shifted=config.task == "causal-lm")
 
 
-def _learning_rate(config: FinetuneConfig, window_size: int) -> float:
-    """The peak rate, scaled to the window where asked."""
-    from_scratch = 1e-3 if config.model_name_or_path is None else 5e-5
-    rate = config.learning_rate or (2e-4 if config.lora_r is not None else from_scratch)
-    if config.scale_learning_rate is None or config.base_batch_size is None:
-        return rate
-    return scaled_learning_rate(rate, config.scale_learning_rate, config.base_batch_size, window_size)
-
-
-def _warmup_steps(config: FinetuneConfig, max_steps: int) -> int:
-    return round(config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps)
+def _learning_rate(config: FinetuneConfig) -> float:
+    default = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
+    return config.learning_rate or default
 
 
 def make_evaluator(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, rule: ProvenLoss
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, proven: ProvenLoss
 ) -> Callable[..., dict[str, float]]:
+    """The function (split) -> metrics of the head's own loss and of the task."""
+
     def measure(split: str = "validation") -> dict[str, float]:
         windows = evaluation_windows(
             data.samples(split),
@@ -208,10 +184,10 @@ def make_evaluator(
             accelerator=accelerator,
             batch_size=config.per_device_eval_batch_size,
             lengths=data.splits[split]["length"],
-            proven=rule,
+            proven=proven,
         )
         reader = make_reader(config, accelerator, model, data, split)
-        return evaluate(accelerator, model, windows, rule, metrics=data.task.metrics, reader=reader)
+        return evaluate(accelerator, model, windows, proven, metrics=data.task.metrics, reader=reader)
 
     return measure
 

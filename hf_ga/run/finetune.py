@@ -1,6 +1,6 @@
-"""finetune(): from a configuration to a trained model on disk. What `scripts/finetune.py` calls.
+"""finetune(): from a configuration to a trained model on disk.
 
-On several processes all of them go through everything together; the first one writes and prints.
+All processes run all of it together; the main process writes and prints.
 """
 
 import hashlib
@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, enable_full_determinism
 
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.precision import precision_name
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.parallel.processes import (
@@ -37,10 +36,11 @@ from hf_ga.recovery.latest import find_checkpoint
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import versions
 from hf_ga.run.adapters import check_peft
-from hf_ga.run.building import build_model, build_run, make_evaluator, proof_samples
+from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.memory_probe import find_limit, told_how_to_go_on
+from hf_ga.run.model_card import RESULTS
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, read_unlabelled, write_predictions
@@ -60,9 +60,8 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
-            trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no whole checkpoint
-            to resume from, or a disk that is full. NonFinite: a loss or gradient is not. RunStopped: a signal asked
-            for it; the run is saved.
+            trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no complete checkpoint to resume from, or a
+            full disk. NonFinite: a loss or gradient is not finite. RunStopped: stopped by a signal; the run is saved.
     """
     with main_process_reports_first():
         config.check()
@@ -79,7 +78,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
     _check_sharded(config, accelerator)
-    with main_process_first(accelerator):  # what it downloads, trains and tokenises is kept, and the others find it
+    with main_process_first(accelerator):  # the others find in the caches what it downloads and tokenises
         tokenizer = load_tokenizer(config)
         base = load_base_config(config)
         dtype = own_dtype(base)
@@ -87,32 +86,51 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         model_config = complete_config(base, config, data)
         unlabelled = read_unlabelled(config, data)
     check_agreement(accelerator, "data", _hash_of(data))
-    checkpoint = None
-    if config.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(accelerator, Path(config.output_dir), config.resume_from_checkpoint)
-    for line in (data.description, *data.facts, *([] if config.eval_only else [str(layout)]), precision_name(accelerator)):
-        print_on_main(accelerator, line)
+    wanted = config.resume_from_checkpoint
+    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
+    _print_facts(accelerator, data=[data.description, *data.facts], precision=[precision_name(accelerator)])
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
-    if config.torch_compile:
-        print_on_main(accelerator, f"{compile_layers(run.model, run.rule.dropout)} layers compiled, in the first windows")
-    check_agreement(accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}")
-    print_on_main(accelerator, f"{run.model_size}; {run.rule}; dropout keyed at {len(run.rule.dropout.sites)} sites")
+    check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
+    loss = [str(run.proven)]
     if data.unigram_entropy is not None:
-        print_on_main(accelerator, f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+        loss.append(f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
+    dropout = [f"keyed by sample at {len(run.proven.dropout.sites)} sites"]
+    _print_facts(accelerator, loss=loss, dropout=dropout, layout=[str(layout)])
+    if config.torch_compile:
+        _print_facts(accelerator, compiled=[f"{compile_layers(run.model, run.proven.dropout)} layers, in the first windows"])
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
     forget_other_best(run, progress)
-    start_trackers(accelerator, config.to_dict(), run.output_dir)
+    start_trackers(accelerator, config)
     with told_how_to_go_on(run):
         find_limit(config, run, data)
         began = time.perf_counter()
         progress = fit(run, progress)
-    return _finish(config, run, data, unlabelled, progress, dtype, seconds=time.perf_counter() - began)
+    return _finish(run, progress, unlabelled, seconds=time.perf_counter() - began)
+
+
+def _print_facts(accelerator: Accelerator, **facts: list[str]) -> None:
+    """Print aligned lines under one name."""
+    for name, lines in facts.items():
+        for i, line in enumerate(lines):
+            print_on_main(accelerator, f"{'' if i else name:<11}{line}")
+
+
+def precision_name(accelerator: Accelerator) -> str:
+    """The precision of a run, in words.
+
+    Example:
+        precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
+    """
+    if not accelerator.native_amp:
+        return "float32"
+    scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
+    return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
 
 
 def _accelerator(config: FinetuneConfig) -> Accelerator:
@@ -123,15 +141,15 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
             log_with=tracker_names(config.report_to) or None,
             project_dir=str(Path(config.output_dir) / "trackers"),
         )
-    except ValueError as error:  # a mixed precision that the device lacks
+    except ValueError as error:  # a mixed precision that the device lacks, an unknown tracker
         raise ConfigError(f"Accelerate cannot start: {error}") from error
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
     silence_other_ranks(accelerator)
     share_cores(accelerator)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
+    if config.full_determinism:
+        enable_full_determinism(config.seed)
     if accelerator.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return accelerator
@@ -174,24 +192,35 @@ def _check_last_window(config: FinetuneConfig, window_size: int, data: PreparedD
         )
 
 
-def _finish(
-    config: FinetuneConfig,
-    run: Run,
-    data: PreparedData,
-    unlabelled: Unlabelled | None,
-    progress: Progress,
-    dtype: torch.dtype,
-    seconds: float,
-) -> dict[str, Any]:
-    """Evaluate on the test split, predict, save the last model, write what people read."""
-    accelerator = run.accelerator
-    metrics = read_metrics(run.output_dir / "metrics.jsonl") if accelerator.is_main_process else []
+def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds: float) -> dict[str, Any]:
+    """Save the last model, write the reports, predict; returns the summary."""
+    config, accelerator, data = run.config, run.accelerator, run.data
     weights = full_state_dict(accelerator, run.model)  # of shards gathered, on the main process
-    summary = {
+    summary = _summary(run, progress, weights, seconds)
+    if "test" in data.splits:
+        summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
+    with raise_on_all_ranks(accelerator):
+        if accelerator.is_main_process:
+            save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
+            write_reports(config, summary)
+    _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
+    summary = broadcast_from_main(accelerator, summary)
+    accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
+    accelerator.end_training()
+    shown = {k: v for k, v in summary.items() if k.startswith(RESULTS) and isinstance(v, float) and not k.endswith("num_targets")}
+    results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    _print_facts(accelerator, results=[results], output=[str(run.output_dir)])
+    return summary
+
+
+def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float) -> dict[str, Any]:
+    """What `summary.json` holds, but for the test results; only that of the main process is complete."""
+    metrics = read_metrics(run.output_dir / "metrics.jsonl") if run.accelerator.is_main_process else []
+    return {
         "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
         **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
-        f"best_eval_{run.metric_for_best_model}": progress.best_metric,
-        "unigram_entropy": data.unigram_entropy,
+        f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
+        "unigram_entropy": run.data.unigram_entropy,
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
         "skipped_windows": progress.num_skipped,
@@ -199,31 +228,16 @@ def _finish(
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
         "most_tokens_in_a_micro_batch": run.windows.state.memory.elements,  # None: memory never ran out
-        "precision": precision_name(accelerator),
+        "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
-        "targets": str(run.rule),
-        "data": data.description,
-        "data_facts": data.facts,
-        "labels": data.labels,
+        "targets": str(run.proven),
+        "data": run.data.description,
+        "data_facts": run.data.facts,
+        "labels": run.data.labels,
         "weights_sha256": state_sha256(weights),
         "versions": versions(),
-        "config": config.to_dict(),
+        "config": run.config.to_dict(),
     }
-    if "test" in data.splits:
-        summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            save_last(run.output_dir, run.model, data, dtype, weights if is_sharded(accelerator) else None)
-            write_reports(config, summary)
-    _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
-    summary = broadcast_from_main(accelerator, summary)
-    accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
-    accelerator.end_training()
-    shown = {k: v for k, v in summary.items() if _is_shown(k) and isinstance(v, float)}
-    print_on_main(
-        accelerator, ", ".join(f"{name} {value:.4f}" for name, value in shown.items()) + f"; model and curves in {run.output_dir}"
-    )
-    return summary
 
 
 def _evaluate_only(
@@ -237,15 +251,15 @@ def _evaluate_only(
     folder = Path(config.output_dir)
     model = build_model(config, accelerator, data, model_config, torch.float32)
     results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
-    rules = {  # how targets are counted; nothing is drawn in an evaluation
+    proofs = {  # how targets are counted; nothing is drawn in an evaluation
         split: prove_targets(model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True)
         for split in data.splits
     }
     model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-    for split, rule in rules.items():
-        measured = make_evaluator(config, accelerator, model, data, rule)(split)
+    for split, proven in proofs.items():
+        measured = make_evaluator(config, accelerator, model, data, proven)(split)
         print_on_main(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
         results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
     _predict(config, accelerator, model, data, unlabelled)
@@ -263,7 +277,3 @@ def _predict(
         path = Path(config.output_dir) / "predictions.jsonl"
         count = write_predictions(config, accelerator, model, data, unlabelled, path)
         print_on_main(accelerator, f"{count} rows predicted: {path}")
-
-
-def _is_shown(name: str) -> bool:
-    return name == "train_loss" or (name.startswith(("eval_", "test_")) and not name.endswith("num_targets"))
