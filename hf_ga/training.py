@@ -127,12 +127,14 @@ def backward_window(
             "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
             "dropout to 0, or do not compile it."
         )
+    compiled = is_compiled(model)  # after its proof: compiled layers run without the hooks of packing
+    hooks = [hook for hook in proven.hooks if not (compiled and isinstance(hook, Packing))]
     step = Step(
         accelerator,
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
         model,
         proven.loss,
-        proven.hooks,
+        hooks,
         pad_to_window=proven.pad_to_window,
         unused=proven.unused,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
