@@ -24,18 +24,11 @@ from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits
 
 HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and outside of the layer, ties, several projections
     ("gpt2", "GPT2LMHeadModel", "causal LM"),
-    ("llama", "LlamaForCausalLM", "causal LM"),
     ("gemma2", "Gemma2ForCausalLM", "causal LM"),
     ("cohere", "CohereForCausalLM", "causal LM"),
-    ("opt", "OPTForCausalLM", "causal LM"),
-    ("gpt_neox", "GPTNeoXForCausalLM", "causal LM"),
     ("bloom", "BloomForCausalLM", "causal LM"),
     ("bert", "BertForMaskedLM", "masked LM"),
-    ("roberta", "RobertaForMaskedLM", "masked LM"),
-    ("distilbert", "DistilBertForMaskedLM", "masked LM"),
     ("electra", "ElectraForMaskedLM", "masked LM"),
-    ("albert", "AlbertForMaskedLM", "masked LM"),
-    ("deberta", "DebertaForMaskedLM", "masked LM"),
     ("xlnet", "XLNetLMHeadModel", "causal LM with all labels"),
     ("t5", "T5ForConditionalGeneration", "seq2seq"),
     ("bart", "BartForConditionalGeneration", "seq2seq"),
@@ -317,33 +310,6 @@ def test_memory_is_that_of_a_chunk(monkeypatch):
 
 
 # -- half precision ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast_as_exact_as_the_head(dtype):
-    """Loss and gradients against float64; fp16 with a loss scale, without which its gradients would be lost."""
-    torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(300, 32), torch.randn(700, 32), torch.randn(700)
-    target, scale = torch.randint(0, 700, (300,)), 2.0**14 if dtype == torch.float16 else 1.0
-
-    def compute(loss_of, kind):
-        leaves = [t.to(kind, copy=True).requires_grad_() for t in (hidden, weight, bias)]
-        loss = loss_of(*leaves)
-        (loss * scale).backward()
-        return float(loss.detach()), torch.cat([leaf.grad.double().flatten() / scale for leaf in leaves])
-
-    def plain(x, w, b):
-        return F.cross_entropy(F.linear(x, w, b), target)
-
-    def lazy(x, w, b):
-        return cross_entropy(OutputProjection(w, b, dtype), x, target, 16, mean=True)
-
-    loss, truth = compute(plain, torch.float64)
-    with torch.autocast("cpu", dtype):
-        own, lazies = compute(plain, torch.float32), compute(lazy, torch.float32)
-    assert abs(lazies[0] - loss) <= 2 * abs(own[0] - loss) + 1e-5 * loss
-    assert (lazies[1] - truth).norm() <= 1.2 * (own[1] - truth).norm()
-    assert (own[1] - truth).norm() < 0.02 * truth.norm(), "the comparison says something"
 
 
 def test_fp16_gradients_are_computed_with_the_loss_scale_on():
