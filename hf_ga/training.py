@@ -121,17 +121,20 @@ def backward_window(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
             "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
         )
-    if proven.dropout.sites and is_compiled(model):
+    compiled = is_compiled(model)
+    if proven.dropout.sites and compiled:
         raise ConfigError(
             "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
             "dropout to 0, or do not compile it."
         )
+    # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
+    hooks = [hook for hook in proven.hooks if not (compiled and isinstance(hook, Packing))]
     step = Step(
         accelerator,
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
         model,
         proven.loss,
-        proven.hooks,
+        hooks,
         pad_to_window=proven.pad_to_window,
         unused=proven.unused,
         allow_split_dependent_randomness=allow_split_dependent_randomness,

@@ -219,6 +219,11 @@ def _padded(values: list, filler: int) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=filler)
 
 
+def by_count(size: int) -> Callable:
+    """A planner for one process: at most `size` samples in a micro-batch, in the window's own order, whatever their lengths."""
+    return lambda lengths, num_ranks: [np.array_split(np.arange(len(lengths)), -(-len(lengths) // size))]
+
+
 def gradients(model: nn.Module) -> Gradients:
     """Copies in float64 of what `.grad` holds; zeros where a trainable parameter has none."""
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]

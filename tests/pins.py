@@ -13,7 +13,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from helpers import (
     bert_masked_lm,
     bert_question_answering,
     bert_token_classifier,
+    by_count,
     class_samples,
     gpt2,
     llama,
@@ -40,6 +40,10 @@ from helpers import (
 )
 
 import hf_ga
+from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.speed.packing import Packing
 
 FILE = Path(__file__).with_name("pins.json")
 NUM_SAMPLES, MICRO_BATCHES = 13, (2, 5, 13)
@@ -111,27 +115,27 @@ def gradients() -> dict[str, str]:
     pins = {}
     for name, (build, make_samples, loss_fn) in HEADS.items():
         samples = make_samples(NUM_SAMPLES)
-        rule = hf_ga.prove_targets(build(), samples, pad_right, loss_fn=loss_fn)
-        for mode in modes(rule):
+        proven = hf_ga.prove_targets(build(), samples, pad_right, loss_fn=loss_fn)
+        for mode in modes(proven):
             for size in MICRO_BATCHES:
                 pins[f"gradient {name}, {mode}, {size}"] = _gradient(build(), samples, loss_fn, mode, size)
     return pins
 
 
-def modes(rule: object) -> list[str]:
+def modes(proven: object) -> list[str]:
     """Ways to compute a window that this head has."""
-    return ["plain", *(["lazy logits"] if rule.lazy_head is not None else []), "packed"]
+    return ["plain", *(["lazy logits"] if "chunked loss" in {s.name for s in proven.speed_ups} else []), "packed"]
 
 
 def _gradient(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str, size: int) -> str:
     accelerator = Accelerator(cpu=True)
-    rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, padding_free=mode == "packed")
-    if mode != "lazy logits":
-        rule = replace(rule, lazy_head=None)
+    speed_ups = [LeanForward(), *([] if mode == "plain" else [ChunkedLoss()]), *([Packing()] if mode == "packed" else [])]
+    speed_ups.append(FusedAttention())
+    proven = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, speed_ups=speed_ups)
     prepared = accelerator.prepare(model)
-    sizes = {"per_device_batch_size": size, "global_batch_size": NUM_SAMPLES}
-    windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, pad_to_window=rule.pad_to_window, **sizes)
-    hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=rule, loss_fn=loss_fn)
+    sizes = {"planner": by_count(size), "global_batch_size": NUM_SAMPLES}
+    windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, pad_to_window=proven.pad_to_window, **sizes)
+    hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn)
     return sha256(*(p.grad for p in model.parameters() if p.grad is not None))
 
 

@@ -23,9 +23,9 @@ def make_rows(num_rows=30, low=0, seed=0):
     return [rng.integers(0, 1000, n).tolist() for n in rng.integers(low, 12, num_rows)]
 
 
-def as_dataset(rows, kind="int64", **more):
+def as_dataset(rows):
     columns = {"input_ids": rows, "length": [len(row) for row in rows], "text": [str(row) for row in rows]}
-    features = Features({"input_ids": Sequence(Value(kind)), "length": Value("int64"), "text": Value("string")})
+    features = Features({"input_ids": Sequence(Value("int64")), "length": Value("int64"), "text": Value("string")})
     return Dataset.from_dict(columns, features=features)
 
 
@@ -46,7 +46,7 @@ def check(dataset, rows, block_size):
     return blocks
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 5, 7, 16, 64, 10_000])
+@pytest.mark.parametrize("block_size", [2, 7, 64, 10_000])
 @pytest.mark.parametrize("low", [0, 1], ids=["some empty", "none empty"])
 def test_content_in_its_order(block_size, low):
     rows = make_rows(low=low)
@@ -85,19 +85,15 @@ def test_too_small_a_block_is_refused(block_size):
 
 WAYS = {
     "select by indices": lambda d: d.select([5, 3, 28, 3, 0]),
-    "select a range": lambda d: d.select(range(4, 17)),
     "select a range of a range": lambda d: d.select(range(4, 17)).select(range(3, 9)),
-    "select the last": lambda d: d.select([29]),
-    "filter": lambda d: d.filter(lambda row: row["length"] > 4),
     "filter, then a range": lambda d: d.filter(lambda row: row["length"] > 4).select(range(2, 6)),
     "shuffle": lambda d: d.shuffle(seed=3),
-    "sort": lambda d: d.sort("length"),
     "shard": lambda d: d.shard(3, 1),
     "concatenated": lambda d: concatenate_datasets([d, d.select([2, 1]), d.select(range(5, 8))]),
-    "split": lambda d: d.train_test_split(0.3, seed=0)["test"],
     "mapped in batches": lambda d: d.map(lambda row: {"text": "x"}, batched=False, writer_batch_size=4),
-    "other columns left out": lambda d: d.select_columns(["input_ids"]),
     "numpy format": lambda d: d.with_format("numpy"),
+    "other integers": lambda d: d.cast_column("input_ids", Sequence(Value("uint16"))),
+    "large lists": lambda d: d.cast_column("input_ids", datasets.LargeList(Value("int64"))),
 }
 
 
@@ -115,20 +111,7 @@ def test_of_any_dataset(way, on_disk, tmp_path):
     assert [list(map(int, row)) for row in dataset["input_ids"]] == before == rows  # what was given stays
 
 
-@pytest.mark.parametrize("kind", ["int32", "int64", "uint16"])
-def test_any_type_of_integers(kind):
-    rows = make_rows()
-    blocks = check(as_dataset(rows, kind), rows, 6)
-    assert blocks.features["input_ids"].feature.dtype == kind
-
-
-def test_large_lists():
-    rows = make_rows()
-    dataset = as_dataset(rows).cast_column("input_ids", datasets.LargeList(Value("int64")))
-    check(dataset, rows, 6)
-
-
-def test_what_is_done_with_blocks():
+def test_what_is_done_with_blocks(tmp_path):
     """Selected, saved, read again, collated; other rows make another fingerprint."""
     rows = make_rows(low=1)
     blocks = cut_into_blocks(as_dataset(rows), 6)
@@ -137,13 +120,9 @@ def test_what_is_done_with_blocks():
     assert list(cut_into_blocks(blocks, 4)["input_ids"]) == expected_blocks(rows, 4)
     batch = collate_causal([blocks[0], blocks[-1]], pad_token_id=0)
     assert int((batch["labels"][:, 1:] != h.IGNORED).sum()) == blocks[0]["num_targets"] + blocks[-1]["num_targets"]
+    blocks.save_to_disk(tmp_path / "blocks")
+    assert list(Dataset.load_from_disk(tmp_path / "blocks")["input_ids"]) == expected
     assert blocks._fingerprint != cut_into_blocks(as_dataset(rows[::-1]), 6)._fingerprint
-
-
-def test_blocks_on_disk(tmp_path):
-    rows = make_rows()
-    cut_into_blocks(as_dataset(rows), 6).save_to_disk(tmp_path / "blocks")
-    assert list(Dataset.load_from_disk(tmp_path / "blocks")["input_ids"]) == expected_blocks(rows, 6)
 
 
 def test_a_million_tokens():

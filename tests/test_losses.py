@@ -24,7 +24,7 @@ def computed(logits, labels, smoothing, weights, shifted=False):
     tensor = None if weights is None else torch.tensor(weights)
     loss_fn, batch = CrossEntropySum(smoothing, tensor, shifted), {"labels": labels}
     loss, count = loss_fn(SimpleNamespace(logits=logits), batch)
-    assert loss_fn.count(batch) == pytest.approx(float(count), rel=1e-6)
+    assert loss_fn.count_targets(batch) == pytest.approx(float(count), rel=1e-6)
     return loss, float(count)
 
 
@@ -61,7 +61,7 @@ def data(shape, ignored_share=0.3, seed=0):
 
 
 @pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("shape", [(1,), (50,), (8, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (8, 9)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_sum_and_count(smoothing, weights, shape, dtype):
     logits, labels = data(shape)
@@ -114,41 +114,17 @@ def test_a_class_of_weight_0_is_as_if_ignored(smoothing):
     assert (float(alone[0]), alone[1]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
-def test_any_cut_adds_up(smoothing, weights):
-    logits, labels = data((24,))
-    whole = computed(logits.double(), labels, smoothing, weights)
-    for sizes in ([12, 12], [1] * 24, [7, 1, 13, 3]):
-        parts = [computed(a.double(), b, smoothing, weights) for a, b in zip(logits.split(sizes), labels.split(sizes), strict=True)]
-        assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole[0]), rel=1e-12)
-        assert sum(count for _, count in parts) == pytest.approx(whole[1], rel=1e-6)
-
-
-def test_the_arguments_stay():
-    logits, labels = data((8, 9))
-    before, weights = (logits.clone(), labels.clone()), torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
-    loss_fn = CrossEntropySum(0.1, weights, True)
-    loss_fn(SimpleNamespace(logits=logits), {"labels": labels})
-    loss_fn.count({"labels": labels})
-    assert torch.equal(logits, before[0]) and torch.equal(labels, before[1]) and weights.dtype == torch.float64
-
-
 # -- the settings ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_defaults_leave_the_loss_to_the_head(shifted):
     assert make_loss_fn(0.0, None, shifted=shifted) is None
-    assert make_loss_fn(0.1, None, shifted=shifted) is not None
-    assert make_loss_fn(0.0, [1, 1, 1], shifted=shifted) is not None
-
-
-@pytest.mark.parametrize(("smoothing", "weights"), [(0.1, None), (0.0, WEIGHTS), (0.1, [1, 2, 3])], ids=str)
-def test_made_function(smoothing, weights):
     logits, labels = data((8, 9))
-    for shifted in (False, True):
+    for smoothing, weights in [(0.1, None), (0.0, WEIGHTS), (0.1, [1, 2, 3])]:
         loss, count = make_loss_fn(smoothing, weights, shifted=shifted)(SimpleNamespace(logits=logits), {"labels": labels})
-        assert float(loss) / float(count) == pytest.approx(float(torch_mean(logits, labels, smoothing, weights, shifted)), rel=1e-6)
+        expected = float(torch_mean(logits, labels, smoothing, weights, shifted))
+        assert float(loss) / float(count) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -166,10 +142,10 @@ def test_equal_weights_are_the_loss_of_the_head(shifted):
 # -- over the splits of a window --------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "1x16": {"per_device_batch_size": 16},
-    "4x4": {"per_device_batch_size": 4},
-    "16x1": {"per_device_batch_size": 1},
-    "uneven": {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3])},
+    "1x16": h.by_count(16),
+    "4x4": h.by_count(4),
+    "16x1": h.by_count(1),
+    "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3]),
 }
 SKEWED = [0.2 + 0.1 * (i % 7) ** 2 for i in range(h.VOCABULARY)]
 
@@ -180,26 +156,22 @@ def few_targets():
     return [h.without_targets(s) if 3 <= i < 8 else s for i, s in enumerate(samples)]
 
 
-# name: (builder, samples, smoothing, weights, whether the mean of means is wrong over equal micro-batches)
+# name: (builder, samples, smoothing, weights)
 CASES = {
-    "classifier, weights": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.0, WEIGHTS, True),
-    "classifier, smoothing": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, None, False),
-    "classifier, both": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, WEIGHTS, True),
-    "tags, weights": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.0, WEIGHTS, True),
-    "tags, smoothing": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.1, None, True),
-    "tags, both, few targets": (h.bert_token_classifier, few_targets, 0.1, WEIGHTS, True),
-    "GPT-2, smoothing": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, None, True),
-    "GPT-2, both": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, SKEWED, True),
-    "masked LM, smoothing": (h.bert_masked_lm, partial(h.token_samples, WINDOW), 0.1, None, True),
+    "classifier, weights": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.0, WEIGHTS),
+    "classifier, both": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, WEIGHTS),
+    "tags, weights": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.0, WEIGHTS),
+    "tags, both, few targets": (h.bert_token_classifier, few_targets, 0.1, WEIGHTS),
+    "GPT-2, smoothing": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, None),
+    "GPT-2, both": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, SKEWED),
+    "masked LM, smoothing": (h.bert_masked_lm, partial(h.token_samples, WINDOW), 0.1, None),
 }
 
 
 def window_of(samples, layout):
-    options = {**LAYOUTS[layout]}
-    if "planner" in options:
-        options["lengths"] = [len(s["input_ids"]) for s in samples]
+    lengths, sizes = [len(s["input_ids"]) for s in samples], {"global_batch_size": WINDOW, "shuffle": False}
     (window,) = hf_ga.WindowLoader(
-        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=WINDOW, shuffle=False, **options
+        samples, h.pad_right, accelerator=Accelerator(), lengths=lengths, planner=LAYOUTS[layout], **sizes
     )
     return window
 
@@ -219,7 +191,7 @@ def of_torch(smoothing, weights, shifted):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_of_any_split_is_the_full_batch(case):
-    build, make_samples, smoothing, weights, means_differ = CASES[case]
+    build, make_samples, smoothing, weights = CASES[case]
     model, samples = build(), make_samples()
     batch, shifted = h.pad_right(samples), isinstance(model, h.CAUSAL)
     reference, loss_fn = of_torch(smoothing, weights, shifted), make_loss_fn(smoothing, weights, shifted=shifted)
@@ -238,10 +210,8 @@ def test_gradient_of_any_split_is_the_full_batch(case):
         assert result.num_targets == pytest.approx(len(counted) if weights is None else sum(weights[v] for v in counted))
         micro_batches = [m.batch for m in window.micro_batches if (m.batch["labels"] != h.IGNORED).any()]  # or the mean is 0 / 0
         naive = h.relative_error(h.naive_gradient(model, micro_batches, len(micro_batches), reference), grads64)
-        if layout == "uneven" or (layout != "1x16" and means_differ):
-            assert naive > 1e-3
-        elif layout == "1x16":
-            assert naive < 1e-5  # the control itself is right where there is nothing to go wrong
+        # The control itself is right where there is nothing to go wrong.
+        assert naive < 1e-5 if layout == "1x16" else naive > 1e-3
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

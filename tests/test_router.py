@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.router import RouterLoss
+from hf_ga.exact.loss import WithRouter
+from hf_ga.exact.router import Router
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 COEFFICIENT = 0.5  # large, so that an error of the balancing loss shows
@@ -75,7 +76,7 @@ def window_of(samples, micro_batch_size, accelerator, **more):
         samples,
         h.pad_right,
         accelerator=accelerator,
-        per_device_batch_size=micro_batch_size,
+        planner=h.by_count(micro_batch_size),
         global_batch_size=len(samples),
         shuffle=False,
         **more,
@@ -148,25 +149,17 @@ def test_without_attention_mask_padding_is_routed_too():
     h.assert_promise_1(gradients, full, full64)
 
 
-def test_the_head_gets_its_own_function_back():
+def test_the_coefficient_is_the_heads_own():
+    """A balancing loss that nobody adds is none of ours, and the head gets its own function back."""
     import transformers.models.mixtral.modeling_mixtral as module
 
-    before = module.load_balancing_loss_func
-    exact_gradient(mixtral(), h.token_samples(4), 2)
-    assert module.load_balancing_loss_func is before
-
-
-def test_the_coefficient_is_the_heads_own():
-    rule = hf_ga.prove_targets(mixtral(), h.token_samples(8), h.pad_right)
-    assert rule.router.coefficients == pytest.approx([COEFFICIENT])
-    assert "balancing loss taken over the whole window" in str(rule)
-
-
-def test_a_balancing_loss_that_nobody_adds_is_none_of_ours():
-    model = mixtral()
+    before, model = module.load_balancing_loss_func, mixtral()
+    loss = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss
+    assert isinstance(loss, WithRouter) and loss.router.coefficients == pytest.approx([COEFFICIENT])
     model.router_aux_loss_coef = 0.0
-    assert hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).router is None
-    assert RouterLoss(h.bert_classifier()).is_possible is False
+    assert not isinstance(hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter)
+    assert module.load_balancing_loss_func is before
+    assert Router(h.bert_classifier()).is_possible is False
 
 
 @h.seeded
@@ -209,7 +202,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size():
     losses = []
     for size in (1, 5, 12):
         lengths = [len(s["input_ids"]) for s in samples]
-        windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=size, lengths=lengths, rule=rule)
+        windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=size, lengths=lengths, proven=rule)
         losses.append(evaluate(accelerator, model, windows, rule)["loss"])
     with torch.no_grad():
         expected = float(model.eval()(**h.pad_right(samples)).loss)

@@ -1,8 +1,7 @@
-"""Every combination of the speed-ups is the same update: the plan, no full logits, no padding, lean forwards, two precisions."""
+"""Every combination of plan and speed-ups is the same update, the proof uses those that it should, and leaves wrong ones out."""
 
-import contextlib
-import dataclasses
 import itertools
+from contextlib import contextmanager
 
 import helpers as h
 import pytest
@@ -11,26 +10,31 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import hf_ga
-from hf_ga import training as step
-from hf_ga.exact import dropped_attention
 from hf_ga.exact.costs import CostModel
+from hf_ga.exact.hooks import SpeedUp
+from hf_ga.exact.length_plan import ByLength
+from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.speed.packing import Packing
+from hf_ga.training import default_speed_ups
 
-# samples of, what can be left out: full logits, padding
+ALL = {"lean forward": LeanForward, "chunked loss": ChunkedLoss, "packing": Packing, "fused attention": FusedAttention}
+# samples of, what is not used with dropout, and why
 MODELS = {
-    "gpt2": (h.gpt2, h.token_samples, {"logits", "padding"}),
-    "llama": (h.llama, h.token_samples, {"logits", "padding"}),
-    "masked lm": (h.bert_masked_lm, h.token_samples, {"logits", "padding"}),
-    "t5": (h.t5, h.token_samples, {"logits"}),
-    "classes": (h.bert_classifier, h.class_samples, {"padding"}),
+    "gpt2": (h.gpt2, h.token_samples, {}),
+    "llama": (h.llama, h.token_samples, {}),
+    "masked lm": (h.bert_masked_lm, h.token_samples, {}),
+    "t5": (h.t5, h.token_samples, {"packing": "is_encoder_decoder"}),
+    "classes": (h.bert_classifier, h.class_samples, {"chunked loss": "no plain linear output layer"}),
 }
 NUM_SAMPLES = 24
 PLANS = {
-    "one": {"per_device_batch_size": NUM_SAMPLES, "lengths": False},
-    "by number": {"per_device_batch_size": 5, "lengths": False},
-    "by length": {"per_device_batch_size": 5, "cost": CostModel(overhead=4)},
-    "multiples, small": {"per_device_batch_size": 5, "cost": CostModel(overhead=8, multiple=4), "max_tokens_per_micro_batch": 24},
+    "one": h.by_count(NUM_SAMPLES),
+    "by number": h.by_count(5),
+    "by length": ByLength(5, None, CostModel(overhead=4), in_step=False),
+    "multiples, small": ByLength(5, 24, CostModel(overhead=8, multiple=4), in_step=False),
 }
-SETTINGS = [(), ("logits",), ("padding",), ("logits", "padding")]
 
 
 @pytest.fixture(autouse=True)
@@ -40,81 +44,129 @@ def _own_accelerator_state():
     AcceleratorState._reset_state(True)
 
 
-def proven(model, samples):
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, padding_free=True)
-    if rule.packing is not None:
-        rule.packing.gain = 1.0  # however few tokens that saves
+def proven(model, samples, speed_ups=None):
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups)
+    for speed_up in rule.speed_ups:
+        if isinstance(speed_up, Packing):
+            speed_up._gain = 1.0  # however few tokens that saves
     return rule
 
 
-def gradient(accelerator, model, rule, samples, plan="one", without=(), lean=True):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", MODELS)
+def test_which_speed_ups_are_used(name, dropout):
+    """A failure in a trial only leaves a speed-up out: this test would notice."""
+    build, make_samples, not_used = MODELS[name]
+    if not dropout:
+        not_used = {**not_used, "fused attention": "draws no dropout"}
+    rule = hf_ga.prove_targets(build(dropout), make_samples(NUM_SAMPLES), h.pad_right)
+    assert {speed_up.name for speed_up in rule.speed_ups} == ALL.keys() - not_used.keys(), rule.left_out
+    assert rule.left_out.keys() == not_used.keys()
+    assert all(why in rule.left_out[left_out] for left_out, why in not_used.items())
+    assert all(speed_up.name in str(rule) for speed_up in rule.speed_ups)
+
+
+class Wrong(SpeedUp):
+    """Does something to one gradient."""
+
+    name = "wrong"
+
+    def __init__(self, change):
+        self.change = change
+
+    @contextmanager
+    def scope(self, model):
+        handle = next(model.parameters()).register_hook(self.change)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def fail(gradient):
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda g: g * 1.001, "relative error"),
+        (lambda g: g * torch.nan, "relative error inf"),
+        (fail, "ZeroDivisionError: on purpose"),
+    ],
+    ids=["a thousandth", "NaN", "fails"],
+)
+def test_a_wrong_speed_up_is_left_out(change, why):
+    """And only that one. Control: one that changes rounding only is used."""
+    model, samples = h.gpt2(0.1), h.token_samples(NUM_SAMPLES)
+    harmless = Wrong(lambda g: g * (1 + 1e-7))
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=[LeanForward(), Wrong(change), harmless, ChunkedLoss()])
+    assert [speed_up.name for speed_up in rule.speed_ups] == ["lean forward", "wrong", "chunked loss"]
+    assert rule.speed_ups[1] is harmless and why in rule.left_out["wrong"]
+    assert rule.name == "shifted labels" and all(p.grad is None and not p._backward_hooks for p in model.parameters())
+
+
+def test_speed_ups_are_chosen_by_the_device():
+    assert [type(s) for s in default_speed_ups(h.gpt2())] == list(ALL.values())
+    on_gpu = torch.nn.Linear(2, 2, device="meta")
+    assert [type(s) for s in default_speed_ups(on_gpu)] == [LeanForward, ChunkedLoss]
+
+
+def gradient(accelerator, model, rule, samples, plan="one"):
     """Of one window, its loss, and its micro-batches."""
-    options = dict(PLANS[plan])
-    if options.pop("lengths", True):
-        options["lengths"] = [len(sample["input_ids"]) for sample in samples]
-    rule = dataclasses.replace(
-        rule,
-        lazy_head=rule.lazy_head if "logits" in without else None,
-        packing=rule.packing if "padding" in without else None,
-    )
     model.zero_grad()
-    windows = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, global_batch_size=len(samples), seed=1, **options)
-    (window,) = windows
-    with pytest.MonkeyPatch.context() as patch:
-        if not lean:
-            patch.setattr(step, "lean_forwards", contextlib.nullcontext)
-        result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    sizes = {"global_batch_size": len(samples), "lengths": [len(sample["input_ids"]) for sample in samples]}
+    (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, seed=1, planner=PLANS[plan], **sizes)
+    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
 
-def combinations(allowed, leans=(True, False)):
-    for without, plan, lean in itertools.product(SETTINGS, PLANS, leans):
-        if set(without) <= allowed:
-            yield {"plan": plan, "without": without, "lean": lean}
+def rules(model, samples, not_used):
+    """The rule with each set of speed-ups, that of none first."""
+    names = [name for name in ALL if name not in not_used]
+    for number in range(len(names) + 1):
+        for chosen in itertools.combinations(names, number):
+            rule = proven(model, samples, [ALL[name]() for name in chosen])
+            assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
+            yield rule
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_combination_is_the_full_batch(name):
     """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the micro-batches' means."""
-    build, make_samples, allowed = MODELS[name]
-    model, samples, accelerator = build(), make_samples(NUM_SAMPLES), Accelerator(cpu=True)
-    whole, rule = h.pad_right(samples), proven(model, samples)
-    parts = {"logits": rule.lazy_head, "padding": rule.packing}
-    assert {part for part in parts if parts[part] is not None} == allowed
+    build, make_samples, not_used = MODELS[name]
+    model, samples, accelerator, sizes = build(), make_samples(NUM_SAMPLES), Accelerator(cpu=True), {}
+    whole = h.pad_right(samples)
     truth, full = h.full_batch_gradient(model, whole), h.full_batch_gradient(model, whole, torch.float32)
-    sizes = {}
-    for settings in combinations(allowed):
-        found, _, batches = gradient(accelerator, model, rule, samples, **settings)
+    for rule, plan in itertools.product(rules(model, samples, {*not_used, "fused attention"}), PLANS):
+        found, _, batches = gradient(accelerator, model, rule, samples, plan)
         h.assert_promise_1(found, full, truth)
-        sizes[settings["plan"]] = [batch["input_ids"].numel() for batch in batches]
+        sizes[plan] = [batch["input_ids"].numel() for batch in batches]
     assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"]) and max(sizes["multiples, small"]) <= 24
     naive = h.naive_gradient(model, batches, len(batches))
     assert h.relative_error(naive, truth) > 1e-3
 
 
-@pytest.mark.parametrize("by_sample", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_draws_the_same_dropout(name, by_sample, monkeypatch):
-    """Also where attention takes one sample after the other. Control: without dropout the gradient is another."""
-    build, make_samples, allowed = MODELS[name]
+def test_every_combination_draws_the_same_dropout(name):
+    """Control: without dropout the gradient is another."""
+    build, make_samples, not_used = MODELS[name]
     model, samples, accelerator = build(0.1), make_samples(NUM_SAMPLES), Accelerator(cpu=True)
-    rule = proven(model, samples)
-    plain, plain_loss, _ = gradient(accelerator, model, rule, samples, lean=False)
-    if by_sample:
-        monkeypatch.setattr(dropped_attention, "WEIGHTS_OF_SAMPLE", 0)
-    for settings in combinations(allowed):
-        found, loss, _ = gradient(accelerator, model, rule, samples, **settings)
-        assert h.relative_error(found, plain) < 1e-6 and loss == pytest.approx(plain_loss, rel=1e-6), settings
+    none, *others = rules(model, samples, not_used)
+    plain, plain_loss, _ = gradient(accelerator, model, none, samples)
+    for rule, plan in itertools.product(others, ("one", "by length")):
+        found, loss, _ = gradient(accelerator, model, rule, samples, plan)
+        assert h.relative_error(found, plain) < 1e-6 and loss == pytest.approx(plain_loss, rel=1e-6), str(rule)
     assert h.relative_error(h.full_batch_gradient(build(), h.pad_right(samples)), plain) > 0.05
 
 
 @pytest.mark.parametrize("name", ["gpt2", "classes", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama", "t5"))])
 def test_under_autocast_no_combination_is_further_off(name):
-    build, make_samples, allowed = MODELS[name]
+    build, make_samples, not_used = MODELS[name]
     model, samples = build(), make_samples(NUM_SAMPLES)
     truth, accelerator = h.full_batch_gradient(model, h.pad_right(samples)), Accelerator(mixed_precision="bf16", cpu=True)
     model = accelerator.prepare(model)
-    rule = proven(model, samples)
-    rounding = h.relative_error(gradient(accelerator, model, rule, samples, lean=False)[0], truth)
-    for settings in combinations(allowed, leans=(True,)):
-        assert 0 < h.relative_error(gradient(accelerator, model, rule, samples, **settings)[0], truth) <= 2 * rounding, settings
+    none, *others = rules(model, samples, {*not_used, "fused attention"})
+    rounding = h.relative_error(gradient(accelerator, model, none, samples)[0], truth)
+    for rule, plan in itertools.product(others, PLANS):
+        assert 0 < h.relative_error(gradient(accelerator, model, rule, samples, plan)[0], truth) <= 2 * rounding, str(rule)

@@ -1,7 +1,5 @@
 """Stochastic depth of vision models: keyed by sample, so that the layouts agree, and as strong as torch's own."""
 
-import copy
-
 import helpers as h
 import numpy as np
 import pytest
@@ -13,9 +11,9 @@ from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.swin.modeling_swin import SwinDropPath
 
 import hf_ga
-from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.proof.sites import find_dropout_sites
 
 SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 
@@ -31,80 +29,6 @@ def beit(rate):
 def swin(rate):
     sizes = {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 2, "hidden_dropout_prob": 0.0}
     return tf.SwinForImageClassification(tf.SwinConfig(**SIZES, **sizes, drop_path_rate=rate))
-
-
-MODELS = {"BEiT": beit, "Swin": swin}
-
-
-def images(n):
-    rng = torch.Generator().manual_seed(0)
-    return [{"pixel_values": torch.randn(3, 16, 16, generator=rng), "labels": i % h.NUM_CLASSES} for i in range(n)]
-
-
-def gradient(model, size):
-    accelerator = Accelerator()
-    loader = hf_ga.WindowLoader(images(12), h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
-    hf_ga.backward_window(accelerator, model, next(iter(loader)))
-    return h.gradients(model)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_layouts_agree(name):
-    whole = gradient(MODELS[name](0.4), 12)
-    for size in (1, 5):
-        assert h.relative_error(gradient(MODELS[name](0.4), size), whole) < 2e-6
-    assert h.relative_error(gradient(MODELS[name](0.0), 12), whole) > 0.1, "the control: branches are dropped"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_torchs_own_draws_differ_between_layouts(name):
-    """The control: the same seed, another split."""
-    model, whole, gradients = MODELS[name](0.4), h.pad_right(images(12)), []
-    for size in (12, 4):
-        copied = copy.deepcopy(model)
-        torch.manual_seed(0)
-        for rows in torch.arange(12).split(size):
-            (copied(**{k: v[rows] for k, v in whole.items()}).loss * len(rows) / 12).backward()
-        gradients.append(h.gradients(copied))
-    assert h.relative_error(gradients[1], gradients[0]) > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.95])
-@pytest.mark.parametrize("kind", [BeitDropPath, SwinDropPath])
-def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
-    """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard deviations."""
-    count, module = 4000, kind(rate).train()
-    places = KeyedDropout(module)
-    places.find(lambda n: module(torch.ones(n, 2, 3)))
-    with places.active():
-        places.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
-        out = module(torch.ones(count, 2, 3, dtype=dtype))
-    assert out.dtype == dtype
-    kept = out.flatten(1).float()
-    one = torch.ones((), dtype=dtype).div(1 - rate).float()
-    assert torch.all((kept == 0).all(1) | (kept == one).all(1))
-    assert abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
-
-
-def test_other_calls_of_rand_go_to_torch():
-    """A draw in another module is not keyed but refused, as before; outside of any model it is torch's."""
-
-    class Noise(torch.nn.Module):
-        drop_prob = 0.5
-
-        def forward(self, x):
-            return x + torch.rand(x.shape)
-
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), Noise())
-    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"1 \(Noise\) draws from torch"):
-        KeyedDropout(module).find(lambda n: module(torch.ones(n, 2)))
-    places = KeyedDropout(module)
-    with places.active():
-        torch.manual_seed(3)
-        drawn = torch.rand(2, 3)
-    torch.manual_seed(3)
-    assert torch.equal(drawn, torch.rand(2, 3))
 
 
 class SkippingLayers(nn.Module):
@@ -129,7 +53,7 @@ class Skipping(nn.Module):
         self.body = SkippingLayers(layerdrop)
 
     def forward(self, x, labels):
-        return (self.body(x).mean(-1) - labels).square().mean()
+        return {"loss": (self.body(x).mean(-1) - labels).square().mean()}
 
 
 @h.seeded
@@ -137,30 +61,88 @@ def skipping(layerdrop):
     return Skipping(layerdrop)
 
 
+def images(n):
+    return [{"pixel_values": torch.randn(3, 16, 16), "labels": i % h.NUM_CLASSES} for i in range(n)]
+
+
 def numbers(n):
-    rng = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(4, generator=rng), "labels": torch.randn((), generator=rng)} for _ in range(n)]
+    return [{"x": torch.randn(4), "labels": torch.randn(())} for i in range(n)]
 
 
-def numbers_gradient(model, size):
+# name: builder
+MODELS = {"BEiT": beit, "Swin": swin}
+
+
+def gradient(model, samples, size):
     accelerator = Accelerator()
-    loader = hf_ga.WindowLoader(numbers(12), h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
+    loader = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
     hf_ga.backward_window(accelerator, model, next(iter(loader)))
     return h.gradients(model)
 
 
-def test_a_draw_that_skips_no_layer_is_nobodys():
-    """Layouts agree, no generator moves, and the layers' own dropout is drawn."""
-    state = torch.get_rng_state()
-    whole = numbers_gradient(skipping(0.0), 12)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layouts_agree(name):
+    """Controls: branches are dropped, and torch's own draws of the same seed differ between layouts."""
+    build, samples = MODELS[name], images(12)
+    whole = gradient(build(0.4), samples, 12)
     for size in (1, 5):
-        assert h.relative_error(numbers_gradient(skipping(0.0), size), whole) < 2e-6
+        assert h.relative_error(gradient(build(0.4), samples, size), whole) < 2e-6
+    assert h.relative_error(gradient(build(0.0), samples, 12), whole) > 0.1
+    batch, native = h.pad_right(samples), []
+    for size in (12, 4):
+        model = build(0.4)
+        torch.manual_seed(0)
+        for rows in torch.arange(12).split(size):
+            (model(**{k: v[rows] for k, v in batch.items()}).loss * len(rows) / 12).backward()
+        native.append(h.gradients(model))
+    assert h.relative_error(*native) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("kind", [BeitDropPath, SwinDropPath])
+def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
+    """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard deviations."""
+    count, module = 4000, kind(rate).train()
+    dropout = find_dropout_sites(module, lambda n: module(torch.ones(n, 2, 3)))
+    with dropout.scope(module):
+        dropout.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
+        out = module(torch.ones(count, 2, 3, dtype=dtype))
+    assert out.dtype == dtype
+    kept = out.flatten(1).float()
+    one = torch.ones((), dtype=dtype).div(1 - rate).float()
+    assert torch.all((kept == 0).all(1) | (kept == one).all(1))
+    assert abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
+
+
+def test_other_calls_of_rand_go_to_torch():
+    """A draw in another module is not keyed but refused; outside of any model it is torch's."""
+
+    class Noise(nn.Module):
+        drop_prob = 0.5
+
+        def forward(self, x):
+            return x + torch.rand(x.shape)
+
+    module = nn.Sequential(nn.Linear(2, 2), Noise())
+    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"1 \(Noise\) draws from torch"):
+        find_dropout_sites(module, lambda n: module(torch.ones(n, 2)))
+    with KeyedDropout(module)._patched():
+        torch.manual_seed(3)
+        drawn = torch.rand(2, 3)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2, 3))
+
+
+def test_a_draw_that_skips_no_layer_is_nobodys():
+    """Layouts agree, no generator moves, and the layers' own dropout is drawn. Control: skipping by chance is refused."""
+    samples, state = numbers(12), torch.get_rng_state()
+    whole = gradient(skipping(0.0), samples, 12)
+    for size in (1, 5):
+        assert h.relative_error(gradient(skipping(0.0), samples, size), whole) < 2e-6
     assert torch.equal(torch.get_rng_state(), state)
     model = skipping(0.0).eval()
-    model(**h.pad_right(numbers(12))).backward()
-    assert h.relative_error(h.gradients(model), whole) > 0.1, "the control: without dropout"
-
-
-def test_skipping_layers_by_chance_is_refused():
-    with pytest.raises(UnkeyedRandomness, match=r"body \(SkippingLayers\) draws from torch"):
-        numbers_gradient(skipping(0.5), 12)
+    model(**h.pad_right(samples))["loss"].backward()
+    assert h.relative_error(h.gradients(model), whole) > 0.1, "control: without dropout"
+    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"body \(SkippingLayers\) draws from torch"):
+        gradient(skipping(0.5), samples, 12)

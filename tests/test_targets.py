@@ -1,20 +1,14 @@
 """prove_targets: the right rule for each kind of head, refusal of losses that are no single mean, nothing left behind."""
 
-import time
-
 import helpers as h
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as tf
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from hf_ga.exact.place_probe import LARGE
 from torch import nn
 
 import hf_ga
 from hf_ga.exact.loss import COUNTING_RULES
-from hf_ga.proof.probes import likely_cause
+from hf_ga.proof.sites import LARGE
 
 # -- models and samples that only these tests need --------------------------------------------------------------------------
 
@@ -113,23 +107,20 @@ RIGHT = {
     "Llama": (h.llama, h.token_samples, "shifted labels", False),
     "Mixtral without router loss": (h.mixtral, h.token_samples, "shifted labels", False),
     "GPT-2, completion only": (h.gpt2, completion_samples, "shifted labels", False),
-    "GPT-2, dropout": (lambda: h.gpt2(0.1), h.token_samples, "shifted labels", False),
     "GPT-2, equal lengths": (h.gpt2, equal_length_samples, "shifted labels", None),
     "GPT-2, one sample": (h.gpt2, lambda n: h.token_samples(1), "shifted labels", None),
     "BERT masked LM": (h.bert_masked_lm, h.token_samples, "labels", False),
     "BERT masked LM, column 0 ignored": (h.bert_masked_lm, completion_samples, "labels", False),
-    "BERT masked LM, one sample": (h.bert_masked_lm, lambda n: h.token_samples(1), "labels", None),
     "BERT tokens": (h.bert_token_classifier, h.tag_samples, "labels", False),
     "T5": (h.t5, h.token_samples, "labels", False),
     "XLNet LM": (h.xlnet_lm, h.token_samples, "labels", False),
     "BERT classes": (h.bert_classifier, h.class_samples, "labels", False),
-    "BERT classes, dropout": (lambda: h.bert_classifier(0.1), h.class_samples, "labels", False),
+    "BERT classes, one column": (h.bert_classifier, with_labels(lambda s: {"labels": [s["input_ids"][0] % 3]}), "labels", False),
     "BERT regression": (lambda: h.bert_classifier(num_labels=1), regression_samples, "samples", False),
     "BERT multi-label": (h.bert_classifier, multi_label_samples, "samples", False),
     "BERT question answering": (h.bert_question_answering, question_samples, "start and end positions", True),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
-    "XLNet classes, dropout": (lambda: h.xlnet_classifier(0.1), h.class_samples, "labels", True),
     "FNet": (h.fnet_masked_lm, h.token_samples, "labels", True),
     "pooling over padding": (lambda: head(pooling_over_padding), h.class_samples, "labels", True),
     "pooling without padding": (lambda: head(mean_over_samples), h.class_samples, "labels", False),
@@ -175,7 +166,7 @@ def test_the_rule_is_additive_and_others_are_not(name):
     model, samples = build(), make_samples(24)
     rule = hf_ga.prove_targets(model, samples[:8], h.pad_right)
     first, second = [samples[8], *map(thinned, samples[9:13])], samples[13:]
-    off = {other: additivity_error(model.double(), count, first, second) for other, count in RULES.items()}
+    off = {other: additivity_error(model.double(), count, first, second) for other, count in COUNTING_RULES.items()}
     assert off.pop(rule.name) < 1e-6
     assert min(off.values()) > 1e-4
 
@@ -192,11 +183,6 @@ def additivity_error(model, count, first, second):
     return abs(totals[0] + totals[1] - totals[2]) / counts[2]
 
 
-def test_loss_fn_is_checked_too():
-    rule = hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss)
-    assert rule.name == "loss_fn" and rule.width_matters is False
-
-
 def wrong_count(outputs, batch):
     total, _ = h.weighted_token_loss(outputs, batch)
     return total, len(outputs) + 1  # one too many in every batch
@@ -209,6 +195,9 @@ def mean_instead_of_sum(outputs, batch):
 
 @pytest.mark.parametrize("loss_fn", [wrong_count, mean_instead_of_sum])
 def test_a_wrong_loss_fn_is_refused(loss_fn):
+    """Control: the right one is not."""
+    right = hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss)
+    assert right.name == "loss_fn" and right.width_matters is False
     with pytest.raises(hf_ga.LossNotAdditive):
         hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=loss_fn)
 
@@ -240,7 +229,11 @@ class MaskSkipped(nn.Module):
 REFUSED = {
     "a batch without padding": (MaskSkipped, h.class_samples, "without any padding is computed in another way"),
     "BatchNorm": (lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)), h.class_samples, r"norm \(BatchNorm1d\)"),
-    "contrastive": (lambda: head(contrastive), h.class_samples, "in-batch negatives"),
+    "contrastive": (
+        lambda: head(contrastive),
+        h.class_samples,
+        r"targets in A, B, A\+B.*losses A .*in-batch.*Remedy: pass loss_fn",
+    ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
     "no loss": (lambda: head(no_loss), h.class_samples, "returned no loss.*labels, or pass loss_fn"),
@@ -253,15 +246,6 @@ def test_refused_with_its_cause(name):
     build, make_samples, cause = REFUSED[name]
     with pytest.raises(hf_ga.LossNotAdditive, match=f"(?s){cause}"):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
-
-
-def test_a_refusal_gives_numbers_and_remedy():
-    with pytest.raises(hf_ga.LossNotAdditive, match=r"targets in A, B, A\+B, off by .*losses A .*Remedy: pass loss_fn"):
-        hf_ga.prove_targets(head(contrastive), h.class_samples(8), h.pad_right)
-
-
-def test_the_cause_of_a_model_without_signs_is_vague():
-    assert "across samples" in likely_cause(nn.Linear(1, 1), {"A": 1.0, "B": 1.0, "A+B": 1.0})
 
 
 def test_a_hidden_draw_is_refused():
@@ -326,29 +310,12 @@ def test_the_model_stays_as_found(build, mode):
         with pytest.raises(hf_ga.LossNotAdditive):
             hf_ga.prove_targets(model, samples, h.pad_right)
     assert_unchanged(before, everything(model))
-
-
-def test_the_check_of_the_rest_sees_a_forward():
-    """The control: a plain training forward does move buffers and random states."""
-    model, samples = with_batch_norm(), h.class_samples(8)
-    before = everything(model)
-    model(**h.pad_right(samples))
-    with pytest.raises(AssertionError, match="changed"):
+    with pytest.raises(AssertionError, match="changed"):  # control: a plain forward and backward does change something
+        model.train()(**h.pad_right(samples))["loss"].backward()
         assert_unchanged(before, everything(model))
 
 
-def test_time_of_a_proof(capsys):
-    model, samples = h.bert_classifier(0.1), h.class_samples(32)
-    hf_ga.prove_targets(model, samples, h.pad_right)
-    started = time.perf_counter()
-    hf_ga.prove_targets(model, samples, h.pad_right)
-    seconds = time.perf_counter() - started
-    with capsys.disabled():
-        print(f"\na proof of a two-layer BERT takes {seconds * 1000:.0f} ms")
-    assert seconds < 5
-
-
-# -- found weak while writing these tests; expected failures are open ------------------------------------------------------
+# -- samples and models that make a proof hard ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm])
@@ -357,19 +324,6 @@ def test_samples_without_targets_do_not_spoil_a_proof(build, with_targets):
     samples = [s if i < with_targets else h.without_targets(s) for i, s in enumerate(h.token_samples(16))]
     rule = hf_ga.prove_targets(build(), samples, h.pad_right)
     assert rule.name == {h.gpt2: "shifted labels", h.bert_masked_lm: "labels"}[build]
-
-
-def mask_half(samples):
-    """A collator that draws which tokens are targets, as masked-LM collators do."""
-    batch = h.pad_right(samples)
-    kept = (torch.rand(batch["input_ids"].shape) < 0.5) & (batch["attention_mask"] > 0)
-    return {**batch, "labels": batch["input_ids"].masked_fill(~kept, h.IGNORED)}
-
-
-def test_a_random_collator_is_not_taken_for_a_random_model():
-    samples, before = h.token_samples(16), h.global_random_states()
-    assert hf_ga.prove_targets(h.bert_masked_lm(0.1), samples, mask_half).name == "labels"
-    assert h.global_random_states() == before
 
 
 def test_batch_norm_kept_in_eval_is_additive():
@@ -389,28 +343,7 @@ def test_a_nan_gradient_is_no_proof():
         hf_ga.prove_targets(head(nan_gradient), h.class_samples(8), h.pad_right)
 
 
-def test_class_labels_of_shape_n_by_1():
-    """The head flattens them; `datasets` columns often look so."""
-    samples = [{**s, "labels": torch.tensor([s["labels"]])} for s in h.class_samples(8)]
-    assert hf_ga.prove_targets(h.bert_classifier(), samples, h.pad_right).count(h.pad_right(samples), 8) == 8
-
-
-def test_gpt2_classifier_counts_labels():
-    sizes = {"vocab_size": h.VOCABULARY, "n_embd": h.WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
-    model = tf.GPT2ForSequenceClassification(tf.GPT2Config(**sizes, num_labels=3, bos_token_id=1, eos_token_id=1))
-    assert hf_ga.prove_targets(model, h.class_samples(8), h.pad_right).name == "labels"
-
-
-def test_proof_under_bf16_autocast():
-    AcceleratorState._reset_state(True)
-    try:
-        model = Accelerator(mixed_precision="bf16", cpu=True).prepare(h.bert_masked_lm())
-        assert hf_ga.prove_targets(model, h.token_samples(16), h.pad_right).name == "labels"
-    finally:
-        AcceleratorState._reset_state(True)
-
-
-def test_proof_does_not_depend_on_the_random_state():
+def test_a_collate_function_that_draws_is_not_taken_for_a_model_that_does():
     def mask_few(samples):
         batch = h.pad_right(samples)
         kept = (torch.rand(batch["input_ids"].shape) < 0.15) & (batch["attention_mask"] > 0)
@@ -418,7 +351,9 @@ def test_proof_does_not_depend_on_the_random_state():
 
     for seed in range(20):
         torch.manual_seed(seed)
-        assert hf_ga.prove_targets(h.bert_masked_lm(), h.token_samples(32), mask_few).name == "labels"
+        before = h.global_random_states()
+        rule = hf_ga.prove_targets(h.bert_masked_lm(0.1), h.token_samples(32), mask_few)
+        assert rule.name == "labels" and h.global_random_states() == before
 
 
 @pytest.mark.parametrize("short_have_targets", [True, False])

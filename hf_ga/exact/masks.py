@@ -52,7 +52,7 @@ def keep_mask(keys: Tensor, site: int, shape: Sequence[int], axis: int | None, d
     else:
         kept = keep_columns(row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
     if axis is None:
-        return kept.view(*shape)
+        return kept.view(tuple(shape))
     return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
 
 

@@ -105,4 +105,4 @@ class _SiteFinder(KeyedDropout):
         module = self._stack[-1].module
         self.sites.setdefault(key, DropoutSite(self.names[module], module, key)).shapes.append(shape)
         self.on_the_way.update(frame.module for frame in self._stack)
-        return torch.ones(shape, dtype=torch.bool, device=next(self.model.parameters()).device)
+        return torch.ones(shape, dtype=torch.bool, device=next(self.model.parameters(), torch.empty(0)).device)
