@@ -1,4 +1,4 @@
-"""One small Task per kind of head: which rows it reads, how they become samples, samples a batch, outputs metrics."""
+"""One small Task per kind of head: its labels, its tokenization and collation, its small default model, its metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,9 +155,9 @@ TASKS: dict[str, Task] = {
         AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, pipeline="fill-mask", lora_type=None
     ),
     "text-classification": _of_texts(
-        "class", _padding(collation.collate_classes), "single_label_classification", ("accuracy", "f1")
+        "class", _padding(collation.collate_labels), "single_label_classification", ("accuracy", "f1")
     ),
-    "regression": _of_texts("number", _padding(collation.collate_numbers), "regression", ("mae", "pearson")),
+    "regression": _of_texts("number", _padding(collation.collate_labels), "regression", ("mae", "pearson")),
     "multi-label": _of_texts("classes", _label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
     "token-classification": Task(
         AutoModelForTokenClassification,
