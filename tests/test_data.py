@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.data import corpus, tasks
 from hf_ga.data.chat import prompts
-from hf_ga.data.collation import collate_causal, collate_classes, pad
+from hf_ga.data.collation import collate_causal, collate_labels, pad
 from hf_ga.data.columns import choose_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
@@ -969,7 +969,7 @@ def test_causal_batch_by_hand():
 
 def test_classification_batch_by_hand():
     samples = [{"input_ids": [5, 6], "label": 2}, {"input_ids": [7], "label": 0}, {"input_ids": [8, 9, 3], "label": 1}]
-    batch = collate_classes(samples, 4)
+    batch = collate_labels(samples, 4)
     assert batch["input_ids"].tolist() == [[5, 6, 4], [7, 4, 4], [8, 9, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [2, 0, 1]

@@ -122,12 +122,12 @@ def load(task: str) -> DatasetDict:
 
 
 def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
-    """The first 100 words of a text in lower case, and for each its case in the text: lower, Title, UPPER, Mixed or none.
+    """The first 64 words of a text in lower case, and for each its case in the text: lower, Title, UPPER, Mixed or none.
 
     >>> truecasing_row({"text": "Return a TarFile."})
     {'tokens': ['return', 'a', 'tarfile', '.'], 'tags': ['Title', 'lower', 'Mixed', 'none']}
     """
-    words = re.findall(r"\w+|[^\w\s]", row["text"])[:100]
+    words = re.findall(r"\w+|[^\w\s]", row["text"])[:64]
     cases = {"none": lambda w: w.lower() == w.upper(), "lower": str.islower, "Title": str.istitle, "UPPER": str.isupper}
     tags = [next((name for name, holds in cases.items() if holds(word)), "Mixed") for word in words]
     return {"tokens": [word.lower() for word in words], "tags": tags}

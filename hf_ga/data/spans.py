@@ -66,9 +66,10 @@ def _answers(row: dict[str, Any]) -> list[tuple[str, int]] | None:
         pairs = list(zip(value.get("text") or [], value.get("answer_start") or [], strict=True))
     else:
         pairs = None if value else []
-    if pairs is None or not all(isinstance(text, str) and isinstance(start, int) for text, start in pairs):
+    # A column of a CSV file with empty cells holds 5.0, not 5.
+    if pairs is None or not all(isinstance(t, str) and isinstance(s, int | float) and s == s // 1 for t, s in pairs):
         return None
-    return [(text, start) for text, start in pairs if text]
+    return [(text, int(start)) for text, start in pairs if text]
 
 
 def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
