@@ -46,10 +46,10 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     result = dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))
     if "label" not in columns:
         return result
-    labels = [_number(row["label"], *_choices(row)) for row in rows]
-    pairs = list(zip(labels, rows, strict=True))
     rule = "a label must be the name, the number (from 0) or the letter of a choice"
-    check_values(split, pairs, lambda pair: pair[0] is not None, rule, "Choose the column with --label_column, or fix these rows.")
+    remedy = "Choose the column with --label_column, or fix these rows."
+    check_values(split, rows, lambda row: _number(row["label"], *_choices(row)) is not None, rule, remedy)
+    labels = [_number(row["label"], *_choices(row)) for row in rows]
     return result.add_column("label", labels, feature=Value("int64"))
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.data.chat import chat_columns
+from hf_ga.data.checks import check_values
 from hf_ga.data.options import DataOptions
 from hf_ga.data.tasks import Task
 from hf_ga.errors import DataError
@@ -69,7 +70,7 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
         for role, column in chosen.items():
             if column not in dataset.column_names:
                 has = ", ".join(dataset.column_names)
-                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "All splits need the same columns."
+                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
                 raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
     if len(set(chosen.values())) < len(chosen):
         listed = " and ".join(FLAGS.get(role, role) for role in chosen)
@@ -92,16 +93,20 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
-    if (role in TEXTS and not _is_text(feature)) or (role == "tokens" and not _is_text(getattr(feature, "feature", None))):
-        needed = "lists of strings" if role == "tokens" else "strings"
-        raise DataError(
-            f"{FLAGS[role]} must name a column of {needed}, but that of the {split} rows holds {feature}: choose another with "
-            f"--{FLAGS[role]}, or fix the rows that are not."
-        )
+    remedy = f"Choose another with --{FLAGS.get(role)}, or fix these rows."
+    if role in TEXTS and not _is_text(feature):
+        rule = f"{FLAGS[role]} must name a column of strings"
+        check_values(split, dataset[role][:], lambda value: value is None or isinstance(value, str), rule, remedy)
+    if role == "tokens":
+        check_values(split, dataset[role][:], _is_words, f"{FLAGS[role]} must name a column of lists of strings", remedy)
     try:
         dataset.data.column(role).validate(full=True)
     except pa.ArrowInvalid as error:  # found here, as it would else be found when a row is read
         raise DataError(f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8.") from error
+
+
+def _is_words(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(word, str) for word in value))
 
 
 def _is_text(feature: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Value
+from datasets import ClassLabel, Dataset, DatasetDict
 
 from hf_ga.data.checks import NUM_SHOWN, check_values
 from hf_ga.errors import DataError
@@ -84,28 +84,30 @@ def class_weights(text: str, names: Sequence[str], counts: np.ndarray) -> list[f
 
 def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
     """The labels of each row as a list, checked for their type."""
-    feature, values = dataset.features["label"], dataset["label"][:]
-    inner = feature if kind == "class" else getattr(feature, "feature", None)
-    wanted = "names or whole numbers" if kind == "class" else "lists of names or whole numbers"
-    is_label = isinstance(inner, ClassLabel) or (isinstance(inner, Value) and not inner.dtype.startswith(("float", "double")))
-    if not is_label or (kind == "class" and inner.dtype == "null"):
-        raise DataError(
-            f"labels must be {wanted}, but those of the {split} rows are {feature}, such as {values[:NUM_SHOWN]!r:.120}. {CHOOSE}"
-        )
-    lists = [[value] for value in values] if kind == "class" else [row or [] for row in values]
-    check_values(split, lists, lambda row: None not in row, f"labels must be {wanted}", CHOOSE)
-    if kind == "classes" and isinstance(inner, Value) and "int" in inner.dtype:
-        rule = "a list holds the numbers of the labels that apply, each once (not a 0 or a 1 for every label)"
-        check_values(split, lists, lambda row: len(set(row)) == len(row), rule, CHOOSE)
+    values = dataset["label"][:]
+    if kind == "class":
+        check_values(split, values, _is_label, "labels must be names or whole numbers", CHOOSE)
+        return [[value] for value in values]
+    rule = "labels must be lists of names or whole numbers"
+    check_values(split, values, lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))), rule, CHOOSE)
+    lists = [row or [] for row in values]
     if kind == "tags":
         pairs = list(zip(dataset["tokens"][:], lists, strict=True))
         check_values(split, pairs, lambda pair: len(pair[0] or []) == len(pair[1]), "every word needs one tag", CHOOSE)
+    elif _class_label(dataset) is None:
+        rule = "a list holds the numbers of the labels that apply, each once (not a 0 or a 1 for every label)"
+        check_values(split, lists, lambda row: len(set(row)) == len(row) or isinstance(row[0], str), rule, CHOOSE)
     return lists
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str | int)
 
 
 def _label_names(feature: ClassLabel | None, values: Iterable[Sequence[Any]], known: Sequence[str] | None) -> list[str]:
     """In the order of their ids."""
-    names = list(feature.names) if feature else [str(value) for value in sorted({value for row in values for value in row})]
+    found = {value for row in values for value in row}
+    names = list(feature.names) if feature else [str(value) for value in sorted(found, key=lambda v: (isinstance(v, str), v))]
     if str(IGNORED_LABEL) in names:
         raise DataError(f"the label {IGNORED_LABEL} marks what the loss ignores: leave it out, or give it another name.")
     if known is not None and set(names) <= set(known):

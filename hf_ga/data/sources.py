@@ -140,6 +140,8 @@ def reading(name: str) -> Iterator[None]:
 def unreadable(name: str, error: BaseException) -> DataError:
     """What `datasets` raised, in one line; of a file of JSON lines the line that is broken."""
     cause = error.__cause__ or error
+    if "corresponds to no data" in str(cause):
+        return DataError(f"{name} has no rows.")
     reason = broken_line(name) or f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
     return DataError(f"cannot read {name}: {reason}")
 
