@@ -10,8 +10,7 @@ from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.data.choices import collate_choices, encode_choices, tokenize_choices
-from hf_ga.data.columns import choose_columns
-from hf_ga.data.columns import rename_columns
+from hf_ga.data.columns import choose_columns, rename_columns
 from hf_ga.data.tasks import TASKS
 
 
