@@ -2,7 +2,6 @@
 
 import math
 import os
-import platform
 import sysconfig
 import warnings
 from collections import Counter
@@ -179,11 +178,6 @@ def test_tags_are_the_case_of_words(dataset):
 def test_other_tasks_need_a_dataset(task):
     with pytest.raises(ConfigError, match=rf"the embedded corpus has no data for {task}: name a dataset with --dataset_name"):
         corpus.load(task)
-
-
-def test_describe(dataset):
-    line = corpus.describe(dataset)
-    assert line.startswith(f"standard library of Python {platform.python_version()}") and str(len(dataset["train"])) in line
 
 
 # Tokenizer

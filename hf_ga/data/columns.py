@@ -38,7 +38,6 @@ SOURCES = {
     "article": "highlights",
     "dialogue": "summary",
     "text": "summary",
-    "code": "sentence",
 }
 TEXTS = {"text", "text_pair", "question", "context", "target"}
 FLAGS = {

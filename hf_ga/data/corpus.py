@@ -1,12 +1,11 @@
 """The embedded corpus: the documentation strings of the running interpreter's standard library.
 
-Real text of very ragged lengths, on every machine and without network. Another Python has another library, so runs log `describe`.
+Real text of very ragged lengths, on every machine and without network. Another Python has another library, so runs log its version.
 Reading the sources takes about four seconds, once per process.
 """
 
 import ast
 import os
-import platform
 import re
 import sysconfig
 import warnings
@@ -152,7 +151,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
         vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _wrap(tokenizer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<eos>",  # one token both ends a text and begins the next, as in GPT-2
+        eos_token="<eos>",
+        mask_token="<mask>",
+        cls_token="<cls>",
+        sep_token="<sep>",
+        unk_token="<unk>",
+        model_max_length=MODEL_MAX_LENGTH,
+        # Without token_type_ids: GPT-2 would look them up among its words and add the vector of <pad> to every token.
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def load_stdlib_tokenizer(vocab_size: int = 4000) -> PreTrainedTokenizerFast:
@@ -162,15 +174,6 @@ def load_stdlib_tokenizer(vocab_size: int = 4000) -> PreTrainedTokenizerFast:
     'Return the queue.'
     """
     return train_tokenizer(load_stdlib()["train"]["text"], vocab_size)
-
-
-def describe(rows: DatasetDict) -> str:
-    """Return one line on rows that `load` returned, for a run's log and its summary.
-
-    >>> describe(load("causal-lm"))
-    "standard library of Python 3.11.7: documentation strings, {'train': 6591, 'validation': 843, 'test': 821} rows"
-    """
-    return f"standard library of Python {platform.python_version()}: documentation strings, {dict(rows.num_rows)} rows"
 
 
 def _source_files(folder: Path) -> list[Path]:
@@ -204,20 +207,3 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _documented(child, f"{name}.{child.name}")
         elif not isinstance(child, ast.expr):  # definitions stand under if, try, with, ..., never in an expression
             yield from _documented(child, name)
-
-
-def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<eos>",  # one token both ends a text and begins the next, as in GPT-2
-        eos_token="<eos>",
-        mask_token="<mask>",
-        cls_token="<cls>",
-        sep_token="<sep>",
-        unk_token="<unk>",
-        model_max_length=MODEL_MAX_LENGTH,
-        # Without token_type_ids: GPT-2 would look them up among its words and add the vector of <pad> to every token.
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )

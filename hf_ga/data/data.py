@@ -1,5 +1,6 @@
 """Datasets -> tokenized samples. Everything that is wrong with the data is found here, before a model is built."""
 
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +11,14 @@ from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data import corpus
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
 from hf_ga.data.columns import choose_columns, rename_columns
+from hf_ga.data.corpus import SPLITS
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions
-from hf_ga.data.sources import SPLITS, load_file, load_rows, reading
+from hf_ga.data.sources import load_file, load_rows, reading
 from hf_ga.data.spans import encode_answers
 from hf_ga.data.statistics import content_hash, majority_class, unigram_entropy
 from hf_ga.data.streamed import StreamedSamples, load_streamed
@@ -147,15 +148,16 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
 
 
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
+    name = options.dataset_name
     if options.streaming:
         numbers = f"of which {len(rows['train'])} rows were read ahead; {len(rows['validation'])} validation rows"
-        return f"{options.dataset_name}: a stream, {numbers}"
-    if options.dataset_name != "stdlib":
-        return f"{options.dataset_name}: {dict(rows.num_rows)} rows"
-    if "train" in rows:
-        return corpus.describe(rows)
-    files = {"validation": options.validation_file, "test": options.test_file}
-    return ", ".join(f"{files[split]}: {len(rows[split])} {split} rows" for split in rows) or "no rows to evaluate"
+        return f"{name}: a stream, {numbers}"
+    if not rows:
+        return "no rows to evaluate"
+    if name == "stdlib":
+        files = [file for file in (options.validation_file, options.test_file) if file]
+        name = f"standard library of Python {platform.python_version()}" if "train" in rows else ", ".join(files)
+    return f"{name}: {dict(rows.num_rows)} rows"
 
 
 def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:

@@ -18,7 +18,6 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.order import epoch_order
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
-SPLITS = ("train", "validation", "test")
 VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
 
 
@@ -36,7 +35,7 @@ def load_rows(options: DataOptions) -> DatasetDict:
     if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
         return DatasetDict(extra)
     rows = DatasetDict({**with_usual_names(_named_rows(options)), **extra})
-    rows = DatasetDict({split: rows[split] for split in SPLITS if split in rows and (len(rows[split]) or split == "train")})
+    rows = DatasetDict({split: rows[split] for split in corpus.SPLITS if split in rows and (len(rows[split]) or split == "train")})
     if not options.eval_only and not len(rows.get("train", ())):
         raise DataError(
             f"dataset_name {options.dataset_name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to "

@@ -31,26 +31,25 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
 def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Conversations or prompts with their completions; `labels` are the ids of the completions, the others are ignored.
 
-    The whole text is tokenised at once, as the model will see it; a token counts if any of its characters is of a completion: a
+    The whole text is tokenized at once, as the model will see it; a token counts if any of its characters is of a completion: a
     space that ends a prompt may have become part of the completion's first word.
     """
     check_fast(tokenizer)
     whole, labels = [], []
     for text, spans, is_templated in rendered(rows, tokenizer):
         encoded = tokenizer(text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False)
-        ids = np.asarray(encoded["input_ids"], np.int64)
-        starts, ends = _characters(encoded["offset_mapping"])
+        ids = encoded["input_ids"] if text else []  # of no text nothing, not even special tokens
+        needs_end = bool(text) and not is_templated and tokenizer.eos_token_id is not None  # a template writes its own end
+        if needs_end:
+            ids = _ended([ids], tokenizer.eos_token_id)[0]
+        starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
         is_target = np.zeros(len(ids), bool)
         for start, end in spans:
-            is_target |= (starts < end) & (ends > start) & (ends > starts)
-        if not text:  # nothing, not even special tokens
-            ids = is_target = np.zeros(0, np.int64)
-        elif not is_templated and tokenizer.eos_token_id is not None:  # a template writes its own end
-            end_token = [] if len(ids) and ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-            ids = np.append(ids, end_token).astype(np.int64)
-            is_target = np.append(is_target[: len(ids) - 1], True)
-        whole.append(ids.tolist())
-        labels.append(np.where(is_target, ids, IGNORED_LABEL).tolist())
+            is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
+        if needs_end:
+            is_target[-1] = True
+        whole.append(ids)
+        labels.append(np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist())
     cut = [row[:max_length] for row in labels]
     num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in cut]
     return {**_columns(whole, [ids[:max_length] for ids in whole], num_targets), "labels": cut}
@@ -108,13 +107,7 @@ def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
 
 
 def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
-    """Concatenate all `input_ids` and cut them every `block_size` tokens; the last block may be shorter.
-
-    Raises:
-        ConfigError: block_size is below 2, which leaves no token to predict.
-    """
-    if block_size < 2:
-        raise ConfigError(f"block_size must be at least 2, got {block_size}.")
+    """Concatenate all `input_ids` and cut them every `block_size` tokens; the last block may be shorter."""
     table = dataset.flatten_indices().data.table
     ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
     ends = np.append(np.arange(0, len(ids), block_size), len(ids))
