@@ -162,8 +162,8 @@ def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, wa
 
 def collate_spans(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
     """Ids and int64 `start_positions` and `end_positions` of shape (samples,)."""
-    places = {name: torch.tensor([sample[name] for sample in samples]) for name in ("start_positions", "end_positions")}
-    return {**collate_ids(samples, pad_token_id), **places}
+    positions = {name: torch.tensor([sample[name] for sample in samples]) for name in ("start_positions", "end_positions")}
+    return {**collate_ids(samples, pad_token_id), **positions}
 
 
 def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Answer:
@@ -177,10 +177,10 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
         sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token that stands for none.
     """
     starts, ends = np.asarray(sample["starts"]), np.asarray(sample["ends"])
-    places = torch.from_numpy(np.flatnonzero(starts >= 0))
+    positions = torch.from_numpy(np.flatnonzero(starts >= 0))
     first, last = start_logits.double(), end_logits.double()
-    spans = (first[places].unsqueeze(1) + last[places]).masked_fill(
-        torch.ones(len(places), len(places)).tril(-1).bool(), -torch.inf
+    spans = (first[positions].unsqueeze(1) + last[positions]).masked_fill(
+        torch.ones(len(positions), len(positions)).tril(-1).bool(), -torch.inf
     )
     none = first[sample["no_answer"]] + last[sample["no_answer"]]
     probabilities = torch.cat([spans.flatten(), none.reshape(1)]).softmax(0)
@@ -188,8 +188,8 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     score = round(float(probabilities[best]), 6)
     if best == len(probabilities) - 1:
         return Answer("", score, 0, 0)
-    i, j = divmod(best, len(places))
-    start, end = int(starts[places[i]]), int(ends[places[j]])
+    i, j = divmod(best, len(positions))
+    start, end = int(starts[positions[i]]), int(ends[positions[j]])
     text = sample["context"][start:end]
     start += len(text) - len(text.lstrip())  # byte-level tokens begin with the space before them
     return Answer(text.strip(), score, start, start + len(text.strip()))
