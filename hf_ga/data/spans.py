@@ -93,30 +93,34 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
-        was_cut = 0 < len(ids) < len(whole[i])
-        starts, ends = _characters(encoded, i)
-        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         answer = _first_answer(rows, i) if ids else None
-        found = _tokens_of(answer, starts, ends, was_cut) if answer else None
-        first, last = found or (no_answer, no_answer)
-        sample = {
-            "input_ids": ids,
-            "starts": starts[: len(ids)],
-            "ends": ends[: len(ids)],
-            "start_positions": first,
-            "end_positions": last,
-            "no_answer": no_answer,
-            "answer_is_lost": answer is not None and found is None,
-            "was_cut": was_cut,
-            "length": len(ids),
-            "num_targets": int(bool(ids)),
-        }
+        sample = _sample(ids, *_characters(encoded, i), answer, tokenizer.cls_token_id, was_cut=0 < len(ids) < len(whole[i]))
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
     columns["context"] = contexts
     if "token_type_ids" in encoded:
         columns["token_type_ids"] = [kinds[:n] for kinds, n in zip(encoded["token_type_ids"], columns["length"], strict=True)]
     return columns | ({"answers": rows["answer_texts"]} if "answer_texts" in rows else {})
+
+
+def _sample(
+    ids: list[int], starts: np.ndarray, ends: np.ndarray, answer: tuple[int, int] | None, cls_token_id: int | None, was_cut: bool
+) -> dict[str, Any]:
+    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
+    found = _tokens_of(answer, starts, ends, was_cut) if answer else None
+    first, last = found or (no_answer, no_answer)
+    return {
+        "input_ids": ids,
+        "starts": starts[: len(ids)],
+        "ends": ends[: len(ids)],
+        "start_positions": first,
+        "end_positions": last,
+        "no_answer": no_answer,
+        "answer_is_lost": answer is not None and found is None,
+        "was_cut": was_cut,
+        "length": len(ids),
+        "num_targets": int(bool(ids)),
+    }
 
 
 def _check_questions(questions: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
