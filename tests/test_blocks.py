@@ -8,7 +8,6 @@ from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
 from hf_ga.data.collation import collate_causal
 from hf_ga.data.tokenization import cut_into_blocks
-from hf_ga.errors import ConfigError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,12 +74,6 @@ def test_content_in_its_order(block_size, low):
 )
 def test_by_hand(rows, block_size, blocks):
     assert list(check(as_dataset(rows), rows, block_size)["input_ids"]) == blocks
-
-
-@pytest.mark.parametrize("block_size", [1, 0, -5])
-def test_too_small_a_block_is_refused(block_size):
-    with pytest.raises(ConfigError, match=f"block_size must be at least 2, got {block_size}"):
-        cut_into_blocks(as_dataset([[1, 2, 3]]), block_size)
 
 
 WAYS = {

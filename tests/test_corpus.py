@@ -1,15 +1,14 @@
-"""The embedded corpus: its rows, splits, tokenizer and cache. One full build; the rest runs on small folders."""
+"""The embedded corpus: its rows, splits, labels and tokenizer. One full build; the rest runs on small folders."""
 
 import math
 import os
-import subprocess
-import sys
+import sysconfig
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import DatasetDict
 from transformers import PreTrainedTokenizerFast
 
 from hf_ga.data import corpus
@@ -17,29 +16,13 @@ from hf_ga.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+def dataset():
+    return corpus.load_stdlib()
 
 
 @pytest.fixture(scope="module")
-def dataset(cache):
-    return corpus.load_stdlib(cache)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(cache, dataset):
-    return corpus.load_stdlib_tokenizer(cache_dir=cache)
-
-
-@pytest.fixture
-def small_library(tmp_path, monkeypatch):
-    """A library of 60 short modules in place of Python's own."""
-    folder = tmp_path / "library"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"module{number}.py").write_text(f'"""Text number {number}."""\n')
-    monkeypatch.setattr(corpus, "_stdlib_folder", lambda: folder)
-    return folder
+def tokenizer():
+    return corpus.load_stdlib_tokenizer()
 
 
 def write(folder, files):
@@ -51,10 +34,6 @@ def write(folder, files):
 
 def names_and_texts(folder):
     return [(row["name"], row["text"]) for row in corpus.stdlib_rows(folder)]
-
-
-def modification_times(folder):
-    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
 # Rows
@@ -125,7 +104,7 @@ def test_rows_are_read_without_running_or_warning(tmp_path):
 
 
 def test_rows_do_not_depend_on_the_order_of_the_file_system(monkeypatch):
-    folder = Path(corpus._stdlib_folder(), "email")
+    folder = Path(sysconfig.get_path("stdlib"), "email")
     first = list(corpus.stdlib_rows(folder))
     walk = os.walk
 
@@ -173,26 +152,32 @@ def test_splits_share_no_name_and_no_text(dataset):
         assert sum(map(len, values)) == len(set.union(*values))
 
 
-def test_package_labels(dataset):
-    labels = corpus.package_labels(dataset)
-    assert len(labels) > 10
-    assert "asyncio" in labels
-    assert labels == sorted(labels)
-    train = list(dataset["train"]["package"])
-    assert min(train.count(label) for label in labels) >= 100
-    # Exactly at the limit a package is in, one row more and it is out.
-    rows = train.count("asyncio")
-    assert "asyncio" in corpus.package_labels(dataset, minimum_rows=rows)
-    assert "asyncio" not in corpus.package_labels(dataset, minimum_rows=rows + 1)
+def test_labels_are_the_packages_with_many_rows(dataset):
+    counts = Counter(dataset["train"]["package"])
+    rows = corpus.load("text-classification")
+    assert set(rows["train"]["label"]) == {package for package, count in counts.items() if count >= 100}
+    assert set(rows["test"]["label"]) <= set(rows["train"]["label"]) and "asyncio" in rows["train"]["label"]
+    first = next(row for row in dataset["validation"] if counts[row["package"]] >= 100)
+    assert rows["validation"][0] == {"name": first["name"], "label": first["package"], "text": first["text"]}
 
 
-def test_describe_counts(small_library, tmp_path):
-    write(small_library, {"module0.py": "", "module1.py": '"""One two  three\n\n    four."""'})
-    line = corpus.describe(corpus.load_stdlib(tmp_path))
-    version = ".".join(map(str, sys.version_info[:3]))
-    # 58 modules of 3 words, one without documentation, one of 4 words.
-    assert line.startswith(f"standard library of Python {version}")
-    assert line.endswith(": 60 files, 59 documentation strings, 178 words")
+def test_tags_are_the_case_of_words(dataset):
+    """By hand; and the text's words can be written again from tokens and tags, but for those of mixed case."""
+    assert corpus.truecasing_row({"text": "NULL: a TarFile, Or\n\t3 é."}) == {
+        "tokens": ["null", ":", "a", "tarfile", ",", "or", "3", "é", "."],
+        "tags": ["UPPER", "none", "lower", "Mixed", "none", "Title", "none", "lower", "none"],
+    }
+    write = {"UPPER": str.upper, "Title": str.title, "lower": str, "none": str}
+    row = corpus.load("token-classification")["train"][0]
+    words = [write[tag](token) if tag != "Mixed" else token for token, tag in zip(row["tokens"], row["tags"], strict=True)]
+    text = dataset["train"][0]["text"]
+    assert all(word in text or tag == "Mixed" for word, tag in zip(words, row["tags"], strict=True)) and len(words) <= 64
+
+
+@pytest.mark.parametrize("task", ["question-answering", "multiple-choice", "seq2seq", "regression", "multi-label"])
+def test_other_tasks_need_a_dataset(task):
+    with pytest.raises(ConfigError, match=rf"the embedded corpus has no data for {task}: name a dataset with --dataset_name"):
+        corpus.load(task)
 
 
 # Tokenizer
@@ -250,106 +235,6 @@ def test_tokenizer_needs_room_for_all_bytes():
         corpus.train_tokenizer(["ab ab"], 261)
 
 
-# Entropy
-
-
-def test_unigram_entropy_by_hand():
-    assert corpus.unigram_entropy(np.array([7, 7, 7, 7])) == pytest.approx(math.log(4), rel=1e-15)
-    # Shares 1/2, 1/4, 1/4: (1/2) log 2 + 2 (1/4) (2 log 2) = 1.5 log 2; the absent id adds nothing.
-    assert corpus.unigram_entropy(np.array([2, 0, 1, 1])) == pytest.approx(1.5 * math.log(2), rel=1e-15)
-
-
-def test_unigram_entropy_without_choice_is_zero():
-    for counts in ([], [0, 0], [0, 9]):
-        entropy = corpus.unigram_entropy(np.array(counts, dtype=np.int64))
-        assert str(entropy) == "0.0"  # a plain float, and not -0.0
-    with pytest.raises(ValueError, match="-1"):
-        corpus.unigram_entropy(np.array([3, -1]))
-
-
-# Cache
-
-
-def test_second_load_only_reads(cache, dataset, tokenizer, monkeypatch):
-    def never(*arguments):
-        raise AssertionError("built again")
-
-    monkeypatch.setattr(corpus, "stdlib_rows", never)
-    monkeypatch.setattr(corpus, "train_tokenizer", never)
-    before = modification_times(cache)
-    again = corpus.load_stdlib(cache)
-    assert {split: again[split].to_dict() for split in again} == {split: dataset[split].to_dict() for split in dataset}
-    assert corpus.load_stdlib_tokenizer(cache_dir=cache).get_vocab() == tokenizer.get_vocab()
-    assert modification_times(cache) == before
-
-
-def test_default_cache_is_below_huggingface_home(small_library, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.constants, "HF_HOME", str(tmp_path / "home"))
-    corpus.load_stdlib()
-    (kept,) = Path(tmp_path, "home", "hf_ga").iterdir()
-    assert DatasetDict.load_from_disk(kept).num_rows == corpus.load_stdlib().num_rows
-
-
-def test_another_library_has_another_cache(small_library, tmp_path):
-    first = corpus.load_stdlib(tmp_path / "cache")
-    write(small_library, {"one_more.py": '"""One more."""'})
-    second = corpus.load_stdlib(tmp_path / "cache")
-    assert sum(second.num_rows.values()) == sum(first.num_rows.values()) + 1 == 61
-
-
-def test_library_without_sources_is_refused(small_library, tmp_path):
-    for path in small_library.iterdir():
-        path.unlink()
+def test_library_without_sources_is_refused(tmp_path):
     with pytest.raises(DataError, match="without the sources"):
-        corpus.load_stdlib(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []  # nothing half built is left
-
-
-def test_the_slower_of_two_builders_keeps_the_first_result(tmp_path):
-    folder = tmp_path / "kept"
-
-    def build(new):
-        new.mkdir()
-        Path(new, "file").write_text("first")
-
-    def build_slowly(new):
-        new.mkdir()
-        Path(new, "file").write_text("second")
-        corpus._build_once(folder, build)  # another process comes by and is done first
-
-    corpus._build_once(folder, build_slowly)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert (folder / "file").read_text() == "first"
-
-
-LOADER = """
-import sys
-from pathlib import Path
-from hf_ga.data import corpus
-library, cache = map(Path, sys.argv[1:])
-corpus._stdlib_folder = lambda: library
-print("ready", flush=True)
-sys.stdin.readline()
-tokenizer = corpus.load_stdlib_tokenizer(300, cache)
-rows = {split: rows.to_dict() for split, rows in corpus.load_stdlib(cache).items()}
-print(rows, sorted(tokenizer.get_vocab().items()))
-"""
-
-
-def test_two_processes_may_load_at_once(small_library, tmp_path):
-    command = [sys.executable, "-c", LOADER, str(small_library), str(tmp_path / "cache")]
-    processes = []
-    for hash_seed in ("0", "1"):  # the order of a set would differ between the two
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(corpus.__file__).parents[1])}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))
-    assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
-    for process in processes:  # both have imported everything: go
-        process.stdin.write("\n")
-        process.stdin.flush()
-    first, second = (process.communicate()[0] for process in processes)
-    assert [process.returncode for process in processes] == [0, 0]
-    assert "Text number 59." in first
-    assert first == second
-    names = [path.name.rsplit("-", 1)[1] for path in sorted((tmp_path / "cache").iterdir())]
-    assert names == ["corpus", "300"]
+        corpus.split_rows(corpus.stdlib_rows(tmp_path))

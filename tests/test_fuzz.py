@@ -254,8 +254,6 @@ def check_batch(data, kind: str) -> None:
         ids, size = batch["input_ids"], len(data.tokenizer)
         assert ids.dtype == torch.int64 and int(ids.min()) >= 0 and int(ids.max()) < size
         assert batch["attention_mask"].shape == ids.shape
-        origin = data.origins[split]
-        assert origin.numbers is None or len(origin.numbers) == len(dataset)
         labels = batch.get("labels")
         if labels is None:
             assert kind.startswith("question")
@@ -327,7 +325,7 @@ def test_files_of_rows(fuzz, tmp_path):
     @given(
         st.integers(0, len(good)),
         st.integers(0, 30),
-        st.binary(max_size=4) | st.sampled_from([b"\n", b"[1]\n", b"null\n", b"\xff"]),
+        st.binary(max_size=4) | st.sampled_from([b"\n", b"[1]\n", b"\xff"]),
     )
     def check(at, cut, put):
         text = (good[:at] + put + good[at + cut :]).decode("utf-8", "surrogateescape")

@@ -57,18 +57,16 @@ def test_class_labels_are_numbered_as_the_dataset_does():
 
 
 def test_class_labels_named_by_digits():
-    """A whole number is a number of the dataset, also where it looks like a name; a string is a name."""
+    """A whole number is a number of the dataset, although it looks like a name; a string is a name."""
     train = typed([0, 1], ClassLabel(names=["1", "2"]))
     assert encoded("class", train, [0, 1], ["1", "2"]) == (["1", "2"], [0, 1], [0, 1], [0, 1])
-    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 2"):
-        encoded("class", train, [2])
 
 
 def test_numbers_that_another_file_wrote_as_names():
     """A CSV file holds 0 where a JSON file holds "0"."""
     assert encoded("class", ["0", "1", "10"], [10, 0]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
     assert encoded("class", [0, 1, 10], ["10", "0"]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
-    with pytest.raises(DataError, match="2; it knows 2"):
+    with pytest.raises(DataError, match=r"unknown labels in the validation rows: '2'. Training knows 2"):
         encoded("class", ["0", "1"], [2])
 
 
@@ -76,13 +74,13 @@ def test_numbers_that_another_file_wrote_as_names():
 def test_labels_that_training_does_not_know(unknown):
     for others in ([unknown], [["a"], unknown]):
         name = ("validation", "test")[len(others) - 1]
-        with pytest.raises(DataError, match=f"labels of the {name} rows that training does not know: {unknown[0]!r}; it knows 2"):
+        with pytest.raises(DataError, match=f"unknown labels in the {name} rows: {unknown[0]!r}. Training knows 2 labels"):
             encoded("class", ["a", "b"], *others)
 
 
 def test_unlabelled_rows_of_class_labels():
     train = typed([0, -1, 1], ClassLabel(names=["a", "b"]))
-    with pytest.raises(DataError, match=r"labels of the train rows.*-1"):
+    with pytest.raises(DataError, match="unknown labels in the train rows: '-1'"):
         encoded("class", train)
 
 
@@ -99,7 +97,7 @@ WRONG_CLASSES = {
 
 @pytest.mark.parametrize("name", WRONG_CLASSES)
 def test_what_is_no_class(name):
-    with pytest.raises(DataError, match=r"the labels must be names or whole numbers.*train rows.*--label_column"):
+    with pytest.raises(DataError, match=r"labels must be names or whole numbers.*train rows.*--label_column"):
         encoded("class", WRONG_CLASSES[name])
     with pytest.raises(DataError, match="validation rows"):
         encoded("class", ["a", "b"], WRONG_CLASSES[name])
@@ -142,7 +140,7 @@ def test_known_numbers():
     """An evaluation need not hold all of them in its first split."""
     head = ["0", "1", "2"]
     assert encoded("class", [2, 0], [1], known=head) == (head, [2, 0], [1])
-    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 3"):
+    with pytest.raises(DataError, match="unknown labels in the validation rows: '3'"):
         encoded("class", [2, 0], [3], known=head)
 
 
@@ -162,18 +160,18 @@ def test_lists_of_class_labels():
     assert encoded("classes", train, split([["unused", "z"]])) == (["z", "a", "unused"], [[1, 0], [], [1]], [[2, 0]])
     fixed = typed([[1, 0], [0, 0]], List(ClassLabel(names=["z", "a"]), length=2))
     assert encoded("classes", fixed) == (["z", "a"], [[1, 0], [0, 0]])
-    with pytest.raises(DataError, match=r"labels of the train rows.*-1"):
+    with pytest.raises(DataError, match="unknown labels in the train rows: '-1'"):
         encoded("classes", typed([[-1], [0]], List(ClassLabel(names=["z", "a"]))))
 
 
-@pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]], [None, None]], ids=str)
+@pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]]], ids=str)
 def test_what_is_no_set_of_classes(labels):
-    with pytest.raises(DataError, match=r"the labels must be lists of names or whole numbers.*train rows.*--label_column"):
+    with pytest.raises(DataError, match=r"labels must be lists of names or whole numbers.*train rows.*--label_column"):
         encoded("classes", split(labels))
 
 
 def test_unknown_members_are_refused():
-    with pytest.raises(DataError, match="labels of the validation rows that training does not know: 'c'"):
+    with pytest.raises(DataError, match="unknown labels in the validation rows: 'c'"):
         encoded("classes", split([["a"], ["b"]]), split([["a", "c"]]))
 
 
@@ -189,15 +187,18 @@ def test_tags():
     assert encoded("tags", named, split([["O", "B-X"]], tokens=[["a", "b"]])) == (["O", "B-X"], [[1, 0]], [[0, 1]])
 
 
+ONE_TAG = "every word needs one tag, but 1 of 2 train rows hold"
+
+
 @pytest.mark.parametrize(
     ("tags", "words", "message"),
     [
-        ([["N"], ["N", "V"]], [["a"], ["a"]], "row 1 of train has 1 words but 2 tags"),
-        ([["N", "V"], []], [["a", "b"], ["a"]], "row 1 of train has 1 words but 0 tags"),
-        ([["N", "V"], ["N"]], [["a", "b"], None], "row 1 of train has 0 words but 1 tags"),
-        ([["N", "V"], None], [["a", "b"], ["c"]], "row 1 of train has 1 words but 0 tags"),
-        ([["N", None]], [["a", "b"]], "the labels must be lists of names or whole numbers"),
-        (["NV"], [["a", "b"]], "the labels must be lists of names or whole numbers"),
+        ([["N"], ["N", "V"]], [["a"], ["a"]], ONE_TAG),
+        ([["N", "V"], []], [["a", "b"], ["a"]], ONE_TAG),
+        ([["N", "V"], ["N"]], [["a", "b"], None], ONE_TAG),
+        ([["N", "V"], None], [["a", "b"], ["c"]], ONE_TAG),
+        ([["N", None]], [["a", "b"]], "labels must be lists of names or whole numbers"),
+        (["NV"], [["a", "b"]], "labels must be lists of names or whole numbers"),
     ],
 )
 def test_every_word_needs_one_tag(tags, words, message):
@@ -220,7 +221,7 @@ def test_numbers():
     "labels", [[1.0, None], [1.0, math.nan], [math.inf, 1.0], [True, False], ["1.5", "2"], [[1.0]], [None]], ids=str
 )
 def test_what_is_no_number(labels):
-    with pytest.raises(DataError, match="the labels of a regression must be finite numbers, but the validation rows"):
+    with pytest.raises(DataError, match=r"labels of a regression must be finite float32 numbers.*validation rows.*--label_column"):
         encoded("number", [1.0, 2.0], split(labels))
 
 

@@ -87,8 +87,8 @@ def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
 
 def test_facts_of_rows_that_were_read_ahead_say_so(tmp_path):
     data = prepared(write(tmp_path / "d.jsonl", TEXTS), max_length=4)
-    assert f"train, read ahead: 4 of {READ_AHEAD} rows cut at 4 tokens" in data.facts
-    assert any(fact.startswith("validation: ") and "of 40 rows cut" in fact for fact in data.facts)
+    assert f"train, read ahead: 4 of {READ_AHEAD} rows truncated to 4 tokens" in data.facts
+    assert any(fact.startswith("validation: ") and "of 40 rows truncated" in fact for fact in data.facts)
 
 
 @pytest.mark.parametrize("alias", ["validation", "dev"])
@@ -119,7 +119,7 @@ def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
     data = prepared(path, task="text-classification", validation_file=write(tmp_path / "v.jsonl", TEXTS))
     stream = iter(data.stream)
     assert [next(stream)["label"] for _ in range(12)] == [0, 1] * 6
-    with pytest.raises(DataError, match="the label 'late', which is none of the 2 known ones"):
+    with pytest.raises(DataError, match=r"unknown labels in the stream: 'late'. Training knows 2 labels"):
         list(stream)
 
 
@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (file, None, "no validation rows, and none can be taken from a stream"),
         (tmp_path / "none.jsonl", file, "none.jsonl does not exist"),
         (tmp_path / "none", file, "none does not exist"),
-        (tmp_path / "saved", file, "reads it row by row anyway"),
+        (tmp_path / "saved", file, "is read row by row anyway"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
         (only_test, file, r"no training rows \(splits: test\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),

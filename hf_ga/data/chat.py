@@ -1,4 +1,4 @@
-"""Conversations and prompts with completions -> text, and where in it the completions stand.
+"""Conversations and prompts with completions -> text, and which characters of it are completions.
 
 Three kinds of columns, the first that a dataset has:
 
@@ -7,14 +7,13 @@ Three kinds of columns, the first that a dataset has:
     instruction, (input), output  three strings
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data.row_checks import RowOfBatch
 from hf_ga.errors import DataError
 
 Message = dict[str, str]
@@ -41,16 +40,14 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
     Raises:
         DataError: a malformed row, a conversation without a template, or a template that cannot be cut into turns.
     """
-    names = chat_columns(rows)
-    for number, values in enumerate(zip(*(rows[name] for name in names), strict=True)):
-        row = dict(zip(names, values, strict=True))
-        with _naming_the_row(names, number):
+    for row in _rows(rows, chat_columns(rows)):
+        with _explained(row):
             text = _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
         yield text
 
 
 def prompts(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What stands before the (last) completion of each row: what a model is asked to continue. Completions may be missing.
+    """The text before the (last) completion of each row, which a model shall continue. Completions may be missing.
 
     Raises:
         DataError: a malformed row, a conversation without a template, or a template that refuses it.
@@ -58,27 +55,29 @@ def prompts(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> list[s
     names = chat_columns(rows, needs_completion=False)
     if not names:
         return [text or "" for text in rows["text"]]
-    asked = []
-    for index in range(len(rows[names[0]])):
-        row = {"completion": "", "output": "", **{name: rows[name][index] for name in names}}
-        with _naming_the_row(names, index):
-            asked.append(_asked(_conversation(row)[0], tokenizer) if tokenizer.chat_template else _before(row))
-    return asked
+    texts = []
+    for row in _rows(rows, names):
+        with _explained(row):
+            row = {"completion": "", "output": "", **row}
+            texts.append(_prompt(_conversation(row)[0], tokenizer) if tokenizer.chat_template else _before(row))
+    return texts
+
+
+def _rows(rows: dict[str, list], names: Collection[str]) -> Iterator[dict[str, Any]]:
+    for values in zip(*(rows[name] for name in names), strict=True):
+        yield dict(zip(names, values, strict=True))
 
 
 @contextmanager
-def _naming_the_row(names: Sequence[str], number: int) -> Iterator[None]:
+def _explained(row: dict[str, Any]) -> Iterator[None]:
+    """Whatever makes a row unusable becomes a DataError that shows the row."""
     try:
         yield
     except (TemplateError, DataError, TypeError, ValueError) as error:
-        shown, columns = " ".join(str(error).split()), ", ".join(names)
-        text = f"a row with columns {columns} cannot be used (number {number} of its batch): {shown}"
-        raise RowOfBatch(
-            number, f"(columns {columns}) cannot be used", f"{shown.rstrip('.')}. Mend it, or leave it out.", text
-        ) from error
+        raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
 
 
-def _asked(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def _prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
@@ -103,20 +102,17 @@ def _question(row: dict[str, Any]) -> str:
 
 
 def _messages(value: Any) -> list[Message]:
-    if value != "" and not isinstance(value, list):  # "" stands for a completion that is asked for
-        raise DataError(f"a list of messages is needed, but found {value!r:.80}.")
-    return [_message(m) for m in value]
-
-
-def _message(message: Any) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not message.get("role"):
-        raise DataError(f"a message needs the strings role and content, but one is {message!r:.80}.")
-    return {"role": message["role"], "content": message["content"]}
+    if value != "" and not isinstance(value, list):  # "" stands for the completion of a prompt
+        raise DataError("a conversation must be a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not message.get("role"):
+            raise DataError("every message needs the strings role and content")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise DataError(f"a string is needed, but found {value!r:.80}.")
+        raise DataError("prompts, completions, instructions and outputs must be strings")
     return value
 
 
@@ -124,7 +120,7 @@ def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTok
     if not messages:
         return "", [], True
     if first == 0 and messages[0]["role"] == "assistant":
-        raise DataError("the assistant has the first turn, which answers nothing: begin with a turn of the user or the system.")
+        raise DataError("the assistant has the first turn: begin with a turn of the user or the system")
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
     for index, message in enumerate(messages):
@@ -134,8 +130,8 @@ def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTok
         until = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
         if not (until.startswith(before) and text.startswith(until)):
             raise DataError(
-                "the tokenizer's chat template writes a turn differently when others follow it, so completions cannot be told "
-                "from prompts: keep one turn of the assistant in a row, the last."
+                "the tokenizer's chat template writes a turn differently when others follow it, so completions cannot be located: "
+                "keep one turn of the assistant in a row, the last"
             )
         spans.append((len(before), len(until)))
     return text, spans, True
@@ -150,5 +146,5 @@ def _plain(row: dict[str, Any]) -> Rendered:
 def _before(row: dict[str, Any]) -> str:
     """A prompt without a template."""
     if "messages" in row or isinstance(row.get("prompt"), list):
-        raise DataError("the tokenizer has no chat template to write a conversation with: use one that has, or columns of strings.")
+        raise DataError("the tokenizer has no chat template for conversations: use one that has, or columns of strings")
     return _question(row) + ("" if "prompt" in row else "\n\n")

@@ -8,10 +8,10 @@ from datasets import Dataset, DatasetDict, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data.collation import pad
-from hf_ga.data.row_checks import Complaints
-from hf_ga.data.spans import quoted
+from hf_ga.data.checks import check_values
+from hf_ga.data.collation import collate_ids
 from hf_ga.data.tokenization import check_room
+from hf_ga.errors import DataError
 
 Rows = dict[str, list]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -28,93 +28,72 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: rows with different numbers of choices, fewer than two, or a label that is none of them.
     """
     encoded = DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
-    expected = 0
-    for split, dataset in encoded.items():
-        complaints, counts = Complaints(split), [len(choices) for choices in dataset["choices"]]
-        expected = expected or counts[0]
-        for number, (text, count) in enumerate(zip(dataset["text"], counts, strict=True)):
-            if count != expected:
-                complaints.add(number, f"({quoted(text)}) has {count} choices, the rows before it {expected}", _AS_MANY)
-            elif count < 2:
-                complaints.add(number, f"({quoted(text)}) has {count} choice(s)", "there is nothing to choose from.")
-        complaints.refuse(len(dataset))
+    counts = sorted({len(choices) for dataset in encoded.values() for choices in dataset["choices"]})
+    if len(counts) != 1 or counts[0] < 2:
+        raise DataError(
+            "all rows need the same number of choices, and at least 2, as a batch is one block of samples x choices, but there are "
+            f"rows with {' and '.join(map(str, counts))}. Remove or complete the others."
+        )
     return encoded
-
-
-_AS_MANY = "all rows need as many, as a batch is one block of samples x choices. Leave other rows out, or fill them up."
 
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
     columns = [name for name in dataset.column_names if name.startswith("choice") or name in ("text_pair", "label")]
-    choices, labels, complaints = [], [], Complaints(split)
-    for number, row in enumerate(dataset):
-        texts, names = _choices({name: row[name] for name in columns})
-        if texts is None:
-            held = {name: row[name] for name in columns if name.startswith("choice")}
-            shown = f"({quoted(row['text'])}) has no list of strings for its choices, but {held!r:.120}"
-            complaints.add(number, shown, "name the column with --choices_column.")
-            continue
-        begin = row.get("text_pair") or ""
-        choices.append([f"{begin} {text}" if begin else text for text in texts])
-        label = _number(row["label"], names, len(texts)) if "label" in columns else None
-        if label is None and "label" in columns and len(texts) > 1:  # of fewer nothing can be right
-            shown = f"({quoted(row['text'])}) has the label {row['label']!r} for {len(texts)} choices"
-            complaints.add(number, shown, _known_labels(names, len(texts)))
-        labels.append(label)
-    complaints.refuse(len(dataset))
-    dataset = dataset.remove_columns(columns).add_column("choices", choices, feature=List(Value("string")))
-    return dataset.add_column("label", labels, feature=Value("int64")) if "label" in columns else dataset
+    rows = list(dataset.select_columns(columns))
+    rule = "choices must be lists of strings"
+    check_values(split, rows, lambda row: _are_texts(_choices(row)[0]), rule, "Choose the column with --choices_column.")
+    texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in _choices(row)[0]] for row in rows]
+    result = dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))
+    if "label" not in columns:
+        return result
+    rule = "a label must be the name, the number (from 0) or the letter of a choice"
+    remedy = "Choose the column with --label_column, or fix these rows."
+    check_values(split, rows, lambda row: _number(row["label"], *_choices(row)) is not None, rule, remedy)
+    labels = [_number(row["label"], *_choices(row)) for row in rows]
+    return result.add_column("label", labels, feature=Value("int64"))
 
 
-def _choices(row: dict[str, Any]) -> tuple[list[str] | None, list[Any]]:
-    """The texts and the names of a row's choices; None where they are no texts."""
-    value, names = row.get("choices"), []
+def _choices(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The texts of a row's choices, and their names if they have any."""
     if "choices" not in row:
-        value = [row[name] for name in sorted((n for n in row if n.startswith("choice")), key=lambda n: int(n[len("choice") :]))]
-    if isinstance(value, dict):
-        value, names = value.get("text"), value.get("label") or []
-    is_texts = isinstance(value, list) and all(text is None or isinstance(text, str) for text in value)
-    return ([text or "" for text in value] if is_texts else None), names
+        numbered = sorted((name for name in row if name.startswith("choice")), key=lambda name: int(name.removeprefix("choice")))
+        return [row[name] for name in numbered], []
+    value = row["choices"]
+    return (value.get("text"), value.get("label") or []) if isinstance(value, dict) else (value, [])
 
 
-def _number(label: Any, names: Sequence[Any], count: int) -> int | None:
-    """The place of the right choice; None where the label is none of them."""
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(text is None or isinstance(text, str) for text in value)
+
+
+def _number(label: Any, texts: Sequence[Any], names: Sequence[Any]) -> int | None:
+    """The number of the right choice; None where the label is none of them."""
     if label in names:
         return list(names).index(label)
-    number = int(label) if isinstance(label, float) and label.is_integer() else label  # JSON's 1.0
     if isinstance(label, str):
-        letter = LETTERS.find(label.strip().upper()) if len(label.strip()) == 1 else -1
-        number = int(label) if label.strip().isdecimal() else letter
-    return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else None
-
-
-def _known_labels(names: Sequence[Any], count: int) -> str:
-    known = f"one of {', '.join(map(str, names))}, " if names else ""
-    last = LETTERS[min(max(count, 1), len(LETTERS)) - 1]
-    return f"it must be {known}a number from 0 to {count - 1}, or a letter from A to {last}."
+        label = label.strip().upper()
+        label = LETTERS.find(label) if len(label) == 1 and label in LETTERS else int(label) if label.isdecimal() else None
+    return label if isinstance(label, int) and 0 <= label < len(texts) else None
 
 
 def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """The text with each of its choices between the tokenizer's special tokens. One target a sample.
 
-    `input_ids` holds the choices one after the other, `choice_lengths` how many tokens each has, `length` the longest's.
+    `input_ids` and `token_type_ids` hold a list for each choice; `length` is the longest's.
     """
     check_room(tokenizer, max_length, is_pair=True)
-    texts = [[text or ""] * len(choices or []) for text, choices in zip(rows["text"], rows["choices"], strict=True)]
-    pairs = [list(choices or []) for choices in rows["choices"]]
-    options = {"truncation": True, "max_length": max_length} if max_length else {}
-    columns: Rows = {name: [] for name in ("input_ids", "choice_lengths", "length", "num_targets", "was_cut", "token_type_ids")}
-    for of_row, choices in zip(texts, pairs, strict=True):
-        is_empty = not any(of_row) or not any(choices)
-        whole = [] if is_empty else tokenizer(of_row, choices, verbose=False)["input_ids"]
-        encoded = {"input_ids": []} if is_empty else tokenizer(of_row, choices, verbose=False, **options)
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        columns["input_ids"].append([token for ids in encoded["input_ids"] for token in ids])
-        columns["choice_lengths"].append(lengths)
-        columns["length"].append(max(lengths, default=0))
+    columns: Rows = {name: [] for name in ("input_ids", "length", "num_targets", "was_cut", "token_type_ids")}
+    for text, choices in zip(rows["text"], rows["choices"], strict=True):
+        is_empty = not text or not any(choices)
+        pairs = ([], []) if is_empty else ([text] * len(choices), choices)
+        whole = {} if is_empty else tokenizer(*pairs, verbose=False)
+        cut = {} if is_empty else tokenizer(*pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
+        ids = cut.get("input_ids", [])
+        columns["input_ids"].append(ids)
+        columns["length"].append(max(map(len, ids), default=0))
         columns["num_targets"].append(int(not is_empty))
-        columns["was_cut"].append(lengths != [len(ids) for ids in whole])
-        columns["token_type_ids"].append([kind for kinds in encoded.get("token_type_ids", []) for kind in kinds])
+        columns["was_cut"].append(ids != whole.get("input_ids", []))
+        columns["token_type_ids"].append(cut.get("token_type_ids", []))
     if not any(columns["token_type_ids"]):  # the tokenizer has none
         del columns["token_type_ids"]
     return columns | ({"label": rows["label"]} if "label" in rows else {})
@@ -124,25 +103,9 @@ def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dic
     """`input_ids`, `attention_mask` and maybe `token_type_ids` of shape (samples, choices, longest), and, where the samples have
     labels, int64 `labels` of shape (samples,).
     """
-    lengths = [sample["choice_lengths"] for sample in samples]
-    shape = (len(samples), len(lengths[0]), -1)
-    batch = {
-        "input_ids": pad(_cut(samples, "input_ids"), pad_token_id).view(shape),
-        "attention_mask": pad([[1] * length for of_sample in lengths for length in of_sample], 0).view(shape),
-    }
-    if "token_type_ids" in samples[0]:
-        batch["token_type_ids"] = pad(_cut(samples, "token_type_ids"), 0).view(shape)
+    names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
+    choices = [dict(zip(names, of_choice, strict=True)) for s in samples for of_choice in zip(*(s[n] for n in names), strict=True)]
+    batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in collate_ids(choices, pad_token_id).items()}
     if "label" in samples[0]:
         batch["labels"] = torch.tensor([sample["label"] for sample in samples])
     return batch
-
-
-def _cut(samples: Sequence[dict[str, Any]], name: str) -> list[list[int]]:
-    """The choices of all samples, one after the other."""
-    rows = []
-    for sample in samples:
-        end = 0
-        for length in sample["choice_lengths"]:
-            rows.append(sample[name][end : end + length])
-            end += length
-    return rows

@@ -1,12 +1,14 @@
 """Samples -> arguments of the model: right-padded int64 tensors, samples on the first axis. Padding is never a target."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_ga.data.masking import mask_tokens
 from hf_ga.exact.batches import IGNORED_LABEL
@@ -16,14 +18,11 @@ Samples = Sequence[dict[str, Any]]
 
 def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
-    padded = np.full((len(rows), max(map(len, rows), default=0)), value, dtype=np.int64)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = row
-    return torch.from_numpy(padded)
+    return pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=value)
 
 
 def collate_to_multiple(samples: Samples, collate: Callable, pad_token_id: int, multiple: int, most: int) -> dict[str, Tensor]:
-    """What `collate` makes of the samples, as wide as a multiple that the hardware likes, but not beyond `most` tokens.
+    """`collate`'s batch, padded to a width that is a multiple of `multiple` tokens (for tensor cores), but at most `most`.
 
     Only tensors of tokens are padded: int64 with `input_ids`' width on the last axis.
     """
@@ -61,7 +60,7 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """Ids of the sources and, where the samples have them, `labels` of shape (samples, longest target).
 
-    The model itself makes its decoder's inputs of the labels. The decoder needs one place even where no sample has a target.
+    The model derives its decoder's inputs from the labels. The decoder needs one position even where no sample has a target.
     """
     batch = collate_ids(samples, pad_token_id)
     if "labels" in samples[0]:
@@ -86,34 +85,26 @@ def collate_masked(
     return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def collate_classes(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels, int64 `labels` of shape (samples,)."""
-    return _with_labels(samples, pad_token_id, lambda labels: torch.tensor(labels))
-
-
-def collate_numbers(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels, float32 `labels` of shape (samples,)."""
-    return _with_labels(samples, pad_token_id, lambda labels: torch.tensor(labels, dtype=torch.float32))
+def collate_labels(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels, `labels` of shape (samples,): int64 class ids, or float32 numbers."""
+    return _with_labels(samples, pad_token_id, torch.tensor)
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
     """Ids and, where the samples have labels (lists of class ids), float32 `labels` of shape (samples, num_labels): 0 or 1."""
 
     def multi_hot(labels: list[list[int]]) -> Tensor:
-        hot = np.zeros((len(labels), num_labels), np.float32)
-        for row, ids in zip(hot, labels, strict=True):
-            row[ids] = 1.0
-        return torch.from_numpy(hot)
+        return torch.stack([torch.zeros(num_labels).index_fill(0, torch.tensor(ids, dtype=torch.int64), 1.0) for ids in labels])
 
     return _with_labels(samples, pad_token_id, multi_hot)
 
 
 def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first piece."""
-    return _with_labels(samples, pad_token_id, lambda labels: pad(labels, IGNORED_LABEL))
+    """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first token."""
+    return _with_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))
 
 
-def _with_labels(samples: Samples, pad_token_id: int, to_tensor: Any) -> dict[str, Tensor]:
+def _with_labels(samples: Samples, pad_token_id: int, to_tensor: Callable[[list], Tensor]) -> dict[str, Tensor]:
     batch = collate_ids(samples, pad_token_id)
     if "label" in samples[0]:
         batch["labels"] = to_tensor([sample["label"] for sample in samples])

@@ -1,5 +1,6 @@
-"""Datasets -> tokenised samples. Everything that is wrong with the data is found here, before a model is built."""
+"""Datasets -> tokenized samples. Everything that is wrong with the data is found here, before a model is built."""
 
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,40 +11,40 @@ from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data import corpus, embedded
-from hf_ga.data.baselines import measure
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
-from hf_ga.data.column_checks import check_columns
-from hf_ga.data.columns import choose_columns
+from hf_ga.data.columns import choose_columns, rename_columns
+from hf_ga.data.corpus import SPLITS
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
-from hf_ga.data.row_checks import Origin, located, numbers_told, with_row_numbers
-from hf_ga.data.sources import SPLITS, load_file, load_rows, origins_of
+from hf_ga.data.options import DataOptions
+from hf_ga.data.sources import load_file, load_rows, reading
 from hf_ga.data.spans import encode_answers
-from hf_ga.data.streamed import StreamedSamples, load_streamed, samples_of
+from hf_ga.data.statistics import content_hash, majority_class, unigram_entropy
+from hf_ga.data.streamed import StreamedSamples, load_streamed
 from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
 from hf_ga.errors import DataError
-from hf_ga.run.config import FinetuneConfig
 
-# Columns of samples that only metrics and predictions need; see the functions that tokenise.
+# Columns of samples that only metrics and predictions need; see the functions that tokenize.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
+# Roles of columns that a row to predict lacks.
+LEARNED = {"completion", "output", "label", "answers", "answer", "answer_start", "target"}
+_FORMAT = 5  # part of the cache key: raise it whenever tokenization would give other samples
 
 
 @dataclass
 class PreparedData:
-    """Tokenised splits, and what was counted on the way.
+    """Tokenized splits, and what was counted on the way.
 
     Attributes:
-        splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenisation returns.
+        splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenization returns.
         columns: which column of the rows has which role.
         labels: names of the labels, in the order of their ids; empty for language models and regression.
-        description: one line on where the rows come from. facts: lines on rows that were cut, left out or have no target.
+        description: one line on where the rows come from. facts: lines on rows that were truncated, left out or have no target.
         unigram_entropy: of the training tokens that may be targets, nats per token; None where tokens are not predicted.
         content_hash: of the training samples, wherever they came from.
         stream: all training samples, where they are read while training; then `train` holds the first ones.
-        origins: of the samples of each split, the rows that they were read as.
     """
 
     task: Task
@@ -57,7 +58,6 @@ class PreparedData:
     unigram_entropy: float | None = None
     content_hash: str = ""
     stream: StreamedSamples | None = None
-    origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def collate(self) -> Any:
@@ -75,7 +75,7 @@ class PreparedData:
         return self.task.pipeline == "fill-mask"
 
     def samples(self, split: str) -> Any:
-        """What a loader of windows reads: the samples of a split without what only metrics need, for a masked LM with keys for
+        """The dataset of a window loader: the samples of a split without what only metrics need, for a masked LM with keys for
         their masks.
         """
         dataset = self.splits[split]
@@ -83,8 +83,8 @@ class PreparedData:
         return KeyedMasks(dataset) if self.is_masked else dataset
 
 
-def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
-    """Load, check and tokenise. Rows that are cut, empty or without target are counted and said, never silently dropped.
+def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
+    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and logged, never silently dropped.
 
     Args:
         known: label names that the model has already, in its order.
@@ -92,202 +92,145 @@ def prepare_data(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, kno
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
-    task, stream, origins = TASKS[config.task], None, origins_of(config)
-    if config.streaming:
-        rows, stream = load_streamed(config)
+    task, stream = TASKS[options.task], None
+    if options.streaming:
+        rows, stream = load_streamed(options)
     else:
-        rows, origins = load_rows(config)
+        rows = load_rows(options)
     complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
-    prepared = PreparedData(task, {}, tokenizer, {}, config.mlm_probability, _describe(rows, config), origins=origins)
-    with located(origins):
-        _prepare(prepared, rows, config, known)
-    if stream is not None:
-        prepared.unigram_entropy = None  # of the first samples only
-        tokenize = _tokenizing(prepared.columns, config, prepared)
-        prepared.stream = samples_of(stream, prepared.columns, prepared.labels, tokenize, config.dataset_name)
-    return prepared
-
-
-def _prepare(prepared: PreparedData, rows: DatasetDict, config: FinetuneConfig, known: Sequence[str] | None) -> None:
-    """Columns, labels and samples of rows, into `prepared`."""
-    task = prepared.task
-    prepared.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
+    data = PreparedData(task, {}, tokenizer, {}, options.mlm_probability, _describe(rows, options))
+    data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
-        prepared.columns = choose_columns(rows, config, task)
-        rows = _labelled(_renamed(rows, prepared.columns), config, prepared, known)
+        data.columns = choose_columns(rows, options, task)
+        rows = _labelled(rename_columns(rows, data.columns), data, known)
     for split in SPLITS:
-        if split in rows and not (config.eval_only and split == "train"):
-            prepared.splits[split] = _tokenised(rows[split], split, config, prepared)
-    for split, dataset in prepared.splits.items():
-        if not sum(dataset["num_targets"]):
-            raise DataError(
-                f"none of the {len(dataset)} {split} rows has a target: a language model needs at least 2 tokens in a row, the "
-                "end-of-text token included, and a completion that max_length does not cut off."
-            )
-    if "train" in prepared.splits:
-        measure(prepared)
+        if split in rows and not (options.eval_only and split == "train"):
+            data.splits[split] = _tokenized(rows[split], split, options, data)
+    if "train" in data.splits:
+        _add_statistics(data)
+    if stream is not None:
+        data.unigram_entropy = None  # of the first samples only
+        tokenize = _tokenizing(data.columns, options, data)
+        data.stream = StreamedSamples(stream, options.dataset_name, data.columns, data.labels, tokenize)
+    return data
 
 
-def prepare_unlabelled(config: FinetuneConfig, data: PreparedData, file: str) -> tuple[Dataset, Dataset, Dataset]:
+def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> tuple[Dataset, Dataset, Dataset]:
     """A file of rows to predict.
 
     Returns:
         (the rows as they are, their columns under the names of the roles, the samples: one a row, empty where the row is). For
-        token classification `label` is the number of the word, at its first piece.
+        token classification `label` is the number of the word, at its first token.
 
     Raises:
         DataError: the file cannot be read, or lacks a column.
     """
     rows = load_file(file)
-    data.origins["predict"] = Origin("predict", file)
-    with located(data.origins):
-        return (rows, *_prepare_unlabelled(rows, config, data, file))
-
-
-def _prepare_unlabelled(rows: Dataset, config: FinetuneConfig, data: PreparedData, file: str) -> tuple[Dataset, Dataset]:
-    columns = rows.flatten() if config.task == "seq2seq" else rows  # as `load_rows` does
+    columns = rows.flatten() if options.task == "seq2seq" else rows  # as `load_rows` does
     if not data.columns:  # nothing else was read
-        data.columns = choose_columns(DatasetDict(predict=columns), config, data.task, needs_label=False)
-    roles = data.columns
-    completions = {"completion", "output", "label", "answers", "answer", "answer_start", "target"}  # what is asked for
-    roles = {role: column for role, column in roles.items() if role not in completions}
+        data.columns = choose_columns(DatasetDict(predict=columns), options, data.task, needs_label=False)
+    roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
     for role, column in roles.items():
         if column not in columns.column_names:
             raise DataError(f"predict_file {file} lacks the column {column!r} ({role}); it has: {', '.join(columns.column_names)}.")
-    named = _renamed(DatasetDict(predict=columns), roles)["predict"]
+    named = rename_columns(DatasetDict(predict=columns), roles)["predict"]
+    if data.task.pipeline == "text-generation":  # prompts are tokenized when they are continued
+        return rows, named, Dataset.from_dict({"length": [0] * len(named)})
     inputs = named
     if data.task.labels == "choice":
         inputs = encode_choices(DatasetDict(predict=named))["predict"]
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
-    tokenize = _no_samples if data.task.pipeline == "text-generation" else data.task.tokenize
-    samples = inputs.map(
-        with_row_numbers(partial(tokenize, tokenizer=data.tokenizer, max_length=config.max_length), "predict"),
-        batched=True,
-        with_indices=True,
-        remove_columns=inputs.column_names,
-        load_from_cache_file=False,
-        desc="tokenising rows to predict",
-    )
-    return named, samples
+    tokenize = partial(data.task.tokenize, tokenizer=data.tokenizer, max_length=options.max_length)
+    with reading(file):
+        samples = inputs.map(tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False)
+    return rows, named, samples
 
 
-def _no_samples(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> dict[str, list]:
-    """Of prompts, which are tokenised when they are continued."""
-    return {"length": [0] * len(next(iter(rows.values())))}
-
-
-def _describe(rows: DatasetDict, config: FinetuneConfig) -> str:
-    if config.streaming:
+def _describe(rows: DatasetDict, options: DataOptions) -> str:
+    name = options.dataset_name
+    if options.streaming:
         numbers = f"of which {len(rows['train'])} rows were read ahead; {len(rows['validation'])} validation rows"
-        return f"{config.dataset_name}: a stream, {numbers}"
-    if config.dataset_name != "stdlib":
-        return f"{config.dataset_name}: {dict(rows.num_rows)} rows"
-    if "train" in rows:
-        return embedded.describe(config.task, rows)
-    files = {"validation": config.validation_file, "test": config.test_file}
-    return ", ".join(f"{files[split]}: {len(rows[split])} {split} rows" for split in rows) or "no rows to evaluate"
+        return f"{name}: a stream, {numbers}"
+    if not rows:
+        return "no rows to evaluate"
+    if name == "stdlib":
+        files = [file for file in (options.validation_file, options.test_file) if file]
+        name = f"standard library of Python {platform.python_version()}" if "train" in rows else ", ".join(files)
+    return f"{name}: {dict(rows.num_rows)} rows"
 
 
-def _labelled(rows: DatasetDict, config: FinetuneConfig, prepared: PreparedData, known: Sequence[str] | None) -> DatasetDict:
-    kind = prepared.task.labels
+def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
+    kind = data.task.labels
     if kind in ("none", "target"):
         return rows
     if kind == "answers":
         return encode_answers(rows)
-    if config.dataset_name == "stdlib" and prepared.columns["label"] == "package" and "train" in rows:
-        kept = corpus.package_labels(DatasetDict(train=rows["train"].rename_column("label", "package")))
-        before = sum(rows.num_rows.values())
-        rows = rows.filter(set(kept).__contains__, input_columns="label")
-        left_out = before - sum(rows.num_rows.values())
-        prepared.origins.clear()  # no file's rows
-        prepared.facts.append(f"left out {left_out} of {before} rows of packages with fewer than 100 training rows")
     unlabelled = (-1, "", None) if kind == "choice" else (-1,)
     if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
-        prepared.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
+        data.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
         if not rows:
             raise DataError("all labels of the test rows are -1, which means unlabelled: there is nothing to evaluate.")
     if kind == "choice":
         return encode_choices(rows)
-    rows, prepared.labels = encode_labels(rows, kind, known)
+    rows, data.labels = encode_labels(rows, kind, known)
     return rows
 
 
-def _renamed(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
-    """The chosen columns under the names of their roles; others that have such a name go first.
-
-    Raises:
-        DataError: see `check_columns`.
-    """
-    rows = rows.select_columns(list(roles.values()))
-    rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
-    check_columns(rows)
-    return rows
+def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
+    """Rows by role -> columns of samples."""
+    tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
+    return partial(tokenize, tokenizer=data.tokenizer, max_length=None if options.block_size else options.max_length)
 
 
-def _tokenised(rows: Dataset, split: str, config: FinetuneConfig, prepared: PreparedData) -> Dataset:
-    tokenize = _tokenizing(rows.column_names, config, prepared)
-    is_chat, max_length = tokenize.func is tokenize_completions, tokenize.keywords["max_length"]
+def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
+    tokenize = _tokenizing(rows.column_names, options, data)
     # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
-    key = [rows._fingerprint, config.task, is_chat, max_length, contents_of(prepared.tokenizer), _FORMAT]
-    dataset = rows.map(
-        with_row_numbers(tokenize, split),
-        batched=True,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        new_fingerprint=Hasher.hash(key),
-        desc=f"tokenising {split}",
-    )
-    lengths = np.asarray(dataset["length"][:])  # at once: numpy would ask a column row by row
-    targets, cut = np.asarray(dataset["num_targets"][:]), np.asarray(dataset["was_cut"][:])
-    origin, kept, empty = prepared.origins.get(split, Origin(split)), np.flatnonzero(lengths), np.flatnonzero(lengths == 0)
-    numbers = origin.numbers if origin.numbers is not None else np.arange(len(lengths))
-    if len(empty):
-        dataset = dataset.select(kept)
-    prepared.origins[split] = Origin(origin.split, origin.file, numbers[kept])
-    facts = {
-        f"cut at {config.max_length} tokens": int(cut.sum()),
-        f"left out because they are empty: {numbers_told(numbers[empty])}": len(empty),
-        "kept although they have no target (they add nothing)": int(((targets == 0) & (lengths > 0)).sum()),
-        **_facts_of_words(rows, numbers, targets, cut),
-        **_facts_of_answers(dataset),
-    }
-    shown = "train, read ahead" if config.streaming and split == "train" else split
-    prepared.facts += [f"{shown}: {count} of {len(lengths)} rows {what}" for what, count in facts.items() if count]
-    if not len(dataset):
-        raise DataError(f"all {len(lengths)} {split} rows are empty: there is nothing to use.")
-    if config.block_size:
-        num_rows, dataset = len(dataset), cut_into_blocks(dataset, config.block_size)
-        prepared.origins[split] = Origin(f"the blocks of {split}")
-        sizes = f"{len(dataset)} blocks of {config.block_size} tokens (the last has {dataset['length'][-1]})"
-        prepared.facts.append(f"{split}: {num_rows} rows, {sum(dataset['length'])} tokens, put together and cut into {sizes}")
+    key = [rows._fingerprint, tokenize.func.__name__, tokenize.keywords["max_length"], contents_of(data.tokenizer), _FORMAT]
+    with reading(f"the {split} rows"):
+        dataset = rows.map(
+            tokenize,
+            batched=True,
+            remove_columns=rows.column_names,
+            new_fingerprint=Hasher.hash(key),
+            desc=f"tokenizing {split}",
+        )
+    is_empty = np.asarray(dataset["length"][:]) == 0  # at once: numpy would ask a column row by row
+    data.facts += _facts(dataset, "train, read ahead" if options.streaming and split == "train" else split, options.max_length)
+    if is_empty.all():
+        raise DataError(f"all {len(dataset)} {split} rows are empty: there is nothing to use.")
+    if is_empty.any():
+        dataset = dataset.select(np.flatnonzero(~is_empty))
+    if not any(dataset["num_targets"][:]):
+        raise DataError(
+            f"none of the {len(dataset)} {split} rows has a target: a language model needs at least 2 tokens in a row, the "
+            "end-of-text token included, and a completion that max_length does not cut off."
+        )
+    if options.block_size:
+        num_rows, num_tokens, dataset = len(dataset), sum(dataset["length"][:]), cut_into_blocks(dataset, options.block_size)
+        sizes = f"{len(dataset)} blocks of {options.block_size} tokens (the last has {dataset['length'][-1]})"
+        data.facts.append(f"{split}: {num_rows} rows, {num_tokens} tokens, concatenated and cut into {sizes}")
     return dataset
 
 
-def _tokenizing(roles: Iterable[str], config: FinetuneConfig, prepared: PreparedData) -> partial:
-    """Rows by role -> columns of samples."""
-    tokenize = tokenize_completions if chat_columns(list(roles)) else prepared.task.tokenize
-    return partial(tokenize, tokenizer=prepared.tokenizer, max_length=None if config.block_size else config.max_length)
-
-
-def _facts_of_words(rows: Dataset, numbers: np.ndarray, targets: np.ndarray, cut: np.ndarray) -> dict[str, int]:
-    """Tokenizers leave nothing of some words: of empty ones, of control characters."""
-    if "tokens" not in rows.column_names:
-        return {}
-    words = np.array([len(words or []) for words in rows["tokens"]])
-    lost = np.flatnonzero((words > targets) & ~cut.astype(bool))
-    return {f"have words of which no token is left, so that nobody learns their tags: {numbers_told(numbers[lost])}": len(lost)}
-
-
-def _facts_of_answers(dataset: Dataset) -> dict[str, int]:
-    if "answer_is_lost" not in dataset.column_names:
-        return {}
-    place = "the <cls> token, which means no answer"
-    return {
-        f"have no answer: they learn {place}": sum(not texts for texts in dataset["answers"]),
-        f"have an answer that the cut took away: they learn {place}": sum(dataset["answer_is_lost"]),
+def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
+    """How many rows are not used as they are."""
+    lengths, targets = np.asarray(dataset["length"][:]), np.asarray(dataset["num_targets"][:])
+    counts = {
+        f"truncated to {max_length} tokens": sum(dataset["was_cut"][:]),
+        "left out because they are empty": (lengths == 0).sum(),
+        "kept although they have no target (they add nothing)": ((targets == 0) & (lengths > 0)).sum(),
     }
+    if "answer_is_lost" in dataset.column_names:
+        counts["trained as unanswerable, as max_length truncates their answer"] = sum(dataset["answer_is_lost"][:])
+    return [f"{split}: {count} of {len(dataset)} rows {what}" for what, count in counts.items() if count]
 
 
-_FORMAT = 4  # part of the cache key: raise it whenever tokenisation would give other samples
+def _add_statistics(data: PreparedData) -> None:
+    train, kind = data.splits["train"], data.task.labels
+    data.content_hash = content_hash(train, data.labels)
+    if kind in ("none", "target"):
+        data.unigram_entropy = unigram_entropy(train, data.tokenizer.all_special_ids if data.is_masked else ())
+    if kind in ("class", "tags"):
+        data.facts.append(majority_class(data.splits["validation"], data.labels))

@@ -1,6 +1,10 @@
 """Where rows come from: the embedded corpus, files, folders, the hub. Splits are named train, validation and test."""
 
-from collections.abc import Callable, Mapping
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,44 +12,42 @@ import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.utils import logging
 
-from hf_ga.data import embedded
-from hf_ga.data.file_checks import broken_lines, first_null
-from hf_ga.data.row_checks import Origin
+from hf_ga.data import corpus
+from hf_ga.data.options import DataOptions
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.order import epoch_order
-from hf_ga.run.config import FinetuneConfig
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
-SPLITS = ("train", "validation", "test")
 VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
 
 
-def load_rows(config: FinetuneConfig) -> tuple[DatasetDict, dict[str, Origin]]:
-    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenised, and where their rows were before.
+def load_rows(options: DataOptions) -> DatasetDict:
+    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenized.
 
     An evaluation alone needs no training rows, and where it is given files it does not read the default corpus.
 
     Raises:
         DataError: a missing or unreadable file, an unknown dataset, no training rows.
     """
-    files = {"validation": config.validation_file, "test": config.test_file}
+    files = {"validation": options.validation_file, "test": options.test_file}
     extra = {split: load_file(file) for split, file in files.items() if file}
-    has_own_rows = bool(extra) or config.predict_file is not None
-    if config.eval_only and has_own_rows and config.dataset_name == "stdlib" and config.model_name_or_path is not None:
-        return DatasetDict(extra), origins_of(config)
-    rows = DatasetDict({**with_usual_names(_named_rows(config)), **extra})
-    rows = DatasetDict({split: rows[split] for split in SPLITS if split in rows and (len(rows[split]) or split == "train")})
-    if not config.eval_only and not len(rows.get("train", ())):
+    has_own_rows = bool(extra) or options.predict_file is not None
+    if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
+        return DatasetDict(extra)
+    rows = DatasetDict({**with_usual_names(_named_rows(options)), **extra})
+    rows = DatasetDict({split: rows[split] for split in corpus.SPLITS if split in rows and (len(rows[split]) or split == "train")})
+    if not options.eval_only and not len(rows.get("train", ())):
         raise DataError(
-            f"dataset_name {config.dataset_name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to "
+            f"dataset_name {options.dataset_name} has no training rows (splits: {dict(rows.num_rows)}): there is nothing to "
             "train on."
         )
-    rows, origins = _with_validation(rows, config)
-    if config.task == "seq2seq":  # {"translation": {"en": ..., "de": ...}} -> translation.en, translation.de
+    if "train" in rows and "validation" not in rows:
+        rows = _with_validation(rows, options.validation_split_percentage)
+    if options.task == "seq2seq":  # {"translation": {"en": ..., "de": ...}} -> translation.en, translation.de
         rows = rows.flatten()
-    if not rows and config.predict_file is None:
-        raise DataError(f"dataset_name {config.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
-    return rows, origins
+    if not rows and options.predict_file is None:
+        raise DataError(f"dataset_name {options.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
+    return rows
 
 
 def with_usual_names(splits: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,18 +57,18 @@ def with_usual_names(splits: Mapping[str, Any]) -> dict[str, Any]:
     return {renamed.get(split, split): rows for split, rows in splits.items()}
 
 
-def _named_rows(config: FinetuneConfig) -> DatasetDict:
-    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
-    check_config_name(config)
+def _named_rows(options: DataOptions) -> DatasetDict:
+    name, path = options.dataset_name, Path(options.dataset_name).expanduser()
+    check_name(options)
     if name == "stdlib":
-        return embedded.load(config.task)
+        return corpus.load(options.task)
     if is_file(name):
         return DatasetDict(train=load_file(name))
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        loaded = load(name, load_from_disk, path)
-        return loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
-    check_exists(name)
-    return load(name, load_dataset, name, config.dataset_config_name)
+    with reading(name):
+        if is_saved(path):
+            loaded = load_from_disk(path)
+            return loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+        return load_dataset(name, options.dataset_config_name)
 
 
 def is_file(name: str) -> bool:
@@ -75,18 +77,19 @@ def is_file(name: str) -> bool:
     return _file_kind(path) is not None or path.is_file()
 
 
-def check_config_name(config: FinetuneConfig) -> None:
-    """Raise ConfigError where a dataset that has no configurations is given one."""
-    if config.dataset_config_name is not None and (config.dataset_name == "stdlib" or is_file(config.dataset_name)):
+def is_saved(path: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of `datasets`."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def check_name(options: DataOptions) -> None:
+    """Raise ConfigError for a configuration of what has none, DataError for a dataset that looks like a path and is none."""
+    name = options.dataset_name
+    if options.dataset_config_name is not None and (name == "stdlib" or is_file(name)):
         raise ConfigError(
-            f"dataset_config_name {config.dataset_config_name} is for datasets of the hub, not for {config.dataset_name}: leave it "
-            "out."
+            f"dataset_config_name {options.dataset_config_name} is for datasets of the hub, not for {name}: leave it out."
         )
-
-
-def check_exists(name: str) -> None:
-    """Raise DataError for a dataset that looks like a path and is none."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+    if name.startswith((".", "/", "~")) and not is_file(name) and not Path(name).expanduser().exists():
         raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
 
 
@@ -97,7 +100,8 @@ def load_file(file: str) -> Dataset:
         DataError: it is missing, empty, of an unknown kind or not readable.
     """
     kind, path = readable_file(file)
-    return load(file, load_dataset, kind, data_files=str(path), split="train")
+    with reading(file):
+        return load_dataset(kind, data_files=str(path), split="train")
 
 
 def readable_file(file: str) -> tuple[str, Path]:
@@ -111,57 +115,60 @@ def readable_file(file: str) -> tuple[str, Path]:
     if not path.is_file():
         raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
     if kind is None:
-        raise DataError(f"the file {file} has an unknown ending: it is one of {', '.join(FILE_KINDS)} (or that with .gz).")
+        raise DataError(f"the file {file} has an unknown ending: use one of {', '.join(FILE_KINDS)} (or that with .gz).")
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
-    if kind == "json" and (line := first_null(file)):
-        raise DataError(f"cannot load {file}: line {line} holds null, not an object. Mend such lines, or take them out.")
     return kind, path
 
 
-def load(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What a function of `datasets` returns; whatever it raises becomes a DataError of one line."""
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Whatever `datasets` raises while it reads `name` becomes a DataError of one line; it is not logged as well."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # it logs what it then raises
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        return function(*args, **kwargs)
-    except (Exception, StopIteration) as error:  # datasets raises many kinds, some without a message
+        yield
+    except DataError:
+        raise
+    except Exception as error:
         raise unreadable(name, error) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
 def unreadable(name: str, error: BaseException) -> DataError:
-    """What is wrong with a dataset that `datasets` cannot read: the lines of a file, or else what it said."""
+    """What `datasets` raised, in one line; of a file of JSON lines the line that is broken."""
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
-        return DataError(f"cannot load {name}: it has no rows.")
-    broken = broken_lines(name) if is_file(name) and Path(name).expanduser().is_file() else ""
-    if broken:
-        return DataError(f"cannot load {name}: {broken}. Mend these lines, or take them out.")
-    reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
-    return DataError(f"cannot load {name}: {type(cause).__name__}: {reason}")
+        return DataError(f"{name} has no rows.")
+    reason = broken_line(name) or f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+    return DataError(f"cannot read {name}: {reason}")
 
 
-def origins_of(config: FinetuneConfig) -> dict[str, Origin]:
-    """Of splits that are as they were read."""
-    files = {"train": config.dataset_name, "validation": config.validation_file, "test": config.test_file}
-    return {split: Origin(split, file if file and is_file(file) else None) for split, file in files.items()}
+def broken_line(name: str) -> str:
+    """The first line of a file of JSON lines that is not a JSON object in UTF-8, and why; empty if there is none."""
+    path = Path(name).expanduser()
+    if ".jsonl" not in path.suffixes:
+        return ""
+    with suppress(OSError, EOFError, zlib.error), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line.decode()) if line.strip() else {}
+            except ValueError as error:
+                return f"line {number} is not valid JSON ({error}). Fix the line, or remove it."
+            if not isinstance(value, dict):
+                return f"line {number} holds {type(value).__name__}, not an object. Fix the line, or remove it."
+    return ""
 
 
-def _with_validation(rows: DatasetDict, config: FinetuneConfig) -> tuple[DatasetDict, dict[str, Origin]]:
-    origins = origins_of(config)
-    if "validation" in rows or "train" not in rows:
-        return rows, origins
+def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     train, seed = rows["train"], 0  # not the run's seed: runs with other seeds must stay comparable
-    size = max(1, round(len(train) * config.validation_split_percentage / 100))
+    size = max(1, round(len(train) * percentage / 100))
     if size >= len(train):
         raise DataError(f"{len(train)} training rows are too few to take validation rows from: give --validation_file.")
     order = epoch_order(len(train), seed, 0)
-    numbers = {"train": np.sort(order[size:]), "validation": np.sort(order[:size])}
-    parts = {split: train.select(of_split) for split, of_split in numbers.items()}
-    origins |= {split: Origin("train", origins["train"].file, of_split) for split, of_split in numbers.items()}
-    return DatasetDict({**rows, **parts}), origins
+    parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
+    return DatasetDict({**rows, **parts})
 
 
 def _file_kind(path: Path) -> str | None:

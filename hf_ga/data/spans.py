@@ -10,9 +10,10 @@ from datasets import Dataset, DatasetDict, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_ga.data.checks import check_values
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.row_checks import Complaints, RowOfBatch
 from hf_ga.data.tokenization import check_fast, check_room
+from hf_ga.errors import DataError
 
 Rows = dict[str, list]
 
@@ -37,68 +38,38 @@ def encode_answers(rows: DatasetDict) -> DatasetDict:
 
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
-    is_flat = "answer" in dataset.column_names
-    columns = ["answer", "answer_start"] if is_flat else ["answers"]
-    texts, starts, complaints = [], [], Complaints(split)
-    for number, row in enumerate(dataset):
-        found = _flat(*(row[column] for column in columns)) if is_flat else _listed(row["answers"])
-        if found is None:
-            held = f"({quoted(row['question'])}) has {_shown([row[c] for c in columns])} for its answers"
-            complaints.add(number, held, _SHAPE)
-            continue
-        if misplaced := _misplaced(row["context"] or "", found):
-            complaints.add(number, f"({quoted(row['question'])}): {misplaced}", "answer_start counts characters from 0.")
-        texts.append([text for text, _ in found])
-        starts.append([start for _, start in found])
-    complaints.refuse(len(dataset))
-    dataset = dataset.remove_columns(columns)
-    dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
+    columns = [name for name in ("answers", "answer", "answer_start") if name in dataset.column_names]
+    rows = list(dataset)
+    values = [{column: row[column] for column in columns} for row in rows]
+    shape = 'answers must be {"text": [strings], "answer_start": [whole numbers]}, or a string and a whole number in two columns'
+    remedy = "Choose the column with --label_column, or fix these rows."
+    check_values(split, values, lambda value: _answers(value) is not None, shape, remedy)
+    answers = [_answers(value) or [] for value in values]
+    found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
+    rule = "answers must stand in their contexts at the character answer_start, counted from 0"
+    check_values(split, found, lambda pair: all(_stands(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
+    texts, starts = ([[answer[i] for answer in of_row] for of_row in answers] for i in range(2))
+    dataset = dataset.remove_columns(columns).add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-_SHAPE = (
-    'they must be {"text": [strings], "answer_start": [whole numbers]}, both of one length, or a text and a number in two columns.'
-)
+def _stands(context: str, text: str, start: int) -> bool:
+    return start >= 0 and context[start : start + len(text)] == text
 
 
-def quoted(text: str | None) -> str:
-    """The beginning of a row's text, for messages."""
-    return f"{text or ''!r:.40}"
-
-
-def _misplaced(context: str, answers: Sequence[tuple[str, int]]) -> str:
-    """What is wrong with the first answer that is not where it is said to be."""
-    for text, start in answers:
-        if start < 0 or context[start : start + len(text)] != text:
-            there = context[max(0, start) : max(0, start) + len(text)]
-            return f"the answer {text!r:.60} is not at character {start} of its context, where {there!r:.60} stands"
-    return ""
-
-
-def _listed(value: Any) -> list[tuple[str, int]] | None:
-    """Texts with their starts; None where the value is not of that kind."""
-    if isinstance(value, list):  # of one object for each answer
-        value = {name: [one.get(name) if isinstance(one, dict) else None for one in value] for name in ("text", "answer_start")}
-    if value is None:
-        return []
-    if not isinstance(value, dict):
+def _answers(row: dict[str, Any]) -> list[tuple[str, int]] | None:
+    """Texts with their starts; None where the columns hold something else."""
+    value = row.get("answers")
+    if "answers" not in row:
+        pairs = [] if row["answer"] in (None, "") else [(row["answer"], row["answer_start"])]
+    elif isinstance(value, dict) and len(value.get("text") or []) == len(value.get("answer_start") or []):
+        pairs = list(zip(value.get("text") or [], value.get("answer_start") or [], strict=True))
+    else:
+        pairs = None if value else []
+    # A column of a CSV file with empty cells holds 5.0, not 5.
+    if pairs is None or not all(isinstance(t, str) and isinstance(s, int | float) and s == s // 1 for t, s in pairs):
         return None
-    texts, starts = (value.get(name) or [] for name in ("text", "answer_start"))
-    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        return None
-    found = [_flat(text, start) for text, start in zip(texts, starts, strict=True)]
-    return None if any(one is None for one in found) else [one[0] for one in found if one]
-
-
-def _flat(text: Any, start: Any) -> list[tuple[str, int]] | None:
-    if text in (None, ""):
-        return []
-    start = int(start) if isinstance(start, float) and start.is_integer() else start  # JSON's 5.0
-    return [(text, start)] if isinstance(text, str) and isinstance(start, int) and not isinstance(start, bool) else None
-
-
-def _shown(values: Sequence[Any]) -> str:
-    return " and ".join(f"{value!r:.80}" for value in values)
+    return [(text, int(start)) for text, start in pairs if text]
 
 
 def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -115,47 +86,55 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
     _check_questions(questions, tokenizer, max_length)
     whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
-    options = {"truncation": "only_second", "max_length": max_length} if max_length else {}
-    encoded = tokenizer(questions, contexts, return_offsets_mapping=True, verbose=False, **options)
-    columns: Rows = {name: [] for name in _OF_TOKENS}
+    truncation = "only_second" if max_length else False
+    encoded = tokenizer(
+        questions, contexts, return_offsets_mapping=True, truncation=truncation, max_length=max_length, verbose=False
+    )
+    columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
-        was_cut = 0 < len(ids) < len(whole[i])
-        starts, ends = _characters(encoded, i)
-        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         answer = _first_answer(rows, i) if ids else None
-        found = _tokens_of(answer, starts, ends, was_cut) if answer else None
-        first, last = found or (no_answer, no_answer)
-        is_lost = answer is not None and found is None
-        values = (ids, starts[: len(ids)], ends[: len(ids)], first, last, no_answer, is_lost, was_cut, len(ids), int(bool(ids)))
-        for name, value in zip(_OF_TOKENS, values, strict=True):
-            columns[name].append(value)
+        sample = _sample(ids, *_characters(encoded, i), answer, tokenizer.cls_token_id, was_cut=0 < len(ids) < len(whole[i]))
+        for name, value in sample.items():
+            columns.setdefault(name, []).append(value)
     columns["context"] = contexts
     if "token_type_ids" in encoded:
         columns["token_type_ids"] = [kinds[:n] for kinds, n in zip(encoded["token_type_ids"], columns["length"], strict=True)]
     return columns | ({"answers": rows["answer_texts"]} if "answer_texts" in rows else {})
 
 
-_OF_TOKENS = (
-    *("input_ids", "starts", "ends", "start_positions", "end_positions"),
-    *("no_answer", "answer_is_lost", "was_cut", "length", "num_targets"),
-)
+def _sample(
+    ids: list[int], starts: np.ndarray, ends: np.ndarray, answer: tuple[int, int] | None, cls_token_id: int | None, was_cut: bool
+) -> dict[str, Any]:
+    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
+    found = _tokens_of(answer, starts, ends, was_cut) if answer else None
+    first, last = found or (no_answer, no_answer)
+    return {
+        "input_ids": ids,
+        "starts": starts[: len(ids)],
+        "ends": ends[: len(ids)],
+        "start_positions": first,
+        "end_positions": last,
+        "no_answer": no_answer,
+        "answer_is_lost": answer is not None and found is None,
+        "was_cut": was_cut,
+        "length": len(ids),
+        "num_targets": int(bool(ids)),
+    }
 
 
 def _check_questions(questions: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
-    special = tokenizer.num_special_tokens_to_add(pair=True)
     check_room(tokenizer, max_length, is_pair=True)
     if max_length is None:
         return
+    room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
     encoded = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    for number, (question, ids) in enumerate(zip(questions, encoded, strict=True)):
-        if len(ids) + special >= max_length:
-            shown = (
-                f"the question {question!r:.60} has {len(ids)} tokens, which with {special} special ones leave no room for a "
-                f"context within max_length {max_length}"
+    for question, ids in zip(questions, encoded, strict=True):
+        if len(ids) >= room:
+            raise DataError(
+                f"the question {question!r:.60} has {len(ids)} tokens, which leave no room for a context within max_length "
+                f"{max_length}: use a larger max_length, or remove the row."
             )
-            remedy = "use more, or leave the row out."
-            raise RowOfBatch(number, f"is too long, as {shown}", remedy, f"{shown}: {remedy}")
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
@@ -187,8 +166,8 @@ def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, wa
 
 def collate_spans(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
     """Ids and int64 `start_positions` and `end_positions` of shape (samples,)."""
-    places = {name: torch.tensor([sample[name] for sample in samples]) for name in ("start_positions", "end_positions")}
-    return {**collate_ids(samples, pad_token_id), **places}
+    positions = {name: torch.tensor([sample[name] for sample in samples]) for name in ("start_positions", "end_positions")}
+    return {**collate_ids(samples, pad_token_id), **positions}
 
 
 def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Answer:
@@ -202,10 +181,10 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
         sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token that stands for none.
     """
     starts, ends = np.asarray(sample["starts"]), np.asarray(sample["ends"])
-    places = torch.from_numpy(np.flatnonzero(starts >= 0))
+    positions = torch.from_numpy(np.flatnonzero(starts >= 0))
     first, last = start_logits.double(), end_logits.double()
-    spans = (first[places].unsqueeze(1) + last[places]).masked_fill(
-        torch.ones(len(places), len(places)).tril(-1).bool(), -torch.inf
+    spans = (first[positions].unsqueeze(1) + last[positions]).masked_fill(
+        torch.ones(len(positions), len(positions)).tril(-1).bool(), -torch.inf
     )
     none = first[sample["no_answer"]] + last[sample["no_answer"]]
     probabilities = torch.cat([spans.flatten(), none.reshape(1)]).softmax(0)
@@ -213,8 +192,8 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     score = round(float(probabilities[best]), 6)
     if best == len(probabilities) - 1:
         return Answer("", score, 0, 0)
-    i, j = divmod(best, len(places))
-    start, end = int(starts[places[i]]), int(ends[places[j]])
+    i, j = divmod(best, len(positions))
+    start, end = int(starts[positions[i]]), int(ends[positions[j]])
     text = sample["context"][start:end]
     start += len(text) - len(text.lstrip())  # byte-level tokens begin with the space before them
     return Answer(text.strip(), score, start, start + len(text.strip()))

@@ -1,4 +1,4 @@
-"""One small Task per kind of head: which rows it reads, how they become samples, samples a batch, outputs metrics."""
+"""One small Task per kind of head: its labels, its tokenization and collation, its small default model, its metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from transformers import (
     GPT2Config,
     PretrainedConfig,
     PreTrainedTokenizerBase,
-    RoFormerConfig,
 )
 
 from hf_ga.data import choices, collation, spans, tokenization
@@ -74,23 +73,6 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=512,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def small_roformer(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A RoFormer of about 1.1 million parameters, for pairs of texts: where an answer begins is told by the word before it, which a
-    model with positions relative to each other learns sooner than a BERT.
-    """
-    return RoFormerConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=max(256, max_length),
-        embedding_size=128,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=512,
-        initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
     )
 
@@ -155,9 +137,9 @@ TASKS: dict[str, Task] = {
         AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, pipeline="fill-mask", lora_type=None
     ),
     "text-classification": _of_texts(
-        "class", _padding(collation.collate_classes), "single_label_classification", ("accuracy", "f1")
+        "class", _padding(collation.collate_labels), "single_label_classification", ("accuracy", "f1")
     ),
-    "regression": _of_texts("number", _padding(collation.collate_numbers), "regression", ("mae", "pearson")),
+    "regression": _of_texts("number", _padding(collation.collate_labels), "regression", ("mae", "pearson")),
     "multi-label": _of_texts("classes", _label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
     "token-classification": Task(
         AutoModelForTokenClassification,
@@ -174,7 +156,7 @@ TASKS: dict[str, Task] = {
         "answers",
         spans.tokenize_questions,
         _padding(spans.collate_spans),
-        small_roformer,
+        small_bert,
         metrics=("exact_match", "f1"),
         pipeline="question-answering",
         lora_type="QUESTION_ANS",
@@ -184,7 +166,7 @@ TASKS: dict[str, Task] = {
         "choice",
         choices.tokenize_choices,
         _padding(choices.collate_choices),
-        small_roformer,
+        small_bert,
         metrics=("accuracy",),
         pipeline="multiple-choice",
         lora_type=None,

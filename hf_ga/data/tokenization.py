@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.chat import rendered
 from hf_ga.errors import ConfigError
@@ -23,35 +23,33 @@ Rows = dict[str, list]
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text, then the end-of-text token. Every token but the first is a target."""
     texts = [text or "" for text in rows["text"]]
-    end = tokenizer.eos_token_id
-    ended = [[*ids, end] if end is not None and ids[-1:] != [end] else ids for ids in tokenizer(texts, verbose=False)["input_ids"]]
-    whole = [ids if text else [] for ids, text in zip(ended, texts, strict=True)]
-    return _columns(whole, [ids[:max_length] for ids in whole], [max(0, len(ids[:max_length]) - 1) for ids in whole])
+    whole = _without_empty(_ended(tokenizer(texts, verbose=False)["input_ids"], tokenizer.eos_token_id), texts)
+    cut = [ids[:max_length] for ids in whole]
+    return _columns(whole, cut, [max(0, len(ids) - 1) for ids in cut])
 
 
 def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Conversations or prompts with their completions; `labels` are the ids of the completions, the others are ignored.
 
-    The whole text is tokenised at once, as the model will see it; a token counts if any of its characters is of a completion: a
+    The whole text is tokenized at once, as the model will see it; a token counts if any of its characters is of a completion: a
     space that ends a prompt may have become part of the completion's first word.
     """
     check_fast(tokenizer)
     whole, labels = [], []
     for text, spans, is_templated in rendered(rows, tokenizer):
         encoded = tokenizer(text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False)
-        ids = np.asarray(encoded["input_ids"], np.int64)
-        starts, ends = _characters(encoded["offset_mapping"])
+        ids = encoded["input_ids"] if text else []  # of no text nothing, not even special tokens
+        needs_end = bool(text) and not is_templated and tokenizer.eos_token_id is not None  # a template writes its own end
+        if needs_end:
+            ids = _ended([ids], tokenizer.eos_token_id)[0]
+        starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
         is_target = np.zeros(len(ids), bool)
         for start, end in spans:
-            is_target |= (starts < end) & (ends > start) & (ends > starts)
-        if not text:  # nothing, not even special tokens
-            ids = is_target = np.zeros(0, np.int64)
-        elif not is_templated and tokenizer.eos_token_id is not None:  # a template writes its own end
-            end_token = [] if len(ids) and ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-            ids = np.append(ids, end_token).astype(np.int64)
-            is_target = np.append(is_target[: len(ids) - 1], True)
-        whole.append(ids.tolist())
-        labels.append(np.where(is_target, ids, IGNORED_LABEL).tolist())
+            is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
+        if needs_end:
+            is_target[-1] = True
+        whole.append(ids)
+        labels.append(np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist())
     cut = [row[:max_length] for row in labels]
     num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in cut]
     return {**_columns(whole, [ids[:max_length] for ids in whole], num_targets), "labels": cut}
@@ -71,25 +69,20 @@ def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Words with a tag each. A word may become several pieces: the first carries the tag, the others are ignored."""
+    """Words with a tag each. A word may become several tokens: the first carries the tag, the others are ignored."""
     check_fast(tokenizer)
     check_room(tokenizer, max_length, is_pair=False)
     words = [row or [] for row in rows["tokens"]]
-    uncut = tokenizer(words, is_split_into_words=True, verbose=False)
+    whole = tokenizer(words, is_split_into_words=True, verbose=False)["input_ids"]
     encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
-    whole, cut = uncut["input_ids"], encoded["input_ids"]
-    word_of = [_words_of_pieces(encoded, i) for i in range(len(words))]
+    cut = encoded["input_ids"]
+    word_of = [np.array([-1 if word is None else word for word in encoded.word_ids(i)], np.int64) for i in range(len(words))]
     first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_of]
-    if tokenizer.truncation_side == "left":
-        for i, (mask, ids) in enumerate(zip(first, word_of, strict=True)):  # the first word left may have lost its first piece
-            for start in np.flatnonzero(mask)[:1]:
-                mask[start] = (ids == ids[start]).sum() == (_words_of_pieces(uncut, i) == ids[start]).sum()
     columns = _columns(_without_empty(whole, words), _without_empty(cut, words), [int(mask.sum()) for mask in first])
     if "label" in rows:
-        tags = [np.asarray(row or [], np.int64) for row in rows["label"]]
-        columns["label"] = [
-            _tags_of_pieces(row, ids, mask) if len(row) else [] for row, ids, mask in zip(tags, word_of, first, strict=True)
-        ]
+        tags = [np.array(row or [IGNORED_LABEL], np.int64) for row in rows["label"]]
+        labels = [np.where(mask, row[ids], IGNORED_LABEL) for row, ids, mask in zip(tags, word_of, first, strict=True)]
+        columns["label"] = _without_empty([row.tolist() for row in labels], words)
     return columns
 
 
@@ -102,23 +95,19 @@ def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
     if "target" not in rows:
         return columns
     targets = [text or "" for text in rows["target"]]
-    whole = _ended(tokenizer(text_target=targets, verbose=False)["input_ids"], tokenizer.eos_token_id, None)
-    options = {"truncation": True, "max_length": max_length} if max_length else {}
-    cut = _ended(tokenizer(text_target=targets, verbose=False, **options)["input_ids"], tokenizer.eos_token_id, max_length)
-    labels = _without_empty(cut, targets)
-    labels = [row if ids else [] for row, ids in zip(labels, columns["input_ids"], strict=True)]
+    whole, cut = (
+        tokenizer(text_target=targets, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
+        for limit in (None, max_length)
+    )
+    whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, max_length)
+    filled = [target and ids for target, ids in zip(targets, columns["input_ids"], strict=True)]
+    labels = _without_empty(cut, filled)
     was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
     return {**columns, "labels": labels, "num_targets": list(map(len, labels)), "was_cut": was_cut, "target": targets}
 
 
 def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
-    """All `input_ids` one after the other, cut every `block_size` tokens; the last block may be shorter.
-
-    Raises:
-        ConfigError: block_size is below 2, which leaves no token to predict.
-    """
-    if block_size < 2:
-        raise ConfigError(f"block_size must be at least 2, got {block_size}.")
+    """Concatenate all `input_ids` and cut them every `block_size` tokens; the last block may be shorter."""
     table = dataset.flatten_indices().data.table
     ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
     ends = np.append(np.arange(0, len(ids), block_size), len(ids))
@@ -152,7 +141,7 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that samples follow from, without what a tokenizer's last use left in it."""
+    """What determines a tokenizer's output: a key of the cache. Without the truncation and padding of its last call."""
     extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -187,11 +176,11 @@ def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for a tokenizer that does not tell which characters or words its tokens stand for."""
+    """Raise ConfigError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} does not tell which characters or words its tokens stand for, as completions, tags "
-            "and answers need: use a model with a fast tokenizer."
+            f"{type(tokenizer).__name__} has no offsets of its tokens, which completions, tags and answers need: use a model with "
+            "a fast tokenizer."
         )
 
 
@@ -202,18 +191,9 @@ def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pa
         raise ConfigError(f"max_length {max_length} leaves no room beside the {special} special tokens of every sample: use more.")
 
 
-def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None) -> list[list[int]]:
-    """With an end-of-text token, which tokenizers of encoders alone and of decoders alone do not add."""
+def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None = None) -> list[list[int]]:
+    """Rows with an end-of-text token, which most tokenizers of decoders do not add, within `max_length` tokens."""
     return [ids if end is None or ids[-1:] == [end] else [*(ids[: max_length - 1] if max_length else ids), end] for ids in rows]
-
-
-def _words_of_pieces(encoded: BatchEncoding, index: int) -> np.ndarray:
-    """The number of each piece's word; -1 for special tokens."""
-    return np.array([-1 if word is None else word for word in encoded.word_ids(index)], np.int64)
-
-
-def _tags_of_pieces(tags: np.ndarray, word_of: np.ndarray, first: np.ndarray) -> list[int]:
-    return np.where(first, tags[np.maximum(word_of, 0)], IGNORED_LABEL).tolist()
 
 
 def _without_empty(ids: Sequence[list[int]], contents: Sequence[Any]) -> list[list[int]]:

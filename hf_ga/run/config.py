@@ -2,10 +2,10 @@
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_ga.data.tasks import TASKS
+from hf_ga.data.options import DataOptions, option
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
@@ -27,13 +27,8 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags that only some tasks know
 }
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field with a help text for the command line."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class FinetuneConfig:
+class FinetuneConfig(DataOptions):
     """All flags of a run. Mixed precision, device and number of processes come from `accelerate launch` and its config.
 
     Example:
@@ -50,31 +45,7 @@ class FinetuneConfig:
     lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
     lora_dropout: float = option(0.0, "Dropout in the adapters.")
     lora_target_modules: list[str] | None = option(None, "Names of the linear layers that get adapters. Default: all of them.")
-    # data
-    dataset_name: str = option(
-        "stdlib", "stdlib (embedded: documentation strings of Python), hub id, file (json, jsonl, csv, txt, parquet), or folder."
-    )
-    dataset_config_name: str | None = option(None, "Configuration of a hub dataset.")
-    validation_file: str | None = option(None, "File with validation rows. Default: the dataset's own split, or a part of train.")
-    test_file: str | None = option(None, "File with test rows. Default: the dataset's own test split, if it has one.")
-    validation_split_percentage: float = option(5.0, "Percent of the training rows to validate on where there is no split.")
-    task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
-    text_column: str | None = option(
-        None, "Column with the text (the question, the source). Default: `text`, what is usual, or the only column of strings."
-    )
-    text_pair_column: str | None = option(
-        None, "Column with a second text (a question's context). Default: that of well-known pairs (sentence1, sentence2)."
-    )
-    label_column: str | None = option(None, "Column with the label. Default: `label`, `labels`, or what is usual for the task.")
-    choices_column: str | None = option(
-        None, "multiple-choice: column with the list of choices. Default: `choices`, `endings`, or ending0, ending1, ..."
-    )
-    target_column: str | None = option(None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ...")
-    max_length: int = option(128, "Tokens a sample is cut at; how many were cut is reported.")
-    block_size: int | None = option(
-        None, "causal-lm: put all texts together and cut them every so many tokens, instead of row by row."
-    )
-    mlm_probability: float = option(0.15, "masked-lm: share of the tokens that are predicted.")
+    # loss
     label_smoothing_factor: float = option(0.0, "Share of each target that is spread over all classes; not in validation losses.")
     class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
@@ -92,10 +63,6 @@ class FinetuneConfig:
     global_batch_size: int | None = option(
         None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
     )
-    streaming: bool = option(
-        False, "Read the training rows one after the other instead of all before the first step; needs max_steps."
-    )
-    shuffle_buffer_size: int = option(10_000, "streaming: samples among which the next one is drawn; 0: the order of the stream.")
     drop_last_window: bool = option(False, "Leave the short last window of each epoch out.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
@@ -121,8 +88,6 @@ class FinetuneConfig:
     # evaluation and output
     per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
-    eval_only: bool = option(False, "Train nothing: evaluate the model, predict, and write evaluation.json.")
-    predict_file: str | None = option(None, "File with rows to predict at the end; written to predictions.jsonl in output_dir.")
     predict_with_generate: bool = option(False, "seq2seq: generate in evaluations too, for metrics of the texts.")
     max_new_tokens: int = option(64, "causal-lm, seq2seq: most tokens to generate for a row.")
     num_beams: int = option(1, "causal-lm, seq2seq: beams of the search for the likeliest text; 1: the likeliest token each time.")

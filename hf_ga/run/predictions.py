@@ -22,7 +22,6 @@ from hf_ga.data.chat import prompts
 from hf_ga.data.choices import collate_choices
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import PreparedData, prepare_unlabelled
-from hf_ga.data.row_checks import located, with_row_numbers
 from hf_ga.data.spans import read_answers
 from hf_ga.errors import OutOfMemory
 from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
@@ -65,10 +64,7 @@ def read_unlabelled(config: FinetuneConfig, data: PreparedData) -> Unlabelled | 
     rows, named, samples = prepare_unlabelled(config, data, config.predict_file)
     tokenizer = copy.deepcopy(data.tokenizer)
     tokenizer.padding_side = tokenizer.truncation_side = "left"  # what is generated follows the end of the text
-    asked = None
-    if data.task.pipeline == "text-generation":
-        with located(data.origins):
-            asked = with_row_numbers(partial(prompts, tokenizer=tokenizer), "predict")(named[:], list(range(len(named))))
+    asked = prompts(named[:], tokenizer) if data.task.pipeline == "text-generation" else None
     return Unlabelled(rows, named, samples, asked, tokenizer)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmark.setting import TASKS, Sample, Setting
-from hf_ga.data.collation import collate_causal, collate_classes, collate_masked
+from hf_ga.data.collation import collate_causal, collate_labels, collate_masked
 from hf_ga.data.data import prepare_data
 from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.hashing import Stream, extend_key, make_key
@@ -55,7 +55,7 @@ def uniform_samples(samples: Sequence[Sample], longest: int, shortest_share: flo
 
 def collate_function(setting: Setting) -> Callable[[Sequence[Sample]], dict[str, Tensor]]:
     """Samples -> arguments of the setting's model."""
-    collate = collate_classes if setting.model == "bert" else collate_causal  # masked samples have their labels
+    collate = collate_labels if setting.model == "bert" else collate_causal  # masked samples have their labels
     return partial(collate, pad_token_id=setting.pad_token_id)
 
 
