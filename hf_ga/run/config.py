@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_ga.data.options import DataOptions, option
+from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
