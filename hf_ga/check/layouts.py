@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from accelerate import Accelerator
 
+from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
-from hf_ga.exact.fetch import Collate
 from hf_ga.exact.plan import split_evenly
 from hf_ga.exact.windows import Window, WindowLoader
 
@@ -42,18 +41,18 @@ class CheckedLayout:
 
     @property
     def window_key(self) -> tuple[int, int]:
-        """Equal for the layouts of one window, which have one truth."""
+        """Equal for the layouts of one window, which have one reference."""
         return self.window_size, self.window_index
 
-    def window(self, samples: Sequence, collate_fn: Collate, accelerator: Accelerator, seed: int) -> Window:
-        """The window as a `WindowLoader` hands it out."""
+    def window(self, subject: Subject) -> Window:
+        """The window as a `WindowLoader` makes it."""
         loader = WindowLoader(
-            samples[: self.num_samples],
-            collate_fn,
-            accelerator=accelerator,
+            subject.samples[: self.num_samples],
+            subject.collate_fn,
+            accelerator=subject.accelerator,
             per_device_batch_size=max(self.sizes),
             global_batch_size=self.window_size,
-            seed=seed,
+            seed=subject.settings.seed,
             shuffle=False,
             planner=lambda lengths, processes: [self.offsets if len(lengths) == sum(self.sizes) else [np.arange(len(lengths))]],
         )

@@ -13,8 +13,6 @@ from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
-from hf_ga.check.cli import CheckConfig, run_check
-from hf_ga.check.report import OURS
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
 from hf_ga.parallel.processes import main_process_reports_first
 from hf_ga.run.config import FinetuneConfig
@@ -65,17 +63,12 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:
     """`finetune.py` and `hf-ga finetune`. Returns the exit code."""
-    return _guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
-
-
-def check_main(arguments: Sequence[str] | None = None) -> int:
-    """`check_equivalence.py` and `hf-ga check-equivalence`. Returns the exit code: 1 with --assert where hf_ga did not pass."""
-    return _guarded(_check, sys.argv[1:] if arguments is None else arguments)
+    return guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
 
 
 def main() -> int:
     """`hf-ga COMMAND ...`: the scripts under one name."""
-    commands = {"finetune": finetune_main, "check-equivalence": check_main}
+    commands = {"finetune": finetune_main}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         print(f"usage: hf-ga {{{','.join(commands)}}} [flags]; hf-ga finetune --help lists the flags", file=sys.stderr)
         return 0 if sys.argv[1:] in (["--help"], ["-h"]) else 2
@@ -89,17 +82,8 @@ def _finetune(arguments: Sequence[str]) -> None:
     finetune(config)
 
 
-def _check(arguments: Sequence[str]) -> int:
-    config = parse_config(arguments, CheckConfig)
-    assert isinstance(config, CheckConfig)
-    logging.disable_progress_bar()
-    report = run_check(config)
-    print(report)
-    print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
-    return 1 if config.assert_passed and not report.arm(OURS).passed else 0
-
-
-def _guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+    """Run a command: an HfGaError becomes one line and exit code 2, a stop by a signal exit code 75."""
     try:
         return run(arguments) or 0
     except RunStopped as stopped:
