@@ -3,20 +3,18 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from torch import nn
-from torch.optim import Optimizer
 from transformers.utils import logging
 
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.layouts import AUTO, LEAST_SAMPLES
-from hf_ga.check.report import OURS, EquivalenceReport
+from hf_ga.check.report import EquivalenceReport
+from hf_ga.check.rows import OURS
 from hf_ga.check.subjects import Step, check_one_process
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
@@ -30,7 +28,7 @@ from hf_ga.run.models import complete_config, known_labels, load_base_config, lo
 from hf_ga.run.optimizers import OPTIMIZERS
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # of the arms in a report
-MOST_SAMPLES = 64
+MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
 
 
 @dataclass
@@ -73,7 +71,7 @@ class CheckConfig(FinetuneConfig):
 
 
 def run_check(config: CheckConfig) -> EquivalenceReport:
-    """Build the model and a window of training samples as finetune would, check them, write report.json and report.html."""
+    """Build the model and a window of training samples as finetune would, and check them."""
     config.check()
     check_peft(config)
     check_one_process()
@@ -87,33 +85,28 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base)),
         window_samples(config, data),
         data.collate,
-        config.listed("check_layouts") or "auto",
+        config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
         steps,
         loss_fn=loss_fn,
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         seed=config.seed,
-        quick=config.quick,
         parameters=config.parameters,
         max_memory_gib=config.max_memory_gib,
-        optimizer=partial(_optimizer, config),
+        optimizer=lambda parameters: OPTIMIZERS[config.optim](parameters, lr=config.learning_rate or 1e-3),
         allow_split_dependent_randomness=config.allow_unkeyed,
     )
     if loss_fn is not None and config.listed("compare"):
         report.facts.append("nothing is compared: class_weights and label_smoothing ask for another loss than the head's own")
-    report.save(config.output_dir)
     return report
 
 
 def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
     """A window as large as in training (8 to 64 samples) from the whole range of lengths, in the order of a hash."""
     samples = list(proof_samples(data, "train"))
-    count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, MOST_SAMPLES)))
+    most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
+    count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, most)))
     picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
     return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
-
-
-def _optimizer(config: CheckConfig, parameters: list[nn.Parameter]) -> Optimizer:
-    return OPTIMIZERS[config.optim](parameters, lr=config.learning_rate or 1e-3)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -121,6 +114,7 @@ def _run(arguments: Sequence[str]) -> int:
     assert isinstance(config, CheckConfig)
     logging.disable_progress_bar()  # transformers shows one for every file that it writes
     report = run_check(config)
+    report.save(config.output_dir)
     print(report)
     print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
     return 1 if config.assert_passed and not report.arm(OURS).passed else 0

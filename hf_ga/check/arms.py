@@ -12,24 +12,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_ga.check.subjects import Step, device_of
 from hf_ga.exact.forward import head_loss
 
 MicroBatches = list[dict[str, Any]]
-
-
-class _GradientTaker(TrainerCallback):
-    """Keeps what `.grad` holds when Trainer is about to step."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[nn.Parameter, Tensor | None] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.gradients = {parameter: parameter.grad for parameter in model.parameters()}
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
@@ -43,19 +33,20 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     """
 
     def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> float:
-        taker = _GradientTaker()
+        gradients = {}
+        still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)
+        still.register_step_pre_hook(lambda *_: gradients.update({p: p.grad for p in model.parameters()}))
         with tempfile.TemporaryDirectory() as folder:
             trainer = trainer_class(
                 model=model,
                 args=_training_arguments(folder, model, accumulation_steps, precision, arguments),
                 train_dataset=micro_batches,
                 data_collator=lambda items: dict(items[0]),
-                optimizers=(torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0), None),
-                callbacks=[taker],
+                optimizers=(still, None),
             )
             trainer.remove_callback(PrinterCallback)
             loss = trainer.train().training_loss
-        for parameter, gradient in taker.gradients.items():
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
         return loss
 

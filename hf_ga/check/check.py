@@ -34,8 +34,6 @@ from hf_ga.exact.generators import preserved_random_states
 from hf_ga.proof.targets import prove_targets
 from hf_ga.recovery.versions import versions
 
-QUICK_SAMPLES, QUICK_LAYOUTS = 16, ("uneven", "one by one", "short last window")
-
 
 def check_equivalence(
     model: nn.Module,
@@ -58,7 +56,7 @@ def check_equivalence(
             (dicts on the model's device), and leaves the window's gradient in `.grad`, or makes the update; a number that it
             returns is taken for the window's mean loss. If it names the arguments `accumulation_steps` (micro-batches of a
             full window) or `precision`, it gets these too. See `hf_ga.check.arms`.
-        settings: `precision="bf16"`, `quick=True` and more, see `CheckSettings`.
+        settings: `precision="bf16"` and more, see `CheckSettings`.
 
     Raises:
         ConfigError: bad arguments, several processes, or a full batch that does not fit the memory limit.
@@ -76,8 +74,6 @@ def check_equivalence(
 def _check(
     model: nn.Module, samples: list[Any], collate_fn: Collate, layouts: Any, steps: Mapping[str, Step], settings: CheckSettings
 ) -> EquivalenceReport:
-    if settings.quick:
-        samples, layouts = _spread(samples, QUICK_SAMPLES), QUICK_LAYOUTS if layouts == "auto" else layouts
     chosen = choose_layouts(layouts, np.array([sample_length(sample) for sample in samples]))
     copied = working_copy(model, _matching(model, settings.parameters))
     subject = Subject(copied, samples, collate_fn, make_accelerator(copied, settings.precision), settings)
@@ -85,7 +81,7 @@ def _check(
     memory = estimate_memory(subject)
     _check_memory(subject, memory)
     rows = _rows(subject, chosen, steps)
-    shown = {name: getattr(settings, name) for name in ("precision", "seed", "quick", "parameters", "max_grad_norm")}
+    shown = {name: getattr(settings, name) for name in ("precision", "seed", "parameters", "max_grad_norm")}
     shown |= {"num_samples": len(samples), "bytes": memory}
     return EquivalenceReport(type(model).__name__, rows, _facts(subject, memory), shown, versions())
 
@@ -95,8 +91,8 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
     found: dict[tuple[str, str], Row] = {}
     arms: dict[str, Step | None] = {OURS: None, **steps}
     with tqdm(total=len(layouts) * len(arms), unit="layout", delay=5, leave=False, dynamic_ncols=True) as bar:
-        for key in dict.fromkeys(layout.window_key for layout in layouts):
-            members = [layout for layout in layouts if layout.window_key == key]
+        for num_samples in dict.fromkeys(sum(layout.sizes) for layout in layouts):
+            members = [layout for layout in layouts if sum(layout.sizes) == num_samples]
             reference = compute_reference(subject, members[0].window(subject))
             for arm, step in arms.items():
                 for layout in members:
@@ -152,8 +148,8 @@ def _check_memory(subject: Subject, memory: dict[str, int]) -> None:
     if memory["full batch"] > memory["limit"]:
         raise ConfigError(
             f"the full batch of {len(subject.samples)} samples must fit the memory limit, but needs about "
-            f"{_gib(memory['full batch'])} of {_gib(memory['limit'])}: pass fewer samples (quick=True takes {QUICK_SAMPLES}), name "
-            "some parameters, or raise max_memory_gib."
+            f"{_gib(memory['full batch'])} of {_gib(memory['limit'])}: pass fewer samples, name some parameters, "
+            "or raise max_memory_gib."
         )
     if memory["in float64"] > memory["limit"]:
         subject.without_float64 = "float64 does not fit the memory limit"
@@ -161,7 +157,6 @@ def _check_memory(subject: Subject, memory: dict[str, int]) -> None:
 
 def _facts(subject: Subject, memory: dict[str, int]) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
-    quick = " (quick)" * subject.settings.quick
     reference = "reference: one forward and backward of all samples at once, in float64"
     if subject.without_float64:
         own = "its own error is that of the same samples in reverse order"
@@ -171,18 +166,11 @@ def _facts(subject: Subject, memory: dict[str, int]) -> list[str]:
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
     drawn = f"keyed dropout at {num_sites} sites" if num_sites else "the model draws no dropout"
     return [
-        f"window of {len(subject.samples)} samples{quick}, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
+        f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         reference,
         f"memory, estimated: {needed}",
         f"{counted}; {drawn}",
     ]
-
-
-def _spread(samples: list[Any], count: int) -> list[Any]:
-    """Some samples over the whole range of lengths, in the order in which they came."""
-    by_length = sorted(range(len(samples)), key=lambda i: sample_length(samples[i]))
-    picked = np.unique(np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int))
-    return [samples[i] for i in sorted(by_length[j] for j in picked)]
 
 
 def _matching(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str] | None:

@@ -33,12 +33,6 @@ def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, flo
     return {name: ratio(float((gradients[name].to(right.dtype) - right).norm()), whole) for name, right in reference.items()}
 
 
-def cosine(gradients: Gradients, reference: Gradients) -> float:
-    """Of the angle between both."""
-    product = sum(float((gradients[name].to(right.dtype) * right).sum()) for name, right in reference.items())
-    return ratio(product, total(norms(gradients)) * total(norms(reference)))
-
-
 def clip(gradients: Gradients, max_grad_norm: float | None) -> None:
     """Scale all gradients down to the given global L2 norm, in place; None leaves them."""
     if max_grad_norm:

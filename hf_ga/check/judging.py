@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ga.check.gradients import Gradients, clip, cosine, norms, one_step, ratio, relative_errors, take_gradients, total
+from hf_ga.check.gradients import Gradients, clip, norms, one_step, ratio, relative_errors, take_gradients, total
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Row
 from hf_ga.check.subjects import Outcome, Subject
@@ -80,7 +80,7 @@ def judge(row: Row, outcome: Outcome, reference: Reference, subject: Subject) ->
     if outcome.update is not None:
         row.judged_by, row.error, row.own_error = "weights after one step", row.update_error, reference.update_error
         row.limit, row.worst_share = UPDATE_TIMES * row.own_error + UPDATE_FLOOR, 0.0
-        row.cosine, row.norm_ratio = cosine(update, reference.update), _norm_ratio(update, reference.update)
+        row.norm_ratio = _norm_ratio(update, reference.update)
         row.passed = row.error <= row.limit
         return
     row.parameter_errors = relative_errors(outcome.gradients, reference.gradients)
@@ -90,7 +90,6 @@ def judge(row: Row, outcome: Outcome, reference: Reference, subject: Subject) ->
     shares = {name: ratio(error, limits[name]) for name, error in row.parameter_errors.items()}
     row.worst_parameter = max(shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf))
     row.worst_share = shares[row.worst_parameter]
-    row.cosine = cosine(outcome.gradients, reference.gradients)
     row.norm_ratio = _norm_ratio(outcome.gradients, reference.gradients)
     loss_limit = reference.times * reference.loss_error + reference.parameter_floor
     # A NaN fails each of these comparisons.

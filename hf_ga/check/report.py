@@ -55,10 +55,13 @@ class EquivalenceReport:
         rows = [row for row in self.rows if row.arm == name]
         return EquivalenceReport(self.model, rows, self.facts, self.settings, self.versions)
 
-    def causes(self, arm: str = OURS) -> list[Cause]:
-        """Why an arm differs, each reason once; empty where it passed."""
-        found = {(cause.name, cause.text): cause for row in reversed(self.arm(arm).rows) for cause in reversed(row.causes)}
-        return list(reversed(found.values()))
+    def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
+        """Why an arm differs -> the layouts in which that was found; empty where it passed."""
+        found: dict[Cause, list[str]] = {}
+        for row in self.arm(arm).rows:
+            for cause in row.causes:
+                found.setdefault(cause, []).append(row.layout)
+        return found
 
     def verdict(self, arm: str) -> str:
         """One sentence about an arm."""
@@ -80,11 +83,10 @@ class EquivalenceReport:
 
     def reasons(self, arm: str) -> list[str]:
         """Why it differs, one line a cause, with the layouts in which it was found."""
-        lines = []
-        for cause in self.causes(arm):
-            same = [row.layout for row in self.arm(arm).rows if (cause.name, cause.text) in [(c.name, c.text) for c in row.causes]]
-            lines.append(f"{cause.name}: {cause.text} ({'; '.join(filter(None, [', '.join(same), cause.seen]))})")
-        return lines
+        return [
+            f"{cause.name}: {cause.text} ({'; '.join(filter(None, [', '.join(layouts), cause.seen]))})"
+            for cause, layouts in self.causes(arm).items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON: numbers that are not finite are None."""

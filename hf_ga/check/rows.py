@@ -12,7 +12,7 @@ class Cause:
 
     name: str
     text: str
-    seen: str = ""
+    seen: str = field(default="", compare=False)
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Row:
         micro_batches: samples of each. accumulation_steps: micro-batches of a full window.
         error, limit: of the gradient over all parameters together: ||g - g64|| / ||g64||.
         own_error: that of the full batch in the same precision.
-        norm_ratio: ||g|| / ||g64||. cosine: of the angle between both.
+        norm_ratio: ||g|| / ||g64||.
         worst_parameter, worst_share: the parameter that is nearest to (or farthest above) its limit, and error / limit there.
         update_error: of what one optimizer step adds to the weights, relative to the right update.
         parameter_errors: L2 of the difference of each, relative to the norm over all.
@@ -40,7 +40,6 @@ class Row:
     error: float = float("inf")
     limit: float = 0.0
     own_error: float = 0.0
-    cosine: float = float("nan")
     norm_ratio: float = float("nan")
     worst_parameter: str = ""
     worst_share: float = float("inf")
@@ -66,7 +65,6 @@ class Row:
             "loss": f"{self.loss:.6f}" if ran and self.loss is not None else "-",
             "relative error": f"{self.error:.1e}" if ran else "-",
             "limit": f"{self.limit:.1e}" if ran else "-",
-            "cosine": f"{self.cosine:.6f}" if ran else "-",
             "norm ratio": f"{self.norm_ratio:.4f}" if ran else "-",
             "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
             "update error": f"{self.update_error:.1e}" if ran else "-",

@@ -39,7 +39,6 @@ class CheckSettings:
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets); wins over the head's own loss.
         precision: "fp32", "bf16" or "fp16", by autocast.
         seed: of dropout masks and of what a step draws by itself.
-        quick: check 16 samples, from the shortest to the longest; "auto" is then uneven, one by one, short last window.
         parameters: name patterns (`*.layer.0.*`); only the gradients of these parameters are computed and compared.
         max_memory_gib: limit for the references. Default: 70 % of the free memory. Where float64 does not fit, the full batch in
             the checked precision is the reference, and the report says so.
@@ -51,7 +50,6 @@ class CheckSettings:
     loss_fn: LossFunction | None = None
     precision: str = "fp32"
     seed: int = 0
-    quick: bool = False
     parameters: str | list[str] | None = None
     max_memory_gib: float | None = None
     optimizer: MakeOptimizer = adamw
@@ -154,8 +152,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def check_one_process() -> None:
     """Raise ConfigError where several processes were launched: the check would run in each of them."""
-    known = PartialState._shared_state
-    processes = PartialState().num_processes if known else int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise ConfigError(
             f"a check runs on one process, but {processes} were launched: start it with plain python, or with "

@@ -64,20 +64,7 @@ class Switch(NamedTuple):
     off: Callable[[nn.Module], AbstractContextManager]
 
 
-def _draws_dropout(subject: Subject, window: Window) -> bool:
-    return bool(subject.dropout.places or subject.dropout.unkeyed)
-
-
-def _has_batch_norm(subject: Subject, window: Window) -> bool:
-    """Also in evaluation mode: a step may put it into training mode."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in subject.model.modules())
-
-
-def _has_auxiliary_loss(subject: Subject, window: Window) -> bool:
-    return bool(_coefficients(subject.model))
-
-
-def _has_unequal_widths(subject: Subject, window: Window) -> bool:
+def _has_unequal_widths(window: Window) -> bool:
     tensors = [{k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()} for m in window.micro_batches]
     return not all(same_shapes(tensors[0], other) for other in tensors)
 
@@ -86,25 +73,26 @@ SWITCHES = [
     Switch(
         "dropout",
         "dropout masks are not those of the full batch: they depend on the split",
-        _draws_dropout,
+        lambda subject, window: bool(subject.dropout.places or subject.dropout.unkeyed),
         without_dropout,
     ),
     Switch(
         "BatchNorm",
         "BatchNorm normalises by the statistics of the micro-batch, not of the window",
-        _has_batch_norm,
+        # Also one in evaluation mode: a step may put it into training mode.
+        lambda subject, window: any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()),
         without_batch_statistics,
     ),
     Switch(
         "auxiliary loss",
         "the router's auxiliary loss is a product of means over the micro-batch",
-        _has_auxiliary_loss,
+        lambda subject, window: bool(_coefficients(subject.model)),
         without_auxiliary_loss,
     ),
     Switch(  # switched off by the window: all its micro-batches are padded to one width
         "padding width",
         "the loss of a sample depends on the width to which its micro-batch is padded",
-        _has_unequal_widths,
+        lambda subject, window: _has_unequal_widths(window),
         lambda model: nullcontext(),
     ),
     Switch(  # what of it is wrong, the trial tells
