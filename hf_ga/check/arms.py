@@ -36,10 +36,11 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
         gradients = {}
         still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)
         still.register_step_pre_hook(lambda *_: gradients.update({p: p.grad for p in model.parameters()}))
+        own = {"gradient_accumulation_steps": accumulation_steps, "bf16": precision == "bf16"}
         with tempfile.TemporaryDirectory() as folder:
             trainer = trainer_class(
                 model=model,
-                args=_training_arguments(folder, model, accumulation_steps, precision, arguments),
+                args=_training_arguments(output_dir=folder, use_cpu=device_of(model).type == "cpu", **(own | arguments)),
                 train_dataset=micro_batches,
                 data_collator=lambda items: dict(items[0]),
                 optimizers=(still, None),
@@ -53,12 +54,8 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     return step
 
 
-def accelerate_arm(max_grad_norm: float | None = None) -> Step:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`.
-
-    Args:
-        max_grad_norm: clip as its examples do, where the gradients are synchronised.
-    """
+def accelerate_arm() -> Step:
+    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`."""
 
     def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> None:
         accelerator = Accelerator(
@@ -70,8 +67,6 @@ def accelerate_arm(max_grad_norm: float | None = None) -> Step:
         for batch in loader:
             with accelerator.accumulate(prepared):
                 accelerator.backward(head_loss(prepared(**batch)))
-                if max_grad_norm and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(prepared.parameters(), max_grad_norm)
 
     return step
 
@@ -79,27 +74,19 @@ def accelerate_arm(max_grad_norm: float | None = None) -> Step:
 ARMS = {"trainer": trainer_arm, "accelerate": accelerate_arm}
 
 
-def _training_arguments(
-    folder: str, model: nn.Module, accumulation_steps: int, precision: str, more: dict[str, Any]
-) -> TrainingArguments:
-    settings = TrainingArguments(
-        **{
-            "output_dir": folder,
-            "per_device_train_batch_size": 1,  # an item is a micro-batch
-            "train_sampling_strategy": "sequential",
-            "gradient_accumulation_steps": accumulation_steps,
-            "num_train_epochs": 1,
-            "max_grad_norm": 0.0,
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            "dataloader_pin_memory": False,
-            "use_cpu": device_of(model).type == "cpu",
-            "bf16": precision == "bf16",
-            **more,
-        }
-    )
+def _training_arguments(**arguments: Any) -> TrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 1,  # an item is a micro-batch
+        "train_sampling_strategy": "sequential",
+        "num_train_epochs": 1,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    settings = TrainingArguments(**(defaults | arguments))
     settings._n_gpu = 1  # on a machine with several it would put the model into DataParallel
     return settings

@@ -83,7 +83,7 @@ def _check(
     rows = _rows(subject, chosen, steps)
     shown = {name: getattr(settings, name) for name in ("precision", "seed", "parameters", "max_grad_norm")}
     shown |= {"num_samples": len(samples), "bytes": memory}
-    return EquivalenceReport(type(model).__name__, rows, _facts(subject, memory), shown, versions())
+    return EquivalenceReport(type(model).__name__, rows, _facts(subject), shown, versions())
 
 
 def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
@@ -155,21 +155,18 @@ def _check_memory(subject: Subject, memory: dict[str, int]) -> None:
         subject.without_float64 = "float64 does not fit the memory limit"
 
 
-def _facts(subject: Subject, memory: dict[str, int]) -> list[str]:
+def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     reference = "reference: one forward and backward of all samples at once, in float64"
     if subject.without_float64:
         own = "its own error is that of the same samples in reverse order"
         reference = f"reference: the full batch in {subject.settings.precision}, as {subject.without_float64}; {own}"
-    needed = ", ".join(f"{name} {_gib(size)}" for name, size in memory.items())
-    num_sites = len(subject.dropout.places)
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    drawn = f"keyed dropout at {num_sites} sites" if num_sites else "the model draws no dropout"
+    num_sites = len(subject.dropout.places)
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         reference,
-        f"memory, estimated: {needed}",
-        f"{counted}; {drawn}",
+        f"{counted}; keyed dropout at {num_sites} sites",
     ]
 
 

@@ -23,11 +23,15 @@ _DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_d
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """torch's dropout functions drop nothing."""
+    attention = F.scaled_dot_product_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any) -> Tensor:
+        return attention(q, k, v, attn_mask, 0.0, *args, **kw)
+
     with ExitStack() as stack:
         for owner, name in (*((F, name) for name in _DROPOUT_FUNCTIONS), (torch, "dropout")):
             stack.enter_context(patch.object(owner, name, lambda x, *args, **kwargs: x))
-        attention = partial(_undropped_attention, F.scaled_dot_product_attention)
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
         yield
 
 
@@ -93,7 +97,7 @@ SWITCHES = [
         "padding width",
         "the loss of a sample depends on the width to which its micro-batch is padded",
         lambda subject, window: _has_unequal_widths(window),
-        lambda model: nullcontext(),
+        nullcontext,
     ),
     Switch(  # what of it is wrong, the trial tells
         "clipping",
@@ -102,19 +106,6 @@ SWITCHES = [
         without_clipping,
     ),
 ]
-
-
-def _undropped_attention(
-    original: Callable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kw: Any,
-) -> Tensor:
-    return original(query, key, value, attn_mask, 0.0, *args, **kw)
 
 
 def _frozen_batch_norm(
