@@ -129,6 +129,14 @@ def test_the_script_writes_its_report_and_asserts(tmp_path, capsys):
     assert "BertForSequenceClassification: hf_ga passed" in capsys.readouterr().out
 
 
+def test_quick_takes_16_samples_in_three_layouts(tmp_path):
+    flags = [*FLAGS, "--per_device_train_batch_size", "8", "--quick", "--compare", "none", "--output_dir", str(tmp_path)]
+    assert main(flags) == 0
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [row["layout"] for row in rows] == ["uneven", "one by one", "short last window"]
+    assert rows[1]["micro_batches"] == [1] * 16
+
+
 def test_another_loss_is_compared_with_nothing(tmp_path):
     layouts = ["--check_layouts", "uneven", "--label_smoothing", "0.1"]
     assert main([*FLAGS, *layouts, "--output_dir", str(tmp_path)]) == 0
