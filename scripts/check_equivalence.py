@@ -2,29 +2,129 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from accelerate import Accelerator
 from transformers.utils import logging
 
-from hf_ga.check.cli import CheckConfig, run_check
-from hf_ga.check.report import OURS
+from hf_ga.check.arms import ARMS
+from hf_ga.check.check import check_equivalence
+from hf_ga.check.layouts import AUTO, LEAST_SAMPLES
+from hf_ga.check.report import EquivalenceReport
+from hf_ga.check.rows import OURS
+from hf_ga.check.subjects import Step, check_one_process
+from hf_ga.data.data import PreparedData, prepare_data
+from hf_ga.errors import ConfigError
+from hf_ga.exact.order import epoch_order
+from hf_ga.run.adapters import check_peft
+from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.cli import guarded, parse_config
+from hf_ga.run.config import FinetuneConfig, option
+from hf_ga.run.config_checks import check_output_dir
+from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
+from hf_ga.run.optimizers import OPTIMIZERS
+
+TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # of the arms in a report
+MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
 
 
-def check_main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 with --assert where hf_ga did not pass."""
-    return guarded(_check, sys.argv[1:] if arguments is None else arguments)
+@dataclass
+class CheckConfig(FinetuneConfig):
+    """The flags of `FinetuneConfig` (those about training and output files have no effect) and those of the check."""
+
+    output_dir: str = option("outputs/check", "Folder for report.json and report.html; nothing else in it is touched.")
+    compare: str = option("trainer,accelerate", f"Other steps to check too, of: {', '.join(ARMS)}; or none, which is faster.")
+    check_layouts: str = option("auto", f"Layouts, with commas between: auto (all), or of {', '.join(AUTO)}.")
+    quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
+    parameters: list[str] | None = option(None, "Name patterns of the parameters whose gradients are compared. Default: all.")
+    max_memory_gib: float | None = option(None, "Memory for the references. Default: 70 percent of what is free.")
+    assert_passed: bool = field(
+        default=False,
+        metadata={
+            "help": "Exit with code 1 where hf_ga did not pass; compared steps do not count.",
+            "aliases": ["--assert"],  # a field cannot have the name of a keyword
+        },
+    )
+
+    def check(self) -> None:
+        """As for a run, and the flags of the check.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        super().check()
+        for name, known in (("compare", ARMS), ("check_layouts", AUTO)):
+            if unknown := [value for value in self.listed(name) if value not in known]:
+                raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
+
+    def check_output_dir(self) -> None:
+        """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
+        check_output_dir(self.output_dir, only_adds=True)
+
+    def listed(self, name: str) -> list[str]:
+        """A flag with commas, as a list; `auto` and `none` stand for no entry."""
+        values = [value.strip() for value in getattr(self, name).split(",")]
+        return [] if values in (["auto"], ["none"], [""]) else values
 
 
-def _check(arguments: Sequence[str]) -> int:
+def run_check(config: CheckConfig) -> EquivalenceReport:
+    """Build the model and a window of training samples as finetune would, and check them."""
+    config.check()
+    check_peft(config)
+    check_one_process()
+    accelerator = Accelerator()
+    base = load_base_config(config)
+    data = prepare_data(config, load_tokenizer(config), known_labels(base))
+    loss_fn = chosen_loss_fn(config, data)
+    # They compute the head's own loss; beside another one they would only seem to be wrong.
+    steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
+    report = check_equivalence(
+        build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base)),
+        window_samples(config, data),
+        data.collate,
+        config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
+        steps,
+        loss_fn=loss_fn,
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        seed=config.seed,
+        parameters=config.parameters,
+        max_memory_gib=config.max_memory_gib,
+        optimizer=lambda parameters: OPTIMIZERS[config.optim](parameters, lr=config.learning_rate or 1e-3),
+        allow_split_dependent_randomness=config.allow_split_dependent_randomness,
+    )
+    if loss_fn is not None and config.listed("compare"):
+        report.facts.append(
+            "nothing is compared: class_weights and label_smoothing_factor ask for another loss than the head's own"
+        )
+    return report
+
+
+def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
+    """A window as large as in training (8 to 64 samples) from the whole range of lengths, in the order of a hash."""
+    samples = list(proof_samples(data, "train"))
+    most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
+    count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, most)))
+    picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
+    return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
+
+
+def _run(arguments: Sequence[str]) -> int:
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # transformers shows one for every file that it writes
     report = run_check(config)
+    report.save(config.output_dir)
     print(report)
-    print(f"written: {Path(config.output_dir) / 'report.json'} and report.html beside it")
+    print(f"written: {config.output_dir}/report.json and report.html beside it")
     return 1 if config.assert_passed and not report.arm(OURS).passed else 0
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 with --assert where hf_ga did not pass, 2 for bad input, with one line that says why."""
+    return guarded(_run, sys.argv[1:] if arguments is None else arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(check_main())
+    sys.exit(main())

@@ -8,7 +8,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
-from hf_ga.check.report import OURS
+from hf_ga.check.rows import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
 SHORT = ["short last window"]
@@ -79,9 +79,9 @@ def test_a_short_last_window_divided_by_the_full_accumulation_is_named():
 
 
 def test_native_dropout_is_named():
-    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), step=right)
+    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), steps={"step": right})
     assert_only(report, "step", "dropout")
-    without = check(helpers.bert_classifier(0.0), helpers.class_samples(12), step=right)
+    without = check(helpers.bert_classifier(0.0), helpers.class_samples(12), steps={"step": right})
     assert without.passed
 
 
@@ -89,7 +89,7 @@ def test_dropout_that_a_step_switches_off_is_named():
     def in_evaluation_mode(model, micro_batches, accumulation_steps):
         right(model.eval(), micro_batches, accumulation_steps)
 
-    assert_only(check(helpers.gpt2(0.1), helpers.token_samples(12), step=in_evaluation_mode), "step", "dropout")
+    assert_only(check(helpers.gpt2(0.1), helpers.token_samples(12), steps={"step": in_evaluation_mode}), "step", "dropout")
 
 
 class Normalised(nn.Module):
@@ -119,18 +119,18 @@ def loop(model, micro_batches):
 
 def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     model = helpers.seeded(Normalised)()
-    report = check(model, bag_samples(12), step=loop)
+    report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused and not report.passed
     model.norm.eval()
-    assert check(model, bag_samples(12), step=loop).passed
+    assert check(model, bag_samples(12), steps={"step": loop}).passed
 
 
 def test_batch_norm_replaced_by_group_norm_passes():
     model = helpers.seeded(Normalised)()
-    assert not check(model, bag_samples(12), step=loop).passed
+    assert not check(model, bag_samples(12), steps={"step": loop}).passed
     hf_ga.replace_batch_norm(model)
-    assert check(model, bag_samples(12), step=loop).passed
+    assert check(model, bag_samples(12), steps={"step": loop}).passed
 
 
 class InBatchNegatives(nn.Module):
@@ -149,7 +149,7 @@ class InBatchNegatives(nn.Module):
 
 def test_a_loss_across_samples_is_named():
     model = helpers.seeded(InBatchNegatives)()
-    report = check(model, bag_samples(12), step=loop)
+    report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"cross-batch loss"}
     own = check(model, bag_samples(12), loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])))
     assert own.passed  # a loss of each sample by itself
@@ -164,9 +164,9 @@ def test_the_routers_loss_is_named():
         for batch in micro_batches:
             (model(**batch).loss * int((batch["labels"][:, 1:] != -100).sum()) / total).backward()
 
-    report = check(helpers.mixtral(0.1), samples, step=own_loss)
+    report = check(helpers.mixtral(0.1), samples, steps={"step": own_loss})
     assert_only(report, "step", "auxiliary loss")
-    assert check(helpers.mixtral(0.0), samples, step=plain).passed
+    assert check(helpers.mixtral(0.0), samples, steps={"step": plain}).passed
 
 
 def sums_divided_by(count):
@@ -194,11 +194,11 @@ def test_labels_counted_unshifted_are_named():
 
 
 def test_width_dependent_padding_is_named():
-    report = check(helpers.fnet_masked_lm(0.0), helpers.token_samples(12), step=right)
+    report = check(helpers.fnet_masked_lm(0.0), helpers.token_samples(12), steps={"step": right})
     assert_only(report, "step", "padding width")
     equal = [s for s in helpers.token_samples(60) if len(s["input_ids"]) == 9][:8]
     assert len(equal) == 8
-    assert check(helpers.fnet_masked_lm(0.0), equal, {"even": [2, 3, 3]}, step=right).passed
+    assert check(helpers.fnet_masked_lm(0.0), equal, {"even": [2, 3, 3]}, steps={"step": right}).passed
 
 
 def clipping(clip, every):
@@ -235,8 +235,8 @@ def test_clipping_every_micro_batch_is_named(clip):
 
 
 def test_a_step_that_clips_once_where_the_truth_does_not_is_told_so():
-    report = check(helpers.bert_classifier(), helpers.class_samples(12), step=clipping(torch_clip, every=False))
-    assert_only(report, "step", "clipping", says="give max_grad_norm")
+    report = check(helpers.bert_classifier(), helpers.class_samples(12), steps={"step": clipping(torch_clip, every=False)})
+    assert_only(report, "step", "clipping", says="pass max_grad_norm")
 
 
 def test_a_parameter_frozen_in_one_arm_is_named():
@@ -244,11 +244,11 @@ def test_a_parameter_frozen_in_one_arm_is_named():
         model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
         right(model, micro_batches, accumulation_steps)
 
-    report = check(helpers.bert_classifier(), helpers.class_samples(12), step=frozen)
+    report = check(helpers.bert_classifier(), helpers.class_samples(12), steps={"step": frozen})
     assert_only(report, "step", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight")
     whole = helpers.bert_classifier()
     whole.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)  # frozen for all: nothing to convict
-    assert check(whole, helpers.class_samples(12), step=right).passed
+    assert check(whole, helpers.class_samples(12), steps={"step": right}).passed
 
 
 def accumulating(dtype):
@@ -278,7 +278,7 @@ def test_computing_in_low_precision_is_named():
     def step(model, micro_batches, accumulation_steps):
         right(model.to(torch.bfloat16), micro_batches, accumulation_steps)
 
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), step=step)
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": step})
     assert "accumulation precision" in names(report, "step") and report.arm(OURS).passed
 
 
@@ -287,11 +287,11 @@ def test_autocast_where_float32_was_asked_for_is_named():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             right(model, micro_batches, accumulation_steps)
 
-    assert_only(check(helpers.gpt2(), helpers.token_samples(12), step=step), "step", "precision")
+    assert_only(check(helpers.gpt2(), helpers.token_samples(12), steps={"step": step}), "step", "precision")
 
 
 def test_several_mistakes_at_once_are_all_named():
-    report = check(helpers.fnet_masked_lm(0.1), helpers.token_samples(12), step=weighted(lambda n, total, k, ga: 1))
+    report = check(helpers.fnet_masked_lm(0.1), helpers.token_samples(12), steps={"step": weighted(lambda n, total, k, ga: 1)})
     assert_only(report, "step", "normalisation", "dropout", "padding width", says="x4.00")
 
 
@@ -318,11 +318,11 @@ def test_what_nobody_can_explain_is_called_unknown():
         for parameter in model.parameters():
             parameter.grad += 0.01 * torch.randn_like(parameter)
 
-    assert_only(check(helpers.bert_masked_lm(), helpers.token_samples(12), step=noisy), "step", "unknown")
+    assert_only(check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": noisy}), "step", "unknown")
 
 
 def test_a_step_without_gradients_is_told_so():
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), step=lambda model, micro_batches: None)
+    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": lambda model, micro_batches: None})
     assert_only(report, "step", "no gradients")
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.layouts import AUTO, choose_layouts
-from hf_ga.check.reference import measure_memory
-from hf_ga.check.report import OURS
-from hf_ga.check.subjects import own_accelerate_state
+from hf_ga.check.reference import estimate_memory
+from hf_ga.check.rows import OURS
+from hf_ga.check.subjects import CheckSettings, Subject, own_accelerate_state
 from hf_ga.errors import ConfigError
 
 MODELS = {
@@ -28,10 +28,14 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_of_hf_ga_passes_with_dropout(name):
     build, samples = MODELS[name]
-    report = hf_ga.check_equivalence(build(0.1), samples(12), helpers.pad_right)
+    report = check(build(0.1), samples(12))
     assert report.passed, report
     assert [row.layout for row in report.rows] == list(AUTO)
     assert 0 < report.max_error < 2e-6
+
+
+def check(model, samples, layouts="auto", **more):
+    return hf_ga.check_equivalence(model, samples, helpers.pad_right, layouts, **more)
 
 
 def leaving(gradients, loss=None):
@@ -55,10 +59,10 @@ def test_the_truth_is_that_of_plain_torch_in_float64(name):
     nudged = {key: value * (1 + 1e-5) for key, value in truth.items()}
     loss = float(helpers.mean_loss(copy.deepcopy(model).double(), batch).detach())
     steps = {"right": leaving(truth, loss), "scaled": leaving(nudged), "wrong loss": leaving(truth, loss * 1.001)}
-    report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, steps=steps)
+    report = check(model, window, {"halves": [6, 6]}, steps=steps)
     right, scaled, wrong_loss = (report.arm(arm).rows[0] for arm in steps)
     assert right.passed and right.error < 1e-7  # rounded once to float32
-    assert right.loss_error < 1e-7 and abs(right.cosine - 1) < 1e-12
+    assert right.loss_error < 1e-7 and abs(right.norm_ratio - 1) < 1e-7
     assert right.own_error == pytest.approx(own, rel=0.3) and right.limit == pytest.approx(2 * right.own_error + 1e-6)
     assert not scaled.passed and scaled.error == pytest.approx(1e-5, rel=0.02) and scaled.norm_ratio == pytest.approx(1 + 1e-5)
     assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
@@ -70,7 +74,7 @@ def test_one_wrong_parameter_fails_although_the_whole_passes():
     name = "bert.encoder.layer.0.attention.self.query.weight"
     floor = 1e-6 * helpers.norm(truth)
     truth[name] = truth[name] + 1.4 * floor * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
-    row = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=leaving(truth)).arm("step").rows[0]
+    row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
     assert row.error <= 1.5e-6 and not row.passed
     assert row.worst_parameter == name and row.worst_share == pytest.approx(1.4, rel=0.1)
 
@@ -79,7 +83,7 @@ def test_a_nan_fails():
     model, window = helpers.bert_classifier(), helpers.class_samples(12)
     truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
     truth["classifier.bias"] = truth["classifier.bias"] * float("nan")
-    row = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=leaving(truth)).arm("step").rows[0]
+    row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
     assert not row.passed and row.worst_parameter == "classifier.bias" and [c.name for c in row.causes] == ["not finite"]
 
 
@@ -94,7 +98,7 @@ def test_the_optimizer_step_is_that_of_torch():
         def build(parameters, kind=kind):
             return kind(parameters, lr=1e-3)
 
-        report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=four, optimizer=build)
+        report = check(model, window, {"halves": [6, 6]}, steps={"step": four}, optimizer=build)
         errors[kind] = report.arm("step").rows[0].update_error
     assert errors[torch.optim.SGD] == pytest.approx(3.0, rel=1e-3)
     assert errors[torch.optim.AdamW] < 0.3
@@ -102,15 +106,11 @@ def test_the_optimizer_step_is_that_of_torch():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision):
-    report = hf_ga.check_equivalence(
-        helpers.bert_classifier(0.1), helpers.class_samples(12), helpers.pad_right, precision=precision
-    )
+    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), precision=precision)
     assert report.passed, report
     assert 1e-4 < report.max_error < 2e-2  # it is computed in that precision
     naive = naive_in(torch.bfloat16 if precision == "bf16" else torch.float16)
-    wrong = hf_ga.check_equivalence(
-        helpers.bert_masked_lm(), helpers.token_samples(12), helpers.pad_right, ["uneven"], precision=precision, step=naive
-    )
+    wrong = check(helpers.bert_masked_lm(), helpers.token_samples(12), ["uneven"], precision=precision, steps={"step": naive})
     assert wrong.arm(OURS).passed and not wrong.arm("step").passed
 
 
@@ -132,8 +132,8 @@ def test_an_own_loss_function_and_its_naive_mean():
             total, count = helpers.weighted_token_loss(model(batch["input_ids"]), batch)
             (total / count / len(micro_batches)).backward()
 
-    report = hf_ga.check_equivalence(
-        helpers.plain_tagger(0.1), helpers.weighted_samples(12), helpers.pad_right, loss_fn=helpers.weighted_token_loss, step=naive
+    report = check(
+        helpers.plain_tagger(0.1), helpers.weighted_samples(12), loss_fn=helpers.weighted_token_loss, steps={"step": naive}
     )
     assert report.arm(OURS).passed and not report.arm("step").passed
 
@@ -177,7 +177,7 @@ def test_everything_is_left_as_found(training):
     model.classifier.bias.requires_grad_(False)
     model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
     before, random, shared = state_of(model), helpers.global_random_states(), dict(accelerator.state._shared_state)
-    report = hf_ga.check_equivalence(model, helpers.class_samples(12), helpers.pad_right, ["even"], step=moving)
+    report = check(model, helpers.class_samples(12), ["even"], steps={"step": moving})
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert_same(state_of(model), before)
     assert helpers.global_random_states() == random
@@ -190,56 +190,46 @@ def test_a_prepared_model_is_checked_without_its_autocast():
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(helpers.bert_classifier())
         before = state_of(model)
-        report = hf_ga.check_equivalence(model, helpers.class_samples(12), helpers.pad_right, ["even"])
+        report = check(model, helpers.class_samples(12), ["even"])
         assert report.passed and report.max_error < 1e-6  # float32 was asked for
         assert_same(state_of(model), before)
         assert accelerator.mixed_precision == "bf16"
 
 
-def test_quick_takes_fewer_samples_of_all_lengths():
-    samples = helpers.class_samples(60)
-    report = hf_ga.check_equivalence(helpers.bert_classifier(), samples, helpers.pad_right, quick=True)
-    assert report.passed and [row.layout for row in report.rows] == ["uneven", "one by one", "short last window"]
-    assert report.rows[1].micro_batches == [1] * 16
-    assert report.settings["num_samples"] == 16 and "(quick)" in report.facts[0]
-
-
 def test_a_subset_of_the_parameters():
-    report = hf_ga.check_equivalence(
+    report = check(
         helpers.bert_classifier(0.1),
         helpers.class_samples(12),
-        helpers.pad_right,
         ["even"],
         parameters=["*.layer.1.*", "classifier.*"],
     )
     names = report.rows[0].parameter_errors
     assert report.passed and names and all(".layer.1." in name or name.startswith("classifier.") for name in names)
     with pytest.raises(ConfigError, match="match some trainable parameter"):
-        hf_ga.check_equivalence(helpers.bert_classifier(), helpers.class_samples(12), helpers.pad_right, parameters="nothing.*")
+        check(helpers.bert_classifier(), helpers.class_samples(12), parameters="nothing.*")
 
 
 def test_without_room_for_float64_the_report_says_so_and_still_convicts():
     model, samples = helpers.bert_masked_lm(0.1), helpers.token_samples(12)
-    full = hf_ga.check_equivalence(model, samples, helpers.pad_right, ["even"])
+    full = check(model, samples, ["even"])
     assert "in float64" in full.facts[1] and "does not fit" not in full.facts[1]
     needed = full.settings["bytes"]
     size = (needed["full batch"] + needed["in float64"]) / 2 / 2**30
-    report = hf_ga.check_equivalence(
+    report = check(
         model,
         samples,
-        helpers.pad_right,
         ["uneven"],
         max_memory_gib=size,
-        step=lambda m, batches: [m(**b).loss.backward() for b in batches],
+        steps={"step": lambda m, batches: [m(**b).loss.backward() for b in batches]},
     )
     assert "float64 does not fit" in report.facts[1]
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert report.rows[0].limit == pytest.approx(3 * report.rows[0].own_error + 1e-5)
-    with pytest.raises(ConfigError, match=r"full batch of 12 samples must fit the memory limit.*quick=True"):
-        hf_ga.check_equivalence(model, samples, helpers.pad_right, max_memory_gib=1e-5)
+    with pytest.raises(ConfigError, match=r"full batch of 12 samples must fit the memory limit.*pass fewer samples"):
+        check(model, samples, max_memory_gib=1e-5)
 
 
-def test_memory_is_foreseen_from_two_samples():
+def test_memory_is_estimated_from_two_samples():
     """Against what autograd really keeps of the full batch."""
     model, kept = helpers.bert_masked_lm(0.1), {}
     samples = [s for s in helpers.token_samples(200) if len(s["input_ids"]) == 11][:12]
@@ -253,10 +243,11 @@ def test_memory_is_foreseen_from_two_samples():
         model(**helpers.pad_right(samples))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    foreseen = measure_memory(model, helpers.pad_right(samples[:2]), 12, None, 1.0)
-    assert foreseen.activations == pytest.approx(measured, rel=0.1)
-    assert foreseen.weights == foreseen.gradients == 4 * sum(p.numel() for p in model.parameters())
-    assert foreseen.available == 2**30
+    size = 4 * sum(p.numel() for p in model.parameters())
+    estimate = estimate_memory(Subject(model, samples, helpers.pad_right, None, CheckSettings(max_memory_gib=1.0)))
+    assert estimate["full batch"] - 3 * size == pytest.approx(measured, rel=0.1)
+    assert estimate["in float64"] - 7 * size == pytest.approx(2 * measured, rel=0.1)
+    assert estimate["limit"] == 2**30
 
 
 class OnlyFloat32(nn.Module):
@@ -274,7 +265,7 @@ class OnlyFloat32(nn.Module):
 
 def test_a_model_that_cannot_compute_in_float64_is_checked_without():
     model = helpers.seeded(OnlyFloat32)()
-    report = hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["uneven"], step=naive_loss)
+    report = check(model, helpers.plain_samples(12), ["uneven"], steps={"step": naive_loss})
     assert "float64 is not possible here (no kernel for Double)" in report.facts[1]
     assert report.arm(OURS).passed and not report.arm("step").passed
 
@@ -302,17 +293,15 @@ class Noise(nn.Module):
 
 def test_what_cannot_be_keyed_is_refused_or_left_out():
     model = helpers.seeded(Noisy)()
-    refused = hf_ga.check_equivalence(model, helpers.plain_samples(12), helpers.pad_right, ["even"])
+    refused = check(model, helpers.plain_samples(12), ["even"])
     assert refused.rows[0].refused and [cause.name for cause in refused.causes()] == ["randomness"]
-    assert hf_ga.check_equivalence(
-        model, helpers.plain_samples(12), helpers.pad_right, ["even"], allow_split_dependent_randomness=True
-    ).passed
+    assert check(model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True).passed
     assert model.noise.training
 
 
 def test_a_sample_without_targets():
     samples = [helpers.without_targets(s) if i in (3, 7) else s for i, s in enumerate(helpers.token_samples(12))]
-    report = hf_ga.check_equivalence(helpers.gpt2(0.1), samples, helpers.pad_right, ["one by one"], step=naive_in(torch.float32))
+    report = check(helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)})
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert {cause.name for cause in report.causes("step")} == {"normalisation", "dropout"}
 
@@ -321,14 +310,14 @@ def test_a_step_that_raises_does_not_lose_the_others():
     def step(model, micro_batches):
         raise KeyError("lost")
 
-    report = hf_ga.check_equivalence(helpers.gpt2(), helpers.token_samples(12), helpers.pad_right, ["even"], step=step)
+    report = check(helpers.gpt2(), helpers.token_samples(12), ["even"], steps={"step": step})
     assert report.arm(OURS).passed and report.arm("step").rows[0].refused == "raised KeyError: 'lost'"
 
 
 def test_a_right_gradient_with_a_wrong_number_is_told_so():
     model, window = helpers.bert_classifier(), helpers.class_samples(12)
     step = leaving(helpers.full_batch_gradient(model, helpers.pad_right(window)), loss=1.0)
-    report = hf_ga.check_equivalence(model, window, helpers.pad_right, {"halves": [6, 6]}, step=step)
+    report = check(model, window, {"halves": [6, 6]}, steps={"step": step})
     assert not report.arm("step").passed and [cause.name for cause in report.causes("step")] == ["reported loss"]
 
 
@@ -343,8 +332,7 @@ def test_layouts_by_name_and_by_sizes():
         "short last window": [1, 1],
     }
     assert np.concatenate(layouts["sorted by length"].offsets).tolist() == np.argsort(lengths).tolist()
-    short = layouts["short last window"]
-    assert (short.accumulation_steps, short.window_size, short.window_index) == (4, 4, 1)
+    assert layouts["short last window"].accumulation_steps == 4
     assert [layout.sizes for layout in choose_layouts({"own": [5, 7]}, lengths)] == [[5, 7]]
 
 
@@ -365,11 +353,10 @@ def test_bad_arguments_are_refused_before_any_work(case):
     model.forward = None  # any forward would fail
     samples = helpers.class_samples(arguments.pop("samples", 12))
     with pytest.raises(ConfigError, match=message):
-        hf_ga.check_equivalence(model, samples, helpers.pad_right, **arguments)
+        check(model, samples, **arguments)
 
 
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_ga.check.subjects.PartialState._shared_state", {})
     with pytest.raises(ConfigError, match="one process, but 2 were launched"):
-        hf_ga.check_equivalence(helpers.bert_classifier(), helpers.class_samples(12), helpers.pad_right)
+        check(helpers.bert_classifier(), helpers.class_samples(12))

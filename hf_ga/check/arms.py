@@ -1,4 +1,4 @@
-"""Somebody else's steps, ready made for `check_equivalence`: transformers' Trainer and a raw Accelerate loop.
+"""Ready-made steps for `check_equivalence`: transformers' Trainer and a raw Accelerate loop.
 
 Both run the library's own code on the micro-batches of the window; nothing of what they compute is written here. bf16 is theirs
 too; under fp16 they compute in float32.
@@ -8,92 +8,54 @@ Example:
 """
 
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from hf_ga.check.reference import device_of, taken_gradients
-from hf_ga.check.subjects import Step
+from hf_ga.check.subjects import Step, device_of
 from hf_ga.exact.forward import head_loss
 
 MicroBatches = list[dict[str, Any]]
-
-
-class _MicroBatchData(Dataset):
-    """A data set whose items are whole micro-batches, so that a loader hands out exactly the given split."""
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self.micro_batches = micro_batches
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.micro_batches[index]
-
-
-class _GradientTaker(TrainerCallback):
-    """Keeps what `.grad` holds when Trainer is about to step, and the loss that it logs."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        self.gradients = taken_gradients(model)
-
-
-class _InOrder(Trainer):
-    """Trainer on the micro-batches in their order: it would shuffle."""
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
     """A step that runs `transformers.Trainer`'s own training loop on the window and takes the gradients before its optimizer step.
 
     Args:
-        trainer_class: Trainer, or a subclass that takes its micro-batches as they come (an item of the data set is a whole
+        trainer_class: Trainer, or a subclass that takes its micro-batches as they come (an item of the dataset is a whole
             micro-batch here, so not one that plans windows by itself, as `ExactTrainer`).
         arguments: of `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and accumulation come from the check,
             and clipping is off unless `max_grad_norm` is given.
     """
 
-    class InOrder(_InOrder, trainer_class):
-        """The given class, in order."""
-
     def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> float:
-        taker = _GradientTaker()
+        gradients = {}
+        still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)
+        still.register_step_pre_hook(lambda *_: gradients.update({p: p.grad for p in model.parameters()}))
+        own = {"gradient_accumulation_steps": accumulation_steps, "bf16": precision == "bf16"}
         with tempfile.TemporaryDirectory() as folder:
-            settings = _training_arguments(folder, model, accumulation_steps, precision, arguments)
-            still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)  # only the gradients are wanted
-            trainer = InOrder(
+            trainer = trainer_class(
                 model=model,
-                args=settings,
-                train_dataset=_MicroBatchData(micro_batches),
-                data_collator=_only,
-                optimizers=(still, torch.optim.lr_scheduler.LambdaLR(still, lambda step: 1.0)),
-                callbacks=[taker],
+                args=_training_arguments(output_dir=folder, use_cpu=device_of(model).type == "cpu", **(own | arguments)),
+                train_dataset=micro_batches,
+                data_collator=lambda items: dict(items[0]),
+                optimizers=(still, None),
             )
             trainer.remove_callback(PrinterCallback)
             loss = trainer.train().training_loss
-        _put(model, taker.gradients)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
         return loss
 
     return step
 
 
-def accelerate_arm(max_grad_norm: float | None = None) -> Step:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`.
-
-    Args:
-        max_grad_norm: clip as its examples do, where the gradients are synchronised.
-    """
+def accelerate_arm() -> Step:
+    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`."""
 
     def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> None:
         accelerator = Accelerator(
@@ -101,12 +63,10 @@ def accelerate_arm(max_grad_norm: float | None = None) -> Step:
             mixed_precision="bf16" if precision == "bf16" else "no",
             gradient_accumulation_steps=accumulation_steps,
         )
-        prepared, loader = accelerator.prepare(model, DataLoader(_MicroBatchData(micro_batches), batch_size=None))
+        prepared, loader = accelerator.prepare(model, DataLoader(micro_batches, batch_size=None))
         for batch in loader:
             with accelerator.accumulate(prepared):
                 accelerator.backward(head_loss(prepared(**batch)))
-                if max_grad_norm and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(prepared.parameters(), max_grad_norm)
 
     return step
 
@@ -114,35 +74,19 @@ def accelerate_arm(max_grad_norm: float | None = None) -> Step:
 ARMS = {"trainer": trainer_arm, "accelerate": accelerate_arm}
 
 
-def _training_arguments(
-    folder: str, model: nn.Module, accumulation_steps: int, precision: str, more: Mapping[str, Any]
-) -> TrainingArguments:
-    settings = TrainingArguments(
-        **{
-            "output_dir": folder,
-            "per_device_train_batch_size": 1,  # an item is a micro-batch
-            "gradient_accumulation_steps": accumulation_steps,
-            "num_train_epochs": 1,
-            "max_grad_norm": 0.0,
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            "dataloader_pin_memory": False,
-            "use_cpu": device_of(model).type == "cpu",
-            "bf16": precision == "bf16",
-            **more,
-        }
-    )
+def _training_arguments(**arguments: Any) -> TrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 1,  # an item is a micro-batch
+        "train_sampling_strategy": "sequential",
+        "num_train_epochs": 1,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    settings = TrainingArguments(**(defaults | arguments))
     settings._n_gpu = 1  # on a machine with several it would put the model into DataParallel
     return settings
-
-
-def _only(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return dict(items[0])
-
-
-def _put(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.grad = gradients.get(name)

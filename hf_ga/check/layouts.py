@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from accelerate import Accelerator
 
+from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
-from hf_ga.exact.fetch import Collate
 from hf_ga.exact.plan import split_evenly
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
@@ -23,42 +22,32 @@ class CheckedLayout:
     """One window and its split.
 
     Attributes:
-        offsets: of each micro-batch, in the window.
+        offsets: of each micro-batch, in the window; the window consists of the first samples.
         accumulation_steps: micro-batches of a full window; a short last window has fewer.
-        num_samples: of the dataset that the window is taken from: its first so many. window_index: which window of it.
-        window_size: samples of a full window.
     """
 
     name: str
     offsets: list[np.ndarray]
     accumulation_steps: int
-    num_samples: int
-    window_size: int
-    window_index: int = 0
 
     @property
     def sizes(self) -> list[int]:
         """Samples of each micro-batch."""
         return [len(part) for part in self.offsets]
 
-    @property
-    def window_key(self) -> tuple[int, int]:
-        """Equal for the layouts of one window, which have one truth."""
-        return self.window_size, self.window_index
-
-    def window(self, samples: Sequence, collate_fn: Collate, accelerator: Accelerator, seed: int) -> Window:
-        """The window as a `WindowLoader` hands it out."""
+    def window(self, subject: Subject) -> Window:
+        """The window as a `WindowLoader` makes it."""
+        num_samples = sum(self.sizes)
         loader = WindowLoader(
-            samples[: self.num_samples],
-            collate_fn,
-            accelerator=accelerator,
+            subject.samples[:num_samples],
+            subject.collate_fn,
+            accelerator=subject.accelerator,
             per_device_batch_size=max(self.sizes),
-            global_batch_size=self.window_size,
-            seed=seed,
+            global_batch_size=num_samples,
+            seed=subject.settings.seed,
             shuffle=False,
-            planner=lambda lengths, processes: [self.offsets if len(lengths) == sum(self.sizes) else [np.arange(len(lengths))]],
+            planner=lambda lengths, processes: [self.offsets],
         )
-        loader.load_state_dict(loader.state_dict() | {"num_consumed": self.window_index})
         return next(iter(loader))
 
 
@@ -87,9 +76,7 @@ def _named(name: str, lengths: np.ndarray) -> CheckedLayout:
     n = len(lengths)
     if name == "short last window":
         size = max(1, n // 8)
-        last = [np.arange(size), size + np.arange(max(1, size // 2))]
-        full = ACCUMULATION_STEPS * size
-        return CheckedLayout(name, last, ACCUMULATION_STEPS, full + sum(map(len, last)), full, window_index=1)
+        return CheckedLayout(name, [np.arange(size), size + np.arange(max(1, size // 2))], ACCUMULATION_STEPS)
     if name == "one by one":
         return _of_sizes(name, [1] * n, n)
     if name == "uneven":
@@ -105,4 +92,4 @@ def _of_sizes(name: str, sizes: list[int], num_samples: int, order: np.ndarray |
     order = np.arange(num_samples) if order is None else order
     ends = np.cumsum(sizes)
     offsets = [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    return CheckedLayout(name, offsets, len(sizes), num_samples, num_samples)
+    return CheckedLayout(name, offsets, len(sizes))

@@ -1,10 +1,12 @@
-"""Suspected causes that can be switched off, one at a time: a plain list of (name, whether it applies, context without it)."""
+"""Suspected causes that can be switched off, one at a time."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,117 +17,95 @@ from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
 
 _COEFFICIENTS = re.compile(r"(router_)?(aux|z)_loss_(coef|alpha|weight)$|load_balancing_(coef|loss_weight)$")
+_DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Another attribute for a while."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """torch's dropout functions drop nothing."""
+    attention = F.scaled_dot_product_attention
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any) -> Tensor:
+        return attention(q, k, v, attn_mask, 0.0, *args, **kw)
 
-@contextmanager
-def without_dropout(subject: Subject) -> Iterator[None]:
-    """torch's functions that draw dropout draw none."""
     with ExitStack() as stack:
-        for owner, name in _DROPOUT_FUNCTIONS:
-            stack.enter_context(replaced(owner, name, partial(_undropped, getattr(owner, name))))
-        attention = F.scaled_dot_product_attention
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", partial(_undropped_attention, attention)))
+        for owner, name in (*((F, name) for name in _DROPOUT_FUNCTIONS), (torch, "dropout")):
+            stack.enter_context(patch.object(owner, name, lambda x, *args, **kwargs: x))
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
         yield
 
 
-@contextmanager
-def without_batch_statistics(subject: Subject) -> Iterator[None]:
+def without_batch_statistics(model: nn.Module) -> AbstractContextManager:
     """BatchNorm normalises by its running statistics, and leaves them."""
-    with replaced(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm)):
-        yield
+    return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
 
 
 @contextmanager
-def without_auxiliary_loss(subject: Subject) -> Iterator[None]:
+def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
     """The coefficients of router losses are 0, in modules and configurations."""
     with ExitStack() as stack:
-        for owner, name in _coefficients(subject.model):
-            stack.enter_context(replaced(owner, name, 0.0))
+        for owner, name in _coefficients(model):
+            stack.enter_context(patch.object(owner, name, 0.0))
         yield
 
 
-def draws_dropout(subject: Subject, window: Window) -> bool:
-    """Whether the model draws anything in training."""
-    return subject.places is not None and bool(subject.places.sites or subject.places.unkeyed)
+def without_clipping(model: nn.Module) -> AbstractContextManager:
+    """torch's clipping by norm, which Accelerate and Trainer call, too, measures the norm and clips nothing."""
+    original = nn.utils.clip_grad_norm_
+    return patch.object(nn.utils, "clip_grad_norm_", lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf))
 
 
-def has_batch_norm(subject: Subject, window: Window) -> bool:
-    """Whether some module is a BatchNorm (also one in evaluation mode: a step may put it into training mode)."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in subject.model.modules())
+class Switch(NamedTuple):
+    """A suspected cause.
+
+    Attributes:
+        name, text: of the cause. applies: whether it can play a part in a window. off: the context without it.
+    """
+
+    name: str
+    text: str
+    applies: Callable[[Subject, Window], bool]
+    off: Callable[[nn.Module], AbstractContextManager]
 
 
-def has_auxiliary_loss(subject: Subject, window: Window) -> bool:
-    """Whether a coefficient of a router loss is not 0."""
-    return bool(_coefficients(subject.model))
-
-
-def has_unequal_widths(subject: Subject, window: Window) -> bool:
-    """Whether micro-batches of the window are padded to different widths."""
+def _has_unequal_widths(window: Window) -> bool:
     tensors = [{k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()} for m in window.micro_batches]
     return not all(same_shapes(tensors[0], other) for other in tensors)
 
 
-class ClipCounter:
-    """Counts calls of torch's clipping by norm (Accelerate and Trainer call it too) inside a `with`; `is_off`: none clips."""
-
-    def __init__(self, is_off: bool) -> None:
-        self.is_off, self.calls = is_off, 0
-
-    def __enter__(self) -> "ClipCounter":
-        self._original = torch.nn.utils.clip_grad_norm_
-        torch.nn.utils.clip_grad_norm_ = self._watched
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        torch.nn.utils.clip_grad_norm_ = self._original
-
-    def _watched(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls += 1
-        return self._original(parameters, float("inf") if self.is_off else max_norm, *args, **kwargs)
-
-
-Switch = tuple[str, Callable[[Subject, Window], bool], Callable[[Subject], AbstractContextManager]]
-# Padding and clipping are switched by the trial itself: the first in its window, the second by a `ClipCounter`.
-SWITCHES: list[Switch] = [
-    ("dropout", draws_dropout, without_dropout),
-    ("BatchNorm", has_batch_norm, without_batch_statistics),
-    ("auxiliary loss", has_auxiliary_loss, without_auxiliary_loss),
-    ("padding width", has_unequal_widths, lambda subject: nullcontext()),
-    ("clipping per micro-batch", lambda subject, window: True, lambda subject: nullcontext()),
+SWITCHES = [
+    Switch(
+        "dropout",
+        "dropout masks are not those of the full batch: they depend on the split",
+        lambda subject, window: bool(subject.dropout.sites or subject.dropout.unkeyed),
+        without_dropout,
+    ),
+    Switch(
+        "BatchNorm",
+        "BatchNorm normalises by the statistics of the micro-batch, not of the window",
+        # Also one in evaluation mode: a step may put it into training mode.
+        lambda subject, window: any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()),
+        without_batch_statistics,
+    ),
+    Switch(
+        "auxiliary loss",
+        "the router's auxiliary loss is a product of means over the micro-batch",
+        lambda subject, window: bool(_coefficients(subject.model)),
+        without_auxiliary_loss,
+    ),
+    Switch(  # switched off by the window: all its micro-batches are padded to one width
+        "padding width",
+        "the loss of a sample depends on the width to which its micro-batch is padded",
+        lambda subject, window: _has_unequal_widths(window),
+        nullcontext,
+    ),
+    Switch(  # what of it is wrong, the trial tells
+        "clipping",
+        "the step clips once a window, as is right, but the reference is not clipped: pass max_grad_norm",
+        lambda subject, window: True,
+        without_clipping,
+    ),
 ]
-
-_DROPOUT_FUNCTIONS = [
-    *((F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")),
-    (torch, "dropout"),
-]
-
-
-def _undropped(original: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x
-
-
-def _undropped_attention(
-    original: Callable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kw: Any,
-) -> Tensor:
-    return original(query, key, value, attn_mask, 0.0, *args, **kw)
 
 
 def _frozen_batch_norm(
@@ -137,6 +117,7 @@ def _frozen_batch_norm(
 
 
 def _coefficients(model: nn.Module) -> list[tuple[object, str]]:
+    """Owner and name of each coefficient of a router loss that is not 0."""
     found = {}
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):

@@ -1,0 +1,83 @@
+"""The rows of a report: one arm in one layout each, and the causes why it differs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+OURS = "hf_ga"  # the arm that every check has
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an arm differs: `name` is one of `diagnosis.CAUSES`, `text` what is wrong, `seen` the figures that show it."""
+
+    name: str
+    text: str
+    seen: str = field(default="", compare=False)
+
+
+@dataclass
+class Row:
+    """One arm in one layout, against the reference of its window. All errors and limits are relative to the reference's norm.
+
+    Attributes:
+        micro_batches: samples of each. accumulation_steps: micro-batches of a full window.
+        error, limit: of the gradient over all parameters together: ||g - g64|| / ||g64||.
+        own_error: that of the full batch in the same precision.
+        norm_ratio: ||g|| / ||g64||.
+        worst_parameter, worst_share: the parameter that is nearest to (or farthest above) its limit, and error / limit there.
+        update_error: of what one optimizer step adds to the weights, relative to the right update.
+        parameter_errors: L2 of the difference of each, relative to the norm over all.
+        loss: as the arm reports it; None where it reports none.
+        refused: the message of the error with which the arm refused to run. causes: why it differs.
+    """
+
+    arm: str
+    layout: str
+    micro_batches: list[int]
+    accumulation_steps: int
+    passed: bool = False
+    refused: str | None = None
+    error: float = float("inf")
+    limit: float = 0.0
+    own_error: float = 0.0
+    norm_ratio: float = float("nan")
+    worst_parameter: str = ""
+    worst_share: float = float("inf")
+    update_error: float = float("nan")
+    loss: float | None = None
+    loss_error: float | None = None
+    judged_by: str = "gradient"
+    parameter_errors: dict[str, float] = field(default_factory=dict)
+    causes: list[Cause] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """The error as a share of its limit: above 1 the row fails."""
+        return max(self.error / self.limit if self.limit else float("inf"), self.worst_share)
+
+    def cells(self) -> dict[str, str]:
+        """A row of the table: header -> text."""
+        ran = self.refused is None
+        return {
+            "arm": self.arm,
+            "layout": self.layout,
+            "micro-batches": sizes_text(self.micro_batches),
+            "loss": f"{self.loss:.6f}" if ran and self.loss is not None else "-",
+            "relative error": f"{self.error:.1e}" if ran else "-",
+            "limit": f"{self.limit:.1e}" if ran else "-",
+            "norm ratio": f"{self.norm_ratio:.4f}" if ran else "-",
+            "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
+            "update error": f"{self.update_error:.1e}" if ran else "-",
+            "verdict": "refused" if not ran else "passed" if self.passed else "FAILED",
+        }
+
+
+def sizes_text(sizes: Sequence[int]) -> str:
+    """Sizes of micro-batches, equal ones together: `4 x 16`, `12 + 4`.
+
+    >>> sizes_text([1, 1, 1]), sizes_text([12, 4])
+    ('3 x 1', '12 + 4')
+    """
+    if len(sizes) > 1 and len(set(sizes)) == 1:
+        return f"{len(sizes)} x {sizes[0]}"
+    return " + ".join(map(str, sizes[:6])) + (" + ..." if len(sizes) > 6 else "")
