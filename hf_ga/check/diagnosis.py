@@ -15,6 +15,7 @@ from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
 from hf_ga.check.subjects import Step, Subject, run_ours, run_step
 from hf_ga.check.switches import SWITCHES, Switch
+from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.exact.window import Window
 
 # All names that a cause may have.
