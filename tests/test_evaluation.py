@@ -47,7 +47,7 @@ def evaluated(model, samples, batch_size, rule, **more):
     accelerator = Accelerator(cpu=True)
     lengths = [len(s["input_ids"]) for s in samples]
     windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, rule=rule
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
     )
     return evaluate(accelerator, model, windows, rule, **more)
 

@@ -46,9 +46,9 @@ def test_every_process_raises_in_the_same_window_and_can_go_on(ddp, stage):
     assert first["said"] == f"ProcessFailed: process 1 failed: Fails: {MESSAGES[stage]}"
     bomb, samples = Bomb(), h.class_samples(SAMPLES)  # the same path of modules, so the same dropout
     rule = hf_ga.prove_targets(bomb, samples, h.pad_right)
-    rule.places.set_keys(sample_keys(SEED, 0, np.arange(SAMPLES)), window_key(SEED, 0, 0))
+    rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(SAMPLES)), window_key(SEED, 0, 0))
     bomb.double()
-    with rule.places.active():
+    with rule.dropout.scope(bomb):
         loss = bomb(**h.pad_right([samples[i] for i in epoch_order(SAMPLES, SEED, 0, True)])).loss
         loss.backward()
     assert first["loss"] == second["loss"] == pytest.approx(loss.item(), rel=1e-6)

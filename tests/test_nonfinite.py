@@ -122,7 +122,7 @@ def equal(tensor, other):
 
 
 def windows_of(data, **more):
-    sizes = {"global_batch_size": WINDOW, "per_device_batch_size": MICRO_BATCH, "shuffle": False, "seed": 5}
+    sizes = {"global_batch_size": WINDOW, "planner": h.by_number(MICRO_BATCH), "shuffle": False, "seed": 5}
     return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(), **{**sizes, **more})
 
 

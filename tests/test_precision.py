@@ -14,8 +14,8 @@ from torch import nn
 
 import hf_ga
 import hf_ga.exact.precision
-import hf_ga.proof.proof
 from hf_ga.exact.forward import run_forward
+from hf_ga.proof.probes import TOLERANCE
 from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
 
 ACCUMULATION = 16
@@ -41,7 +41,7 @@ def make_accelerator(precision="no", enable=True):
 
 def one_window(samples, micro_batch):
     (window,) = hf_ga.WindowLoader(
-        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=len(samples), per_device_batch_size=micro_batch, seed=3
+        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=len(samples), planner=h.by_number(micro_batch), seed=3
     )
     return window
 
@@ -330,7 +330,7 @@ def proven_exactly(model, samples):
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
     except RuntimeError:
         return False
-    return rule.residual <= hf_ga.proof.proof.TOLERANCE and rule.width_matters is False
+    return rule.residual <= TOLERANCE and rule.width_matters is False
 
 
 class Features(nn.Module):
@@ -352,7 +352,7 @@ def test_inputs_in_half_precision_are_lifted_with_the_frozen_layer():
 def test_a_proof_inside_the_callers_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         rule = hf_ga.prove_targets(h.bert_token_classifier(), h.tag_samples(16), h.pad_right)
-    assert rule.name == "labels" and rule.residual <= hf_ga.proof.proof.TOLERANCE and rule.width_matters is False
+    assert rule.name == "labels" and rule.residual <= TOLERANCE and rule.width_matters is False
 
 
 def test_a_failed_proof_puts_the_frozen_parameters_back():

@@ -195,7 +195,7 @@ def trained(loader, build):
 def test_training_is_that_on_the_list_bit_for_bit(build, samples):
     of_stream, of_list = loaders(samples)
     assert trained(of_stream, build) == trained(of_list, build)
-    assert of_stream.proofs and len(of_stream.proofs) == 1
+    assert len(of_stream.state.proofs) == 1
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.plain_tagger])
