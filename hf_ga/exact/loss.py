@@ -115,7 +115,7 @@ class Loss(Hook):
 
     def targets_of(self, tally: Tensor) -> float:
         """The targets of all that was added to `tally`."""
-        return float(tally[self.num_means : 2 * self.num_means].sum())
+        return float(tally[self.num_means : 2 * self.num_means].detach().sum())
 
 
 class HeadMean(Loss):
