@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 import hf_ga
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement
-from hf_ga.training import prove_targets
 from hf_ga.run.evaluation import Reader, evaluate, evaluation_windows
 from hf_ga.run.text_metrics import TEXT_METRICS
+from hf_ga.training import prove_targets
 
 BATCH_SIZE = 7
 PROCESSES = (1, 2, 3, 4)

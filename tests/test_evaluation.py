@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from hf_ga.training import prove_targets
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
 from hf_ga.run.metrics import METRICS, Accuracy
+from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 3, 7, 1000]
 

@@ -22,9 +22,9 @@ from runs import filled_place, lines_of, relative_distance, train
 from torch import nn
 
 import hf_ga
-from hf_ga.exact import step
 from hf_ga.errors import ConfigError, OutOfMemory
-from hf_ga.exact.memory import MemoryLimit, Size, is_out_of_memory
+from hf_ga.exact import step
+from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.exact.precision import enable_fp16_on_cpu
 from hf_ga.run import building
 from hf_ga.run.cli import parse_config
@@ -190,7 +190,9 @@ def test_a_single_sample_that_does_not_fit(backward):
         parameter.grad = torch.full_like(parameter, EARLIER)
     windows = list(windows_of(accelerator, samples))
     bad = next(window for window in windows if 5 in window.sample_ids)
-    with pytest.raises(OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of process 0.*max_length"):
+    with pytest.raises(
+        OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of process 0.*max_length"
+    ):
         hf_ga.backward_window(accelerator, model, bad, targets=rule)
     assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (1, 30)
     good = next(window for window in windows if window is not bad)

@@ -15,8 +15,8 @@ from torch import nn
 import hf_ga
 import hf_ga.exact.precision
 from hf_ga.exact.forward import run_forward
-from hf_ga.proof.probes import TOLERANCE
 from hf_ga.exact.precision import at_least_float32, check_precision, enable_fp16_on_cpu, parameters_in, precision_name
+from hf_ga.proof.probes import TOLERANCE
 
 ACCUMULATION = 16
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding

@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import helpers as h
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,8 +13,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import hf_ga
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.backend import check_supported
+from hf_ga.exact.plan import plan_by_sizes
 
 WINDOW = 16
 
@@ -503,21 +502,29 @@ def test_loss_fn_with_a_nan_for_no_targets():
 
 
 def test_earlier_gradients_survive_an_error_in_loss_fn():
-    model, samples, calls = h.plain_tagger(), h.weighted_samples(WINDOW), []
+    model, samples, left = h.plain_tagger(), h.weighted_samples(WINDOW), []
     (window,) = make_loader(samples)
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=h.weighted_token_loss)
 
     def breaks(outputs, batch):
-        calls.append(1)
-        if len(calls) == 2:
+        if left and not left.pop():
             raise ZeroDivisionError
         return h.weighted_token_loss(outputs, batch)
 
-    window_gradient(model, window, loss_fn=h.weighted_token_loss, targets=rule)
-    before = h.gradients(model)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=breaks)
+    _, before = window_gradient(model, window, loss_fn=breaks, targets=rule)
+    left += [False, True]  # in the second micro-batch
     with pytest.raises(ZeroDivisionError):
         hf_ga.backward_window(Accelerator(), model, window, loss_fn=breaks, targets=rule)
     assert h.relative_error(h.gradients(model), before) == 0
+
+
+def test_another_loss_fn_than_that_of_the_proof_is_refused():
+    """It would not be used."""
+    model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
+    (window,) = make_loader(samples)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn is not the one that targets were proven with.* pass it to prove_targets"):
+        hf_ga.backward_window(Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss)
 
 
 def test_a_first_window_without_targets_is_skipped():

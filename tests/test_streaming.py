@@ -23,9 +23,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from workers import streaming as worker
 
 import hf_ga
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.data.stream_loader import StreamLoader
+from hf_ga.exact.plan import plan_by_sizes
 
 
 class Numbers(IterableDataset):

@@ -50,7 +50,7 @@ def spoil(model: nn.Module, where: str) -> None:
 def trained(kind: str, samples: list[dict], where: str, on_nonfinite: str, *, leave_out: bool = False) -> tuple[dict, list]:
     """What was said and done, and this process's part of the weights."""
     accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
-    model, optimizer, rule = prepare(accelerator, kind, base, marked(samples, []))
+    model, optimizer, rule = prepare(accelerator, kind, base, marked(samples, []), speed_ups=[])  # `spoil` knows samples
     spoil(base, where)
     options = {"targets": rule, "max_grad_norm": 1.0 if where == "forward" else None, "on_nonfinite": on_nonfinite}
     results, said, began = [], None, time.monotonic()

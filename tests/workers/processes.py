@@ -58,9 +58,9 @@ def end_process() -> None:
     os._exit(0)
 
 
-def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list[dict], loss_fn=None, collate=h.pad_right):
+def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list[dict], loss_fn=None, collate=h.pad_right, **how):
     """Prove, then wrap. Returns model, optimizer, rule."""
-    rule = hf_ga.prove_targets(model, samples, collate, loss_fn=loss_fn)
+    rule = hf_ga.prove_targets(model, samples, collate, loss_fn=loss_fn, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = fsdp.prepare(accelerator, model, optimizer)
     assert_wrapped(model, kind, accelerator)

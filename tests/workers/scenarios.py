@@ -31,10 +31,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hf_ga
+from hf_ga.exact.backend import sum_gradients
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.exact.precision import enable_fp16_on_cpu
-from hf_ga.exact.backend import sum_gradients
 from hf_ga.parallel.fsdp import full_state_dict
 from hf_ga.recovery.checkpoint import weights_sha256
 
