@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
-from hf_ga.run.metrics import METRICS, Accuracy
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 3, 7, 1000]
@@ -156,36 +155,6 @@ def counted(predictions, references) -> tuple[float, float]:
     return sum(p == r for p, r in pairs) / len(pairs), sum(scores) / len(scores)
 
 
-@pytest.mark.parametrize(
-    ("predictions", "references", "accuracy", "f1"),
-    [
-        ([0, 1, 1], [0, 1, 0], 2 / 3, 2 / 3),  # both classes: 2 hits of 3
-        ([0, 0, 0, 0], [0, 0, 0, 1], 3 / 4, (6 / 7 + 0) / 2),  # class 1 is never predicted
-        ([2, 2], [0, 0], 0.0, 0.0),  # nothing in common
-        ([5], [5], 1.0, 1.0),
-        ([0, 1, 2, 0], [0, 1, 1, 2], 1 / 2, (2 / 3 + 2 / 3 + 0) / 3),
-    ],
-)
-def test_metrics_by_hand(predictions, references, accuracy, f1):
-    assert METRICS["accuracy"]().compute(predictions=predictions, references=references)["accuracy"] == pytest.approx(accuracy)
-    assert METRICS["f1"]().compute(predictions=predictions, references=references)["f1"] == pytest.approx(f1)
-
-
-@pytest.mark.parametrize("classes", [2, 5, 200])
-def test_metrics_by_counting(classes):
-    """200 classes in 40 samples: most are absent."""
-    rng = np.random.default_rng(classes)
-    references = rng.integers(0, classes, 40)
-    predictions = np.where(rng.random(40) < 0.6, references, rng.integers(0, classes, 40))
-    accuracy, f1 = counted(predictions.tolist(), references.tolist())
-    metrics = [METRICS[name]() for name in ("accuracy", "f1")]
-    for start in range(0, 40, 7):  # in batches, as evaluation does
-        for metric in metrics:
-            metric.add_batch(predictions=predictions[start : start + 7], references=references[start : start + 7])
-    results = metrics[0].compute() | metrics[1].compute()
-    assert results == {"accuracy": pytest.approx(accuracy, rel=1e-12), "f1": pytest.approx(f1, rel=1e-12)}
-
-
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 def test_metrics_of_a_split(batch_size):
     """Although batches are sorted by length, predictions meet their own references."""
@@ -201,13 +170,6 @@ def test_metrics_of_a_split(batch_size):
     results = evaluated(model, samples, batch_size, rule, metrics=("accuracy", "f1"))
     accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
     assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
-
-
-def test_metrics_are_objects_of_evaluate():
-    assert all(issubclass(metric, evaluate_library.Metric) for metric in METRICS.values())
-    both = evaluate_library.combine([METRICS[name]() for name in ("accuracy", "f1")])
-    assert set(both.compute(predictions=[0, 1], references=[0, 0])) == {"accuracy", "f1"}
-    assert Accuracy().inputs_description is not None
 
 
 # What stays as it was

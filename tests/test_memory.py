@@ -27,7 +27,6 @@ from hf_ga.exact import step
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.exact.precision import enable_fp16_on_cpu
 from hf_ga.run import building
-from hf_ga.run.cli import parse_config
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
@@ -370,10 +369,3 @@ def test_window_of_auto(flags, expected):
 def test_batch_sizes_that_are_none(flags, message):
     with pytest.raises(ConfigError, match=message):
         hf_ga.FinetuneConfig(**flags).check()
-
-
-def test_batch_size_from_flags_and_files(tmp_path):
-    (tmp_path / "c.yaml").write_text("per_device_train_batch_size: 5\n")
-    (tmp_path / "a.yaml").write_text("per_device_train_batch_size: auto\n")
-    words = (["--per-device-train-batch-size", "8"], [str(tmp_path / "c.yaml")], [str(tmp_path / "a.yaml")])
-    assert [parse_config(one).per_device_train_batch_size for one in words] == [8, 5, "auto"]

@@ -56,11 +56,11 @@ def found(tmp_path_factory, request):
             left_out = OF_FOUR_IN_FULL if num_processes == 4 and not request.config.getoption("--full") else ()
             names = [name for name in SCENARIOS[num_processes] if name not in left_out]
             done = launch(num_processes, WORKER, str(folder), kinds, *names)
-            assert done.returncode == 0, "\n".join(
-                line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line
-            )[-6000:]
-            folders[num_processes] = folder
-        return folders[num_processes]
+            folders[num_processes] = folder, done
+        folder, done = folders[num_processes]
+        said = [line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line]
+        assert done.returncode == 0, "\n".join(said)[-6000:]
+        return folder
 
     return folder_of
 

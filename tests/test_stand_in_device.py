@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import helpers as h
 import pytest
@@ -37,9 +36,10 @@ def found_on(tmp_path_factory):
             environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "false"}
             command = [sys.executable, stand_in_worker.__file__, str(folder), device]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-            assert done.returncode == 0, done.stderr[-4000:]
-            known[device] = json.loads(Path(folder, "found.json").read_text())
-        return known[device]
+            known[device] = done.returncode, done.stderr[-4000:], folder / "found.json"
+        code, said, file = known[device]
+        assert code == 0, said
+        return json.loads(file.read_text())
 
     return found
 

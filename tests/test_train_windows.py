@@ -18,7 +18,6 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.costs import CostModel, cost_model
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.run import building, train_windows
-from hf_ga.run.cli import parse_config
 from hf_ga.run.train_windows import described, planned_lengths
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.packing import Packing
@@ -201,12 +200,6 @@ def test_what_is_tried_before_training_is_what_the_limit_allows(place, tmp_path,
         said = capsys.readouterr().out
         assert f"per_device_train_batch_size auto: micro-batches of {size} x 24 tokens fit into memory" in said
         assert f"micro-batches by length, at most {limit:,} tokens: 1." in said
-
-
-def test_the_flag():
-    assert parse_config(["--max_tokens_per_micro_batch", "4096"]).max_tokens_per_micro_batch == 4096
-    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch must be at least 1, got 0"):
-        hf_ga.FinetuneConfig(max_tokens_per_micro_batch=0).check()
 
 
 def test_a_resumed_run_may_have_another_limit(place, tmp_path):
