@@ -122,7 +122,7 @@ def read_in_a_dying_worker(death, kind):
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_worker_that_dies_is_one_clear_error(death, kind):
     command = [sys.executable, __file__, death, kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["type"] == "DataError" and told["seconds"] < LIMIT
     assert told["text"].startswith("DataLoader worker") and "shared memory is full" in told["text"]
