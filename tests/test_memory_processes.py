@@ -24,14 +24,14 @@ from processes import SEED
 
 pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "memory.py"
-LIMIT = 60  # seconds for a run that fails, start-up included
+LIMIT = 150  # seconds for a run that fails, start-up included; the processes would wait for half an hour
 FAILS = 8  # forward of process 1: the probe, three windows, a checkpoint and an evaluation come first
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    done = launch(2, WORKER, str(folder), "windows", timeout=150)
+    done = launch(2, WORKER, str(folder), "windows", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -89,7 +89,7 @@ def launch_fsdp2(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags.split(), *several.split()]
     began = time.monotonic()
     done = subprocess.run(
-        [*command, str(WORKER), *arguments], env=environment(None), capture_output=True, text=True, timeout=150, check=False
+        [*command, str(WORKER), *arguments], env=environment(None), capture_output=True, text=True, timeout=300, check=False
     )
     return done, time.monotonic() - began
 
