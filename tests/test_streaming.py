@@ -138,6 +138,8 @@ def loaders(samples, rows=None, collate_fn=h.pad_right, num_workers=0, **options
     of_stream = StreamLoader(
         Listed(samples), collate_fn, shuffle_buffer_size=0, num_workers=num_workers, length_of=length_of, **options
     )
+    if lengths is None:  # or else those of a list are found
+        options["planner"] = h.by_number(options["per_device_batch_size"])
     return of_stream, hf_ga.WindowLoader(rows or samples, collate_fn, shuffle=False, lengths=lengths, **options)
 
 
