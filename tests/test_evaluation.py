@@ -216,7 +216,7 @@ def on_processes(tmp_path_factory):
     """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
     folder = tmp_path_factory.mktemp("evaluated")
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=240)
+    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=400)
     found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*.json")}
     assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
     return found
