@@ -17,7 +17,7 @@ from hf_ga.exact.step import Step
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for
-from hf_ga.proof.cache import find_proof, keep_proof
+from hf_ga.proof.cache import find_proof, is_same_loss, keep_proof
 from hf_ga.proof.targets import ProvenLoss, prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
@@ -116,6 +116,11 @@ def backward_window(
     check_supported(accelerator)
     check_precision(accelerator)
     proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
+    if loss_fn is not None and not is_same_loss(loss_fn, getattr(proven.loss, "loss_fn", None)):
+        raise ConfigError(
+            "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
+            "`targets` out."
+        )
     if proven.modes != module_modes(model):
         raise ConfigError(
             "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "

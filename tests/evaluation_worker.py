@@ -89,7 +89,7 @@ def measured(accelerator, name):
     rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=more.get("loss_fn"))
     lengths = [len(s["input_ids"]) for s in samples]
     windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=BATCH_SIZE, lengths=lengths, rule=rule
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=BATCH_SIZE, lengths=lengths, proven=rule
     )
     return evaluate(accelerator, accelerator.prepare(model), windows, rule, **more)
 

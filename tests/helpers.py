@@ -219,9 +219,14 @@ def _padded(values: list, filler: int) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=filler)
 
 
-def by_count(size: int) -> Callable:
-    """A planner for one process: at most `size` samples in a micro-batch, in the window's own order, whatever their lengths."""
-    return lambda lengths, num_ranks: [np.array_split(np.arange(len(lengths)), -(-len(lengths) // size))]
+def by_number(size: int) -> Callable[[np.ndarray, int], list[list[np.ndarray]]]:
+    """A planner that knows no lengths: even shares in the order of the window, in micro-batches of at most `size` samples."""
+
+    def plan(lengths: np.ndarray, num_processes: int) -> list[list[np.ndarray]]:
+        shares = np.array_split(np.arange(len(lengths)), num_processes)
+        return [np.array_split(share, -(-len(share) // size)) if len(share) else [] for share in shares]
+
+    return plan
 
 
 def gradients(model: nn.Module) -> Gradients:

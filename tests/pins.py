@@ -24,7 +24,7 @@ from helpers import (
     bert_masked_lm,
     bert_question_answering,
     bert_token_classifier,
-    by_count,
+    by_number,
     class_samples,
     gpt2,
     llama,
@@ -133,7 +133,7 @@ def _gradient(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | N
     speed_ups.append(FusedAttention())
     proven = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, speed_ups=speed_ups)
     prepared = accelerator.prepare(model)
-    sizes = {"planner": by_count(size), "global_batch_size": NUM_SAMPLES}
+    sizes = {"planner": by_number(size), "global_batch_size": NUM_SAMPLES}
     windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, pad_to_window=proven.pad_to_window, **sizes)
     hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn)
     return sha256(*(p.grad for p in model.parameters() if p.grad is not None))

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
-from hf_ga.run.metrics import METRICS
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 3, 7, 1000]
@@ -47,7 +46,7 @@ def evaluated(model, samples, batch_size, rule, **more):
     accelerator = Accelerator(cpu=True)
     lengths = [len(s["input_ids"]) for s in samples]
     windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, rule=rule
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
     )
     return evaluate(accelerator, model, windows, rule, **more)
 
@@ -173,12 +172,6 @@ def test_metrics_of_a_split(batch_size):
     assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
 
 
-def test_metrics_are_objects_of_evaluate():
-    assert all(issubclass(metric, evaluate_library.Metric) for metric in METRICS.values())
-    both = evaluate_library.combine([METRICS[name]() for name in ("accuracy", "f1")])
-    assert set(both.compute(predictions=[0, 1], references=[0, 0])) == {"accuracy", "f1"}
-
-
 # What stays as it was
 
 
@@ -223,7 +216,7 @@ def on_processes(tmp_path_factory):
     """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
     folder = tmp_path_factory.mktemp("evaluated")
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=240)
+    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=400)
     found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*.json")}
     assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
     return found

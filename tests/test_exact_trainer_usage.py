@@ -57,7 +57,7 @@ def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
 def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
     given = case(bert_classifier, class_samples(NUM_SAMPLES))
     usual = {"eval_dataset": given.samples[:10], "compute_metrics": accuracy}
-    scheduled = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all", **STILL}
+    scheduled = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "non_padding", **STILL}
     exact, plain = (given.run(c, trainer=usual, **scheduled).trainer for c in (ExactTrainer, tf.Trainer))
     assert exact.run.events == plain.run.events == ["begin", *["substep"] * 3, "step", "begin", "substep", "step"]
     assert [log.keys() for log in exact.state.log_history] == [log.keys() for log in plain.state.log_history]
@@ -90,7 +90,8 @@ def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
     assert weight_error(with_tokenizer, by_dataset) < CLOSE
 
 
-def test_the_train_data_loader_yields_plain_batches(case):
+def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
+    """As many as Trainer's, each window sorted by length; what the model is proven with is what trains."""
     given = case(bert_classifier, class_samples(NUM_SAMPLES))
     args = arguments(given.folder, (4, 4), train_sampling_strategy="sequential")
     trainer = make_trainer(ExactTrainer, given.model, args, given.samples, data_collator=pad_right)
@@ -98,7 +99,14 @@ def test_the_train_data_loader_yields_plain_batches(case):
     batches = list(loader)
     assert len(loader) == len(batches) == 6
     assert all(isinstance(batch, dict) for batch in batches)
-    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), torch.tensor([s["labels"] for s in given.samples]))
+    for batch in batches:  # in sequence, so positions are sample ids
+        assert batch["labels"].tolist() == [given.samples[i]["labels"] for i in batch.positions]
+    lengths = [
+        [len(given.samples[i]["input_ids"]) for batch in window for i in batch.positions] for window in (batches[:4], batches[4:])
+    ]
+    assert [sorted(window) for window in lengths] == lengths != [[len(s["input_ids"]) for s in given.samples[:16]]]
+    assert sorted(i for batch in batches[:4] for i in batch.positions) == list(range(WINDOW))
+    assert {"lean forward", "packing"} <= {speed_up.name for speed_up in trainer._window_loss.proven.speed_ups}
     assert trainer.model(**batches[0]).loss.item() > 0
 
 
@@ -251,13 +259,6 @@ def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
     with pytest.raises(ConfigError, match=message):
         trainer.train()
     assert distance(trainer.model.state_dict(), weights) == 0
-
-
-def test_all_reasons_are_in_one_message(case):
-    trainer = prepared(case)
-    trainer.args.auto_find_batch_size, trainer.args.ignore_data_skip, trainer.is_model_parallel = True, True, True
-    with pytest.raises(ConfigError, match=r"auto_find_batch_size.*ignore_data_skip.*several devices"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("kind", [DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED])

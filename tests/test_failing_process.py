@@ -21,7 +21,7 @@ from processes import SEED
 
 pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "failing.py"
-LIMIT = 60  # seconds, start-up included
+LIMIT = 150  # seconds, start-up included; the processes would wait for half an hour
 MESSAGES = {
     "forward": "a forward of process 1 went wrong in row ?",  # it holds a character that has no bytes
     "loss_fn": "labels beyond the vocabulary",
@@ -46,9 +46,9 @@ def test_every_process_raises_in_the_same_window_and_can_go_on(ddp, stage):
     assert first["said"] == f"ProcessFailed: process 1 failed: Fails: {MESSAGES[stage]}"
     bomb, samples = Bomb(), h.class_samples(SAMPLES)  # the same path of modules, so the same dropout
     rule = hf_ga.prove_targets(bomb, samples, h.pad_right)
-    rule.places.set_keys(sample_keys(SEED, 0, np.arange(SAMPLES)), window_key(SEED, 0, 0))
+    rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(SAMPLES)), window_key(SEED, 0, 0))
     bomb.double()
-    with rule.places.active():
+    with rule.dropout.scope(bomb):
         loss = bomb(**h.pad_right([samples[i] for i in epoch_order(SAMPLES, SEED, 0, True)])).loss
         loss.backward()
     assert first["loss"] == second["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -61,7 +61,7 @@ def test_a_failure_while_experts_are_counted_is_told_too(ddp):
     assert first["loss"] == second["loss"]
 
 
-def test_an_error_that_nobody_catches_ends_all_within_a_minute_ddp(ddp):
+def test_an_error_that_nobody_catches_ends_all_in_bounded_time_ddp(ddp):
     """In the data loader, where no meeting is near: the launcher ends the others."""
     _, done, seconds = ddp
     assert done.returncode != 0 and seconds < LIMIT
@@ -69,7 +69,7 @@ def test_an_error_that_nobody_catches_ends_all_within_a_minute_ddp(ddp):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
-def test_an_error_that_nobody_catches_ends_all_within_a_minute_fsdp(tmp_path, kind):
+def test_an_error_that_nobody_catches_ends_all_in_bounded_time_fsdp(tmp_path, kind):
     """In a forward, in which the other processes wait for the shards of the failing one."""
     began = time.monotonic()
     done = launch(2, WORKER, str(tmp_path), kind, timeout=LIMIT * 2)

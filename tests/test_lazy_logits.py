@@ -437,7 +437,7 @@ def _own_accelerator_state():
 def gradient_of(model, micro_batch, rule, accelerator=None):
     """Of one window, and its loss. The model is prepared."""
     accelerator = accelerator or Accelerator(cpu=True)
-    sizes = {"global_batch_size": len(SAMPLES), "planner": h.by_count(micro_batch)}
+    sizes = {"global_batch_size": len(SAMPLES), "planner": h.by_number(micro_batch)}
     (window,) = hf_ga.WindowLoader(SAMPLES, h.pad_right, accelerator=accelerator, seed=1, **sizes)
     model.zero_grad()
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)

@@ -142,9 +142,9 @@ def test_equal_weights_are_the_loss_of_the_head(shifted):
 # -- over the splits of a window --------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "1x16": h.by_count(16),
-    "4x4": h.by_count(4),
-    "16x1": h.by_count(1),
+    "1x16": h.by_number(16),
+    "4x4": h.by_number(4),
+    "16x1": h.by_number(1),
     "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3]),
 }
 SKEWED = [0.2 + 0.1 * (i % 7) ** 2 for i in range(h.VOCABULARY)]

@@ -22,12 +22,11 @@ from runs import filled_place, lines_of, relative_distance, train
 from torch import nn
 
 import hf_ga
-from hf_ga import training as step
 from hf_ga.errors import ConfigError, OutOfMemory
-from hf_ga.exact.memory import MemoryLimit, Size, is_out_of_memory
+from hf_ga.exact import step
+from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.run import build as building
-from hf_ga.run.cli import parse_config
+from hf_ga.run import build
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
@@ -51,7 +50,7 @@ def accelerator_in(precision: str = "no") -> Accelerator:
 
 
 def windows_of(accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more) -> hf_ga.WindowLoader:
-    options = {"per_device_batch_size": MICRO_BATCH, "global_batch_size": WINDOW, "seed": SEED, **more}
+    options = {"planner": h.by_number(MICRO_BATCH), "global_batch_size": WINDOW, "seed": SEED, **more}
     return hf_ga.WindowLoader(samples, collate, accelerator=accelerator, **options)
 
 
@@ -133,7 +132,7 @@ def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind
         windows = hf_ga.StreamLoader(Stream(samples), h.pad_right, accelerator=accelerator, **options)
     else:
         more = {"num_workers": 2} if kind == "workers" else {}
-        windows = windows_of(accelerator, samples, per_device_batch_size=micro_batch, **more)
+        windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
     losses, retries, once = [], [], []
     for _ in range(2):
         for window in windows:
@@ -179,28 +178,6 @@ def test_the_limit_is_remembered():
     assert retries[0] == len(device.failures) > 0 and not any(retries[1:])
 
 
-def test_limit_is_tried_upwards_rarely():
-    """1,000 can be had, micro-batches of 1,024 are planned: half is the limit, then a quarter more after each 100 windows."""
-    memory, fits, tries = MemoryLimit(), 1000, []
-    for window in range(3000):
-        while (size := min(1024, memory.elements or 1024)) > fits:
-            memory.after_failure(Size(size, 8))
-            tries.append(window)
-        memory.after_success(size < 1024)
-    # 512, 640, 800, then 1000 (fits), then 1250, of which 1024 are asked for: that fails, and is tried again after twice as long.
-    assert memory.elements in (1000, 1250) and tries[0] == 0
-    assert tries[1:] == [400, 600, 1000, 1800]
-    assert memory.num_retries == len(tries)
-
-
-def test_limit_falls_below_what_lasted_once():
-    memory = MemoryLimit(elements=100, lasted=80, patience=100)
-    memory.after_failure(Size(90, 3))
-    assert (memory.elements, memory.patience) == (80, 200)
-    memory.after_failure(Size(78, 3))
-    assert (memory.elements, memory.lasted) == (39, 0)
-
-
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_single_sample_that_does_not_fit(backward):
     """It is named; the caller's gradients are there as before, and smaller windows can be computed."""
@@ -212,7 +189,9 @@ def test_a_single_sample_that_does_not_fit(backward):
         parameter.grad = torch.full_like(parameter, EARLIER)
     windows = list(windows_of(accelerator, samples))
     bad = next(window for window in windows if 5 in window.sample_ids)
-    with pytest.raises(OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit on process 0.*max_length"):
+    with pytest.raises(
+        OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of process 0.*max_length"
+    ):
         hf_ga.backward_window(accelerator, model, bad, targets=rule)
     assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (1, 30)
     good = next(window for window in windows if window is not bad)
@@ -252,7 +231,7 @@ def evaluated(fits: float, head: str) -> tuple[dict, Device]:
     accelerator, model, samples = accelerator_in(), build(), make_samples(40)
     rule, device = hf_ga.prove_targets(model, samples, h.pad_right), Device(model, fits)
     lengths = [len(sample["input_ids"]) for sample in samples]
-    windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=16, lengths=lengths, rule=rule)
+    windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=16, lengths=lengths, proven=rule)
     return evaluate(accelerator, model, windows, rule, metrics=["accuracy"]), device
 
 
@@ -265,7 +244,7 @@ def test_evaluation_in_smaller_batches(head):
 
 
 def test_evaluation_of_a_sample_that_does_not_fit():
-    with pytest.raises(OutOfMemory, match=r"sample \d+ .* does not fit on process 0"):
+    with pytest.raises(OutOfMemory, match=r"sample \d+ .* does not fit into the memory of process 0"):
         evaluated(3, "classes")
 
 
@@ -278,7 +257,7 @@ def place(tmp_path_factory):
 @contextmanager
 def small_device(fits: float, **how):
     """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
-    prepare, devices = building.prepare, []
+    prepare, devices = build.prepare, []
 
     def prepared(accelerator, model, optimizer):
         devices.append(Device(model, fits, **how))
@@ -357,7 +336,7 @@ def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
     saved = tmp_path / "out" / "checkpoint-3"
     with small_device(23, chosen=saved.exists), pytest.raises(OutOfMemory) as caught:
         train(place, tmp_path / "out")
-    assert "24 tokens (24 with padding) does not fit on process 0" in str(caught.value)
+    assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(caught.value)
     assert str(caught.value).endswith(f"Then go on from {saved} with --resume_from_checkpoint auto.")
 
 
@@ -390,10 +369,3 @@ def test_window_of_auto(flags, expected):
 def test_batch_sizes_that_are_none(flags, message):
     with pytest.raises(ConfigError, match=message):
         hf_ga.FinetuneConfig(**flags).check()
-
-
-def test_batch_size_from_flags_and_files(tmp_path):
-    (tmp_path / "c.yaml").write_text("per_device_train_batch_size: 5\n")
-    (tmp_path / "a.yaml").write_text("per_device_train_batch_size: auto\n")
-    words = (["--per-device-train-batch-size", "8"], [str(tmp_path / "c.yaml")], [str(tmp_path / "a.yaml")])
-    assert [parse_config(one).per_device_train_batch_size for one in words] == [8, 5, "auto"]

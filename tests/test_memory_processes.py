@@ -24,14 +24,14 @@ from processes import SEED
 
 pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "memory.py"
-LIMIT = 60  # seconds for a run that fails, start-up included
+LIMIT = 150  # seconds for a run that fails, start-up included; the processes would wait for half an hour
 FAILS = 8  # forward of process 1: the probe, three windows, a checkpoint and an evaluation come first
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    done = launch(2, WORKER, str(folder), "windows", timeout=150)
+    done = launch(2, WORKER, str(folder), "windows", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -76,8 +76,8 @@ def test_run_with_failures_on_either_process(ddp, name):
 def test_a_sample_that_does_not_fit_is_named_on_all_processes(ddp):
     """By the one that has it, with the limit found before; then both go on with the same window."""
     first, second = found(ddp, "long")
-    assert second["said"].startswith("OutOfMemory: every sample must fit into the memory of a process by itself, but ")
-    assert f"sample {second['sample']} with 30 tokens (30 with padding) does not fit on process 1" in second["said"]
+    assert second["said"].startswith("OutOfMemory: sample ")
+    assert f"sample {second['sample']} with 30 tokens (30 with padding) does not fit into the memory of process 1" in second["said"]
     assert first["said"] == f"ProcessFailed: process 1 failed: {second['said']}"
     assert first["loss"] == second["loss"] > 0 and first["limit"] == second["limit"]
 
@@ -89,7 +89,7 @@ def launch_fsdp2(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags.split(), *several.split()]
     began = time.monotonic()
     done = subprocess.run(
-        [*command, str(WORKER), *arguments], env=environment(None), capture_output=True, text=True, timeout=150, check=False
+        [*command, str(WORKER), *arguments], env=environment(None), capture_output=True, text=True, timeout=300, check=False
     )
     return done, time.monotonic() - began
 
@@ -101,7 +101,7 @@ def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(tmp_path
         (place / "first.json").write_text(json.dumps(config.to_dict()))
         done, seconds = launch_fsdp2(str(place / "first.json"), str(FAILS))
         assert done.returncode != 0 and seconds < LIMIT
-        assert "under FSDP every micro-batch must fit" in done.stderr and "does not fit on process 1" in done.stderr
+        assert "Under FSDP it cannot be cut" in done.stderr and "does not fit into the memory of process 1" in done.stderr
         saved = place / "out" / "checkpoint-3"
         assert f"Then go on from {saved} with --resume_from_checkpoint auto." in done.stderr
         resumed = {"per_device_train_batch_size": 3, "resume_from_checkpoint": "auto"}

@@ -122,7 +122,7 @@ def equal(tensor, other):
 
 
 def windows_of(data, **more):
-    sizes = {"global_batch_size": WINDOW, "per_device_batch_size": MICRO_BATCH, "shuffle": False, "seed": 5}
+    sizes = {"global_batch_size": WINDOW, "planner": h.by_number(MICRO_BATCH), "shuffle": False, "seed": 5}
     return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(), **{**sizes, **more})
 
 
@@ -150,7 +150,7 @@ def stopped(case, max_grad_norm=None, **more):
     """The error of the second window, and the training that it left."""
     model = Classifier(case)
     loss_fn = spoilt_sum if case == "loss_fn" else None
-    rule = healthy_rule(model, sum_of_loss if loss_fn else None)
+    rule = healthy_rule(model, loss_fn)
     if case == "weight":
         spoil_embedding(model)
     training = Training(model, **more)
@@ -170,8 +170,7 @@ def count_hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["no clipping", "clipping"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("precision", "max_grad_norm"), [("no", None), ("bf16", 1.0)], ids=["no clipping", "bf16, clipping"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, max_grad_norm):
     text, *_ = stopped(case, max_grad_norm, mixed_precision=precision)
@@ -205,31 +204,6 @@ def test_a_hook_that_spoils_every_gradient_names_all_samples_shortly():
     window = next(iter(windows_of(samples(bad=()), global_batch_size=12)))
     listed = r"0, 1, 2, 3, 4, 5, 6, 7 and 4 more \(12 in all\)"
     with pytest.raises(NonFinite, match=rf"the gradient of head\.weight is not; it comes from samples {listed}"):
-        training.step(window, targets=rule)
-
-
-class Masked(Classifier):
-    """It calls a module whose output is a mask of minus infinities, first of all."""
-
-    def __init__(self, trouble):
-        super().__init__(trouble)
-        self.mask = Mask()
-
-    def forward(self, input_ids, attention_mask, labels=None):
-        self.mask(attention_mask)
-        return super().forward(input_ids, attention_mask, labels)
-
-
-class Mask(nn.Module):
-    def forward(self, attention_mask):
-        return torch.full_like(attention_mask, -math.inf, dtype=torch.float32)
-
-
-def test_a_module_that_is_infinite_on_purpose_is_not_blamed():
-    model = Masked("output")
-    rule, training = healthy_rule(model), Training(model)
-    _, window, _ = windows_of(samples())
-    with pytest.raises(NonFinite, match=re.escape(CASES["output"])):
         training.step(window, targets=rule)
 
 
@@ -268,7 +242,7 @@ def test_a_skipped_window_leaves_the_run_without_it(case):
     for skips in (True, False):
         model = Classifier(case)
         loss_fn = spoilt_sum if case == "loss_fn" else None
-        rule = healthy_rule(model, sum_of_loss if loss_fn else None)
+        rule = healthy_rule(model, loss_fn)
         if case == "weight":
             spoil_embedding(model)
         training, results = Training(model), []
@@ -289,30 +263,6 @@ def test_the_result_of_a_skipped_window():
     assert math.isfinite(results[1].loss) and results[1].num_targets == WINDOW
     assert [r.cause is not None for r in results] == [False, True, False]
     assert "samples 10, 13" in results[1].cause
-
-
-def test_a_stream_names_its_samples_too():
-    model = Classifier("output")
-    rule, training = healthy_rule(model), Training(model)
-    options = {"global_batch_size": WINDOW, "per_device_batch_size": MICRO_BATCH, "shuffle_buffer_size": 0}
-    loader = hf_ga.StreamLoader(Stream(samples()), h.pad_right, accelerator=Accelerator(), **options)
-    with pytest.raises(NonFinite, match=r"window 1 of epoch 0 .* samples 10, 13"):
-        for window in loader:
-            training.step(window, targets=rule)
-
-
-class Stream:
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data)
-
-
-def test_another_word_is_refused():
-    training = Training(Classifier())
-    with pytest.raises(hf_ga.ConfigError, match="on_nonfinite must be one of stop, skip, got 'no'"):
-        training.step(next(iter(windows_of(samples()))), on_nonfinite="no")
 
 
 class Reads(TorchDispatchMode):
@@ -395,7 +345,8 @@ def test_models_with_a_router_or_of_one_width(name):
         data = [{**s, "labels": list(s["input_ids"])} for s in data]
     model = builds[name]()
     good = [{**s, "input_ids": [min(i, BAD_TOKEN - 1) for i in s["input_ids"]]} for s in data]
-    rule, training = hf_ga.prove_targets(model, good, h.pad_right), Training(model)
+    rule = hf_ga.prove_targets(model, good, h.pad_right, speed_ups=[])  # `spoil` knows samples
+    training = Training(model)
     layer = {"gpt2": "transformer.h.1", "mixtral": "model.layers.1", "xlnet": "transformer.layer.1.ff"}[name]
     spoil(model, layer)
     widths = set()

@@ -6,7 +6,6 @@ The seeds are fixed, so no test can fail by chance: a bound of 4 sigma says only
 
 import math
 from collections.abc import Callable
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -151,13 +150,6 @@ def position_sigmas(order: Order, num_samples: int) -> float:
     return max(chi_square_sigmas(count, NUM_SEEDS / num_samples) for count in counts)
 
 
-def all_orders_sigmas(order: Order, num_samples: int) -> float:
-    """Deviation of the counts of the n! orders (over seeds) from equal."""
-    index = {p: i for i, p in enumerate(permutations(range(num_samples)))}
-    seen = [index[tuple(order(num_samples, seed, 0).tolist())] for seed in range(NUM_SEEDS)]
-    return chi_square_sigmas(np.bincount(seen, minlength=len(index)), NUM_SEEDS / len(index))
-
-
 def follower_sigmas(order: Order, n: int) -> float:
     """How often sample i+1 comes right after sample i, against 1/n for each i.
 
@@ -167,13 +159,6 @@ def follower_sigmas(order: Order, n: int) -> float:
     mean = (n - 1) / n
     variance = (n - 2) / n + mean - mean**2
     return abs(followers - NUM_SEEDS * mean) / math.sqrt(NUM_SEEDS * variance)
-
-
-def lag_sigmas(order: Order, num_samples: int) -> float:
-    """Worst correlation, over lags, of the ids `lag` positions apart; 1/sqrt(n) is its standard deviation."""
-    ids = order(num_samples, 0, 0) - (num_samples - 1) / 2
-    correlations = [(ids[:-lag] * ids[lag:]).mean() / ids.var() for lag in (1, 2, 3, 4, 7, 8, 16, 64, 256)]
-    return max(map(abs, correlations)) * math.sqrt(num_samples)
 
 
 def fixed_point_sigmas(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -186,11 +171,6 @@ def fixed_point_sigmas(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     none = math.exp(-1)
     of_none = abs((counts == 0).mean() - none) / math.sqrt(none * (1 - none) / len(pairs))
     return max(of_mean, of_none)
-
-
-def rank_correlation_sigmas(first: np.ndarray, second: np.ndarray) -> float:
-    """Correlation of the samples' positions in two orders, in units of 1/sqrt(n)."""
-    return abs(np.corrcoef(np.argsort(first), np.argsort(second))[0, 1]) * math.sqrt(len(first))
 
 
 def pairs_of(order: Order, seed_step: int, epoch_step: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -228,20 +208,10 @@ def test_every_position_is_equally_likely(num_samples):
     assert position_sigmas(epoch_order, num_samples) < SIGMAS
 
 
-def test_positions_control():
+def test_positions_and_neighbours_controls():
     assert position_sigmas(by_random_keys_with_ties, 5) > 3 * SIGMAS
-
-
-@pytest.mark.parametrize("num_samples", [3, 4])
-def test_all_orders_are_equally_likely(num_samples):
-    """Catches orders with uniform positions that reach only some permutations: rotations, affine maps."""
-    assert all_orders_sigmas(epoch_order, num_samples) < SIGMAS
-
-
-def test_all_orders_control():
     assert position_sigmas(cyclic_order, 4) < SIGMAS, "uniform positions do not tell a rotation from a shuffle"
-    assert all_orders_sigmas(cyclic_order, 4) > 3 * SIGMAS
-    assert all_orders_sigmas(affine_order, 4) > 3 * SIGMAS
+    assert follower_sigmas(cyclic_order, 16) > 3 * SIGMAS
 
 
 @pytest.mark.parametrize("num_samples", [3, 16])
@@ -250,27 +220,15 @@ def test_neighbours_in_the_dataset_are_not_neighbours_in_the_order(num_samples):
     assert follower_sigmas(epoch_order, num_samples) < SIGMAS
 
 
-def test_ids_along_the_order_are_uncorrelated():
-    """Catches low-discrepancy orders, where each id is a fixed step from the one before."""
-    assert lag_sigmas(epoch_order, 2**15) < SIGMAS
-
-
-def test_neighbours_control():
-    assert follower_sigmas(cyclic_order, 16) > 3 * SIGMAS
-    assert lag_sigmas(affine_order, 2**15) > 3 * SIGMAS
-
-
 @pytest.mark.parametrize("step", STEPS)
 def test_orders_of_other_epochs_and_seeds_are_unrelated(step):
     """Catches `seed + epoch` as the key (epoch 1 of seed 0 is epoch 0 of seed 1) and an epoch that is not used."""
     seed_step, epoch_step = STEPS[step]
     assert fixed_point_sigmas(pairs_of(epoch_order, seed_step, epoch_step)) < SIGMAS
-    assert rank_correlation_sigmas(epoch_order(10_000, 5, 1), epoch_order(10_000, 5 + seed_step, 1 + epoch_step)) < SIGMAS
 
 
 def test_epochs_and_seeds_control():
     seed_step, epoch_step = STEPS["next seed, epoch before"]
     assert np.array_equal(summed_key_order(50, 1, 0), summed_key_order(50, 0, 1))
     assert fixed_point_sigmas(pairs_of(summed_key_order, seed_step, epoch_step)) > 3 * SIGMAS
-    assert rank_correlation_sigmas(summed_key_order(10_000, 5, 1), summed_key_order(10_000, 6, 0)) > 3 * SIGMAS
     assert fixed_point_sigmas(pairs_of(affine_order, *STEPS["next epoch"])) > 3 * SIGMAS, "affine_order uses no epoch"

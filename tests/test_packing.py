@@ -400,7 +400,7 @@ def test_a_window_is_the_same_packed_and_padded(name, own_loss, monkeypatch):
         if packed:
             rule.speed_ups[0]._gain = 1.0
         packed_shapes.clear()
-        sizes = {"planner": helpers.by_count(size), "global_batch_size": 12}
+        sizes = {"planner": helpers.by_number(size), "global_batch_size": 12}
         (window,) = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, **sizes)
         model.zero_grad()
         result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)

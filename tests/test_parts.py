@@ -65,7 +65,7 @@ CASES = {
 
 
 def window_of(samples, micro_batch_size, accelerator):
-    sizes = {"planner": h.by_count(micro_batch_size), "global_batch_size": len(samples)}
+    sizes = {"planner": h.by_number(micro_batch_size), "global_batch_size": len(samples)}
     return next(iter(hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, shuffle=False, **sizes)))
 
 

@@ -13,9 +13,9 @@ import helpers as h
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from launching import launch
 from safetensors.torch import load_file
-from test_router import full_gradient as full_router_gradient
 from torch.distributed.fsdp import FSDPModule
 
 import hf_ga
@@ -56,11 +56,11 @@ def found(tmp_path_factory, request):
             left_out = OF_FOUR_IN_FULL if num_processes == 4 and not request.config.getoption("--full") else ()
             names = [name for name in SCENARIOS[num_processes] if name not in left_out]
             done = launch(num_processes, WORKER, str(folder), kinds, *names)
-            assert done.returncode == 0, "\n".join(
-                line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line
-            )[-6000:]
-            folders[num_processes] = folder
-        return folders[num_processes]
+            folders[num_processes] = folder, done
+        folder, done = folders[num_processes]
+        said = [line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line]
+        assert done.returncode == 0, "\n".join(said)[-6000:]
+        return folder
 
     return folder_of
 
@@ -78,11 +78,21 @@ def full_batch(model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dic
     """The loss of a window in one plain forward, backward done, under the dropout of its samples."""
     positions = positions_of(window)
     order = epoch_order(len(samples), SEED, epoch, True)
-    rule.places.set_keys(sample_keys(SEED, epoch, positions), window_key(SEED, epoch, window))
-    with rule.places.active():
+    rule.dropout.set_keys(sample_keys(SEED, epoch, positions), window_key(SEED, epoch, window))
+    with rule.dropout.scope(model):
         loss = model(**h.pad_right([samples[i] for i in order[positions]])).loss
         loss.backward()
     return loss.detach()
+
+
+def full_router_gradient(model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> h.Gradients:
+    """One plain forward and backward. The mean is taken from the logits, which the head casts to float32."""
+    model = model.to(dtype)
+    model.set_experts_implementation("eager")  # the others have no float64
+    outputs, labels = model(**batch), batch["labels"]
+    targets = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=h.IGNORED)
+    (targets + model.config.router_aux_loss_coef * outputs.aux_loss).backward()
+    return h.gradients(model)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +201,9 @@ def gpt2_references():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         model = h.gpt2(0.1)
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
-        rule.places.set_keys(sample_keys(SEED, 0, np.arange(WINDOW)), window_key(SEED, 0, 0))
+        rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(WINDOW)), window_key(SEED, 0, 0))
         low = dtype == torch.bfloat16
-        with rule.places.active(), torch.autocast("cpu", torch.bfloat16, enabled=low):
+        with rule.dropout.scope(model), torch.autocast("cpu", torch.bfloat16, enabled=low):
             (model if low else model.to(dtype))(**h.pad_right([samples[i] for i in order])).loss.backward()
         made.append(h.gradients(model))
     return made
@@ -213,8 +223,8 @@ def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option)
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
-    """Sums in bf16 (Accelerate's own policy; `sharding.prepare` sets float32), no sums of ignored modules, a proof on shards."""
-    words = ["reduce_in_float32(accelerator) before prepare"] * 2 + ["leaves those of fsdp_ignored_modules alone"]
+    """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored modules, a proof on shards."""
+    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["skips those of fsdp_ignored_modules"]
     words += ["proven before it is wrapped"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"
@@ -345,9 +355,9 @@ def test_fewer_samples_than_processes(found, kind, size):
         for dtype in (torch.float32, torch.float64):
             model = h.gpt2(0.1)
             rule = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
-            rule.places.set_keys(sample_keys(SEED, 0, positions), window_key(SEED, 0, window))
+            rule.dropout.set_keys(sample_keys(SEED, 0, positions), window_key(SEED, 0, window))
             model.to(dtype)
-            with rule.places.active():
+            with rule.dropout.scope(model):
                 model(**whole).loss.backward()
             made.append(h.gradients(model))
         assert h.relative_error(grads, made[1]) <= 1e-6 + 3 * h.relative_error(made[0], made[1])

@@ -76,7 +76,7 @@ def window_of(samples, micro_batch_size, accelerator, **more):
         samples,
         h.pad_right,
         accelerator=accelerator,
-        planner=h.by_count(micro_batch_size),
+        planner=h.by_number(micro_batch_size),
         global_batch_size=len(samples),
         shuffle=False,
         **more,

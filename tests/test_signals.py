@@ -13,7 +13,7 @@ from runs import filled_place, lines_of, relative_distance, small_config, train
 
 import hf_ga
 from hf_ga.errors import RunStopped
-from hf_ga.exact import windows, workers
+from hf_ga.exact import workers
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
 from hf_ga.run import cli, finetune, loop, saving
@@ -268,10 +268,10 @@ def test_help_tells_the_exit_codes(capsys):
     assert "75 stopped by SIGTERM" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("init", [workers.end_with_parent_only, None], ids=["with", "without"])
+@pytest.mark.parametrize("init", [workers.obey_parent_only, None], ids=["with", "without"])
 def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place, tmp_path, monkeypatch):
     """Those that prefetch, while a checkpoint is written: the run takes one more window from them. Control: as torch has it."""
-    monkeypatch.setattr(windows, "end_with_parent_only", init)
+    monkeypatch.setattr(workers, "obey_parent_only", init)
     alive, save = [], loop.save
 
     def signalled_save(*args):

@@ -30,8 +30,8 @@ MODELS = {
 }
 NUM_SAMPLES = 24
 PLANS = {
-    "one": h.by_count(NUM_SAMPLES),
-    "by number": h.by_count(5),
+    "one": h.by_number(NUM_SAMPLES),
+    "by number": h.by_number(5),
     "by length": ByLength(5, None, CostModel(overhead=4), in_step=False),
     "multiples, small": ByLength(5, 24, CostModel(overhead=8, multiple=4), in_step=False),
 }

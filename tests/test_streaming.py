@@ -138,6 +138,8 @@ def loaders(samples, rows=None, collate_fn=h.pad_right, num_workers=0, **options
     of_stream = StreamLoader(
         Listed(samples), collate_fn, shuffle_buffer_size=0, num_workers=num_workers, length_of=length_of, **options
     )
+    if lengths is None:  # or else those of a list are found
+        options["planner"] = h.by_number(options["per_device_batch_size"])
     return of_stream, hf_ga.WindowLoader(rows or samples, collate_fn, shuffle=False, lengths=lengths, **options)
 
 
@@ -195,31 +197,7 @@ def trained(loader, build):
 def test_training_is_that_on_the_list_bit_for_bit(build, samples):
     of_stream, of_list = loaders(samples)
     assert trained(of_stream, build) == trained(of_list, build)
-    assert of_stream.proofs and len(of_stream.proofs) == 1
-
-
-@pytest.mark.parametrize("build", [h.gpt2, h.plain_tagger])
-def test_the_gradient_is_that_of_the_full_batch(build):
-    samples = h.token_samples(45) if build is h.gpt2 else h.plain_samples(45)
-    loader = StreamLoader(
-        Listed(samples),
-        h.pad_right,
-        accelerator=Accelerator(),
-        global_batch_size=16,
-        per_device_batch_size=3,
-        shuffle_buffer_size=8,
-    )
-    window = list(loader)[-1]
-    batch = h.pad_right([samples[i] for i in window.sample_ids])
-    model = build()
-    grads64, grads32 = (h.full_batch_gradient(model, batch, dtype) for dtype in (torch.float64, torch.float32))
-    accelerator = Accelerator()
-    model = accelerator.prepare(model)
-    hf_ga.backward_window(accelerator, model, window)
-    h.assert_promise_1(h.gradients(model), grads32, grads64)
-    naive = h.naive_gradient(build(), [m.batch for m in window.micro_batches], accumulation_steps=6)
-    with pytest.raises(AssertionError):
-        h.assert_promise_1(naive, grads32, grads64)
+    assert len(of_stream.state.proofs) == 1
 
 
 def test_samples_are_kept_from_collators_that_take_entries_out():
@@ -250,19 +228,6 @@ def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     assert all(
         new["draws"] is not old["draws"] and new["draws"].equal(old["draws"]) for new, old in zip(batches, item[2], strict=True)
     )
-
-
-def test_windows_of_a_stream_by_length():
-    """Similar lengths together, in the memory of two of the window's longest. Control: by number, more is padding."""
-    samples = h.token_samples(40)
-    options = {"accelerator": Accelerator(), "global_batch_size": 20, "per_device_batch_size": 2, "shuffle_buffer_size": 0}
-    by_length = list(StreamLoader(Listed(samples), h.pad_right, length_of=longest_entry, **options))
-    by_number = list(StreamLoader(Listed(samples), h.pad_right, **options))
-    for window, other in zip(by_length, by_number, strict=True):
-        tokens, others = ([m.batch["input_ids"].numel() for m in w.micro_batches] for w in (window, other))
-        longest = max(longest_entry(samples[i]) for i in window.sample_ids)
-        assert max(tokens) <= 2 * longest and sum(tokens) < 0.95 * sum(others) and len(others) == 10
-        assert sorted(window.sample_ids) == sorted(other.sample_ids)
 
 
 # -- several processes ------------------------------------------------------------------------------------------------------
@@ -414,12 +379,6 @@ def test_the_order_is_that_of_the_buffer_in_every_layout():
             assert flat(w.positions.tolist() for w in windows) == list(range(50))
 
 
-def test_a_buffer_on_a_global_generator_is_no_function_of_the_position():
-    """The control: `datasets`' own buffer without a seed gives every process another order."""
-    rows = datasets.Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset()
-    assert [r["x"] for r in rows.shuffle(buffer_size=20)] != [r["x"] for r in rows.shuffle(buffer_size=20)]
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------------
 
 
@@ -513,18 +472,6 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
 
-def test_resume_of_a_datasets_stream():
-    loader = make_loader(streamed(), shuffle_buffer_size=6)
-    windows = []
-    for window in loader:
-        windows.append(window)
-        if window.index == 2:
-            state = loader.state_dict()
-    resumed = make_loader(streamed(), shuffle_buffer_size=6)
-    resumed.load_state_dict(state)
-    assert seen(resumed) == seen(windows[3:])
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------------
 
 
@@ -565,11 +512,6 @@ def test_errors(stream, options, error, message):
     assert h.global_random_states() == before
 
 
-def test_errors_of_a_worker_are_those_of_the_stream():
-    with pytest.raises(hf_ga.DataError, match="the stream is empty"):
-        list(make_loader(Numbers(0), num_workers=1))
-
-
 def test_a_stream_that_cannot_be_read_again_ends_the_second_epoch():
     loader = make_loader(Halves())
     assert len(list(loader)) == 1
@@ -581,11 +523,6 @@ def test_a_collator_with_its_own_generator_is_refused():
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(hf_ga.UnkeyedRandomness):
         list(make_loader(Numbers(8), lambda samples: {**stack(samples), "noise": torch.rand(len(samples), generator=generator)}))
-
-
-def test_a_loader_of_windows_names_the_loader_of_streams():
-    with pytest.raises(hf_ga.DataError, match="take a StreamLoader"):
-        hf_ga.WindowLoader(Numbers(5), stack, accelerator=process(0, 1))
 
 
 # -- a real process group ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """From prepared data to planned windows: limits of tokens, what is said of the plans, runs that are the same whatever the limit."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import runs
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from runs import relative_distance, train
 
 import hf_ga
@@ -17,10 +17,11 @@ from hf_ga.data.collation import collate_causal, collate_masked, collate_targets
 from hf_ga.errors import ConfigError
 from hf_ga.exact.costs import CostModel, cost_model
 from hf_ga.exact.length_plan import plan_by_length
-from hf_ga.exact.plan import plan_window
 from hf_ga.run import build, train_windows
-from hf_ga.run.cli import parse_config
 from hf_ga.run.train_windows import described, planned_lengths
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.packing import Packing
+from hf_ga.training import default_speed_ups
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def loader(of, **options):
     return hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(cpu=True), **options)
 
 
-def first_of_three():
-    more = {"gradient_accumulation_steps": 1, "distributed_type": None, "device": torch.device("cpu")}
+def first_of_three(kind=DistributedType.MULTI_CPU):
+    more = {"gradient_accumulation_steps": 1, "distributed_type": kind, "device": torch.device("cpu")}
     return SimpleNamespace(num_processes=3, process_index=0, **more)
 
 
@@ -54,9 +55,8 @@ def test_windows_are_planned_by_their_lengths():
     tokens = tokens_of(windows)
     assert max(map(max, tokens)) <= 4 * max(LENGTHS)
     assert sorted(i for w in windows for m in w.micro_batches for i in m.sample_ids) == list(range(100))
-    fine = tokens_of(loader(LENGTHS, cost=CostModel(overhead=32)))  # with the device's cost there are fewer micro-batches
-    assert sum(map(sum, fine)) < 1.15 * LENGTHS.sum() and sum(map(sum, fine)) <= sum(map(sum, tokens))
-    assert sum(map(sum, tokens_of(loader(LENGTHS, lengths=None)))) > 2 * LENGTHS.sum()
+    by_number = sum(map(sum, tokens_of(loader(LENGTHS, planner=h.by_number(4)))))
+    assert sum(map(sum, tokens)) < 0.75 * by_number and by_number > 2 * LENGTHS.sum()
     assert max(map(max, tokens_of(loader(LENGTHS, max_tokens_per_micro_batch=150)))) <= 150
 
 
@@ -77,9 +77,8 @@ def test_a_window_that_must_have_one_width_is_planned_anew():
     ("options", "message"),
     [
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, got 0"),
-        ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens: allow at least 120"),
-        ({"max_tokens_per_micro_batch": 200, "lengths": None}, "max_tokens_per_micro_batch 200 .* give lengths"),
-        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "no planner of your own"),
+        ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens.* Allow at least 120"),
+        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no planner of your own"),
     ],
 )
 def test_the_loader_refuses(options, message):
@@ -88,10 +87,10 @@ def test_the_loader_refuses(options, message):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_under_fsdp_processes_wait_in_every_forward(sharded, monkeypatch):
+def test_under_fsdp_processes_wait_in_every_forward(sharded):
     """So plans are those for that: one micro-batch more or less at most, as whoever has fewer repeats one."""
-    monkeypatch.setattr("hf_ga.exact.base_loader.is_sharded", lambda accelerator: sharded)
-    windows = hf_ga.WindowLoader([{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50)
+    accelerator = first_of_three(DistributedType.FSDP) if sharded else first_of_three()
+    windows = hf_ga.WindowLoader([{}] * 100, dict, accelerator=accelerator, lengths=LENGTHS, global_batch_size=50)
     found = windows.splitter.plan(LENGTHS[:50], False)
     expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), in_step=sharded)
     assert [[m.tolist() for m in share] for share in found] == [[m.tolist() for m in share] for share in expected]
@@ -125,7 +124,7 @@ def test_what_a_run_says_of_its_plans():
     """Against the tensors of the first epoch."""
     windows = loader(LENGTHS)
     padded = sum(map(sum, tokens_of(windows)))
-    in_order = sum(map(sum, tokens_of(loader(LENGTHS, lengths=None))))
+    in_order = sum(map(sum, tokens_of(loader(LENGTHS, planner=h.by_number(4)))))
     assert described(windows, LENGTHS) == (
         f"micro-batches by length, at most {4 * max(LENGTHS)} tokens: {padded / LENGTHS.sum():.2f} padded tokens per real one "
         f"(in order of the epoch: {in_order / LENGTHS.sum():.2f})"
@@ -136,10 +135,11 @@ def test_what_a_run_says_of_its_plans():
     assert f": {padded:.2f} padded tokens per real one (in order of the epoch: {padded:.2f})" in described(wide, LENGTHS)
 
 
-def test_what_a_run_says_of_balance():
+def test_what_a_run_says_of_balance(monkeypatch):
     """Window by window the dearest process over the mean, by the formula."""
+    monkeypatch.setattr("hf_ga.exact.base_loader.cost_model", lambda device_type: CostModel(7))
     windows = hf_ga.WindowLoader(
-        [{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50, shuffle=False, cost=CostModel(7)
+        [{}] * 100, dict, accelerator=first_of_three(), lengths=LENGTHS, global_batch_size=50, shuffle=False
     )
 
     def price(share, lengths):
@@ -151,19 +151,15 @@ def test_what_a_run_says_of_balance():
     assert described(windows, LENGTHS).endswith(f", processes balanced to {ratio:.2f} (largest / mean cost)")
 
 
-def test_the_same_update_whatever_the_limit(place, tmp_path, capsys, monkeypatch):
-    """Of tokens in a micro-batch, and whether layers compute padding or not. Control: another window is another run."""
-    few, packed = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}, "no padding between layers"
-    result, said = train(place, tmp_path / "own", **few), capsys.readouterr().out
-    assert "micro-batches by length, at most 192 tokens: 1." in said and packed in said, "by itself, on a CPU"
-    limits = {"small": {"max_tokens_per_micro_batch": 30}, "large": {"max_tokens_per_micro_batch": 10_000}}
-    for name, more in {**limits, "padded": {}}.items():
-        if name == "padded":
-            monkeypatch.setattr(build, "prove_targets", lambda *args, padding_free, **more: hf_ga.prove_targets(*args, **more))
-        found = train(place, tmp_path / name, **more, **few)
-        assert (packed in capsys.readouterr().out) == (name != "padded")
+def test_the_same_update_whatever_the_limit(place, tmp_path, capsys):
+    """Of tokens in a micro-batch. Control: another window is another run."""
+    few = {"max_steps": 3, "save_steps": 9, "eval_steps": 9}
+    result = train(place, tmp_path / "own", **few)
+    assert "micro-batches by length, at most 192 tokens: 1." in capsys.readouterr().out
+    for limit in (30, 10_000):
+        found = train(place, tmp_path / str(limit), max_tokens_per_micro_batch=limit, **few)
         assert found["train_loss"] == pytest.approx(result["train_loss"], rel=1e-5)
-        assert relative_distance(tmp_path / name, tmp_path / "own") < 1e-5
+        assert relative_distance(tmp_path / str(limit), tmp_path / "own") < 1e-5
     train(place, tmp_path / "other", global_batch_size=15, **few)
     assert relative_distance(tmp_path / "other", tmp_path / "own") > 1e-4
 
@@ -179,7 +175,7 @@ def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monke
         widths.update(tensor.shape[1] for tensor in batch.values())
         return batch
 
-    monkeypatch.setattr(train_windows, "cost_model", lambda device_type, hidden, packed: cost_model("cuda", hidden, packed=packed))
+    monkeypatch.setattr(train_windows, "cost_model", lambda device_type: cost_model("cuda"))
     monkeypatch.setattr(train_windows, "collate_to_multiple", seen)
     train(place, tmp_path / "multiples", **few)
     assert widths and widths <= {8, 16, 23}
@@ -192,7 +188,7 @@ def test_the_same_update_on_a_device_that_likes_multiples(place, tmp_path, monke
 def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, message, monkeypatch):
     """Before a model is built."""
     monkeypatch.setattr("hf_ga.run.build.build_model", None)
-    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens: allow at least 24"):
+    with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens.* Allow at least 24"):
         train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
 
 
@@ -204,12 +200,6 @@ def test_what_is_tried_before_training_is_what_the_limit_allows(place, tmp_path,
         said = capsys.readouterr().out
         assert f"per_device_train_batch_size auto: micro-batches of {size} x 24 tokens fit into memory" in said
         assert f"micro-batches by length, at most {limit:,} tokens: 1." in said
-
-
-def test_the_flag():
-    assert parse_config(["--max_tokens_per_micro_batch", "4096"]).max_tokens_per_micro_batch == 4096
-    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch must be at least 1, got 0"):
-        hf_ga.FinetuneConfig(max_tokens_per_micro_batch=0).check()
 
 
 def test_a_resumed_run_may_have_another_limit(place, tmp_path):
@@ -245,20 +235,13 @@ def test_multiples_leave_all_but_tokens():
     assert all(wide[name][:, :3].equal(plain[name]) and wide[name].shape == (2, 8) for name in plain)
 
 
-def test_plan_window_pads_more():
-    """The control of all the above: the plan by number on these lengths."""
-    padded = sum(len(m) * LENGTHS[m].max() for share in plan_window(100, 1, 4) for m in share)
-    assert padded > 2 * LENGTHS.sum()
-
-
-@pytest.mark.parametrize(("sharded", "compiled", "packed"), [(False, False, True), (True, False, False), (False, True, False)])
-def test_where_layers_compute_no_padding(sharded, compiled, packed, monkeypatch):
-    """On a CPU, without FSDP and compiler. Nobody asked for it, so nobody is told why not."""
-    seen = []
-    rule = replace(hf_ga.prove_targets(h.gpt2(), h.token_samples(8), h.pad_right), not_packed="a reason")
-    monkeypatch.setattr(build, "prove_targets", lambda *_, **options: seen.append(options["padding_free"]) or rule)
-    monkeypatch.setattr(build, "proof_samples", lambda *_: [])
-    monkeypatch.setattr(build, "is_sharded", lambda _: sharded)
+@pytest.mark.parametrize(("sharded", "compiled"), [(False, False), (True, False), (False, True)])
+def test_packing_is_not_tried_under_fsdp_and_in_compiled_models(sharded, compiled, monkeypatch):
+    tried = []
+    monkeypatch.setattr(building, "prove_targets", lambda *_, speed_ups=None, **options: tried.append(speed_ups))
+    monkeypatch.setattr(building, "proof_samples", lambda *_: [])
+    monkeypatch.setattr(building, "is_sharded", lambda _: sharded)
     config = hf_ga.FinetuneConfig(torch_compile=compiled)
-    found, _ = build._prove(config, Accelerator(cpu=True), None, SimpleNamespace(collate=None), None)
-    assert seen == [packed] and found.not_packed == ""
+    build._proven(config, Accelerator(cpu=True), h.gpt2(), SimpleNamespace(collate=None), None)
+    names = {speed_up.name for speed_up in tried[0] or default_speed_ups(h.gpt2())}
+    assert (Packing.name in names) == (not sharded and not compiled) and ChunkedLoss.name in names

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import hf_ga
-from hf_ga.exact.layout import Layout
 from hf_ga.exact.plan import plan_by_sizes
 
 
@@ -125,24 +124,9 @@ def test_windows_are_the_same_in_every_layout(seed):
     assert other != windows["whole"]
 
 
-def test_a_plain_loader_changes_its_order_with_the_generator():
-    """The control: the usual loader's order is whatever its random state is."""
-    orders = [flat(b["x"].tolist() for b in DataLoader(Numbers(37), 8, shuffle=True, collate_fn=stack)) for _ in range(2)]
-    assert orders[0] != orders[1]
-    ours = [flat(flat(ids_of(w)) for w in make_loader(Numbers(37))) for _ in range(2)]
-    assert ours[0] == ours[1]
-
-
 def test_accumulation_steps_size_the_window():
     loader = make_loader(Numbers(50), accumulation=3, per_device_batch_size=5)
     assert [[len(ids) for ids in ids_of(w)] for w in loader] == [[5, 5, 5]] * 3 + [[5]]
-
-
-def test_length_sorted_micro_batches_hold_similar_lengths():
-    lengths = h.ragged_lengths(37)
-    for window in make_loader(Numbers(37), global_batch_size=16, **LAYOUTS["length-sorted"]):
-        in_order = [lengths[i] for i in flat(ids_of(window))]
-        assert in_order == sorted(in_order)
 
 
 def test_epochs_advance_and_can_be_set():
@@ -169,6 +153,7 @@ def test_resume_inside_an_epoch(consumed, micro_batch, num_workers):
         pass
     second = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=micro_batch, **options)
     second.load_state_dict(first.state_dict())
+    assert second.num_consumed == consumed
     whole = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, **options)
     whole.set_epoch(2)
     expected = [w for w in whole if w.index >= second.num_consumed]
@@ -180,16 +165,6 @@ def test_resume_inside_an_epoch(consumed, micro_batch, num_workers):
 
 def rows_of(window, name):
     return flat(m.batch[name].tolist() for m in window.micro_batches)
-
-
-def test_the_state_counts_taken_windows():
-    loader = make_loader(Numbers(30), global_batch_size=8, num_workers=2)
-    iterator = iter(loader)
-    counts = []
-    for _ in range(3):
-        next(iterator)
-        counts.append(loader.state_dict()["num_consumed"])
-    assert counts == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +253,7 @@ def test_split_again_keeps_samples_and_draws():
         rows = dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
         for micro_batch, offsets in zip(again.micro_batches, parts, strict=True):
             assert micro_batch.positions.tolist() == window.positions[offsets].tolist()
+        assert stack(window.samples())["draws"].tolist() == rows_of(window, "draws")
         rows_again = zip(rows_of(again, "draws"), rows_of(again, "noise"), strict=True)
         assert dict(zip(flat(ids_of(again)), rows_again, strict=True)) == rows
 
@@ -289,11 +265,6 @@ def test_padding_to_the_window():
     padded = [m.batch["input_ids"].shape[1] for m in window.padded_to_window().micro_batches]
     longest = max(len(s["input_ids"]) for s in samples)
     assert padded == [longest] * 4 and min(widths) < longest
-
-
-def test_samples_are_those_of_the_tensors():
-    (window,) = make_loader(Augmented(6), global_batch_size=6, per_device_batch_size=4)
-    assert stack(window.samples())["draws"].tolist() == rows_of(window, "draws")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------------
@@ -313,14 +284,12 @@ class OnlyIterable:
     ("dataset", "options", "error", "message"),
     [
         (Numbers(0), {}, hf_ga.DataError, "empty"),
-        (Streaming(), {}, hf_ga.DataError, "Streaming has no length"),
+        (Streaming(), {}, hf_ga.DataError, "Streaming has no length .*take a StreamLoader"),
         (OnlyIterable(), {}, hf_ga.DataError, "OnlyIterable has no length"),
         (Numbers(5), {"lengths": [1, 2]}, hf_ga.ConfigError, "2 lengths, 5 samples"),
         (Numbers(5), {"lengths": np.ones(6)}, hf_ga.ConfigError, "6 lengths, 5 samples"),
         (Numbers(5), {"per_device_batch_size": 0}, hf_ga.ConfigError, "at least 1, got 0"),
-        (Numbers(5), {"per_device_batch_size": -3}, hf_ga.ConfigError, "at least 1, got -3"),
         (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
-        (Numbers(5), {"global_batch_size": -8}, hf_ga.ConfigError, "at least 1, got -8"),
         (Numbers(5), {"global_batch_size": 8, "drop_last_window": True}, hf_ga.DataError, "5 samples are less than one window"),
     ],
     ids=lambda value: str(value) if isinstance(value, str | dict | type) else type(value).__name__,
@@ -328,12 +297,6 @@ class OnlyIterable:
 def test_errors(dataset, options, error, message):
     with pytest.raises(error, match=message):
         make_loader(dataset, **options)
-
-
-def test_a_global_batch_that_the_layout_cannot_reach():
-    with pytest.raises(hf_ga.ConfigError, match=r"global_batch_size 64 cannot be reached .* 8 samples x 3 steps = 24"):
-        Layout.from_sizes(1, 8, 3, global_batch_size=64)
-    assert Layout.from_sizes(1, 8, 8, global_batch_size=64).window_size == 64
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -348,7 +311,7 @@ def test_errors_of_the_dataset_come_through(num_workers):
     assert h.global_random_states() == before
 
 
-# -- found weak while writing these tests; expected failures are open ------------------------------------------------------
+# -- collators of one's own, planners, columns ------------------------------------------------------------------------------
 
 
 class OwnGenerator:
@@ -365,15 +328,9 @@ class OwnGenerator:
 
 
 def test_a_collator_with_its_own_generator():
-    """It gives the same masks in every layout, or it is refused; silently different masks break promise 2."""
-    found = []
-    for micro_batch in (3, 16):
-        loader = make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=micro_batch)
-        try:
-            found.append(tensors_by_sample(loader))
-        except hf_ga.HfGaError:
-            return
-    assert found[0] == found[1]
+    """Its masks would depend on the layout, unseen by the generators that are seeded here."""
+    with pytest.raises(hf_ga.UnkeyedRandomness, match="collate function"):
+        tensors_by_sample(make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=3))
 
 
 @pytest.mark.parametrize(

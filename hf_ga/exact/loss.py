@@ -105,7 +105,11 @@ class Loss(Hook):
         sums, counts = self.sums(outputs, call)
         device = next(s.device for s in (*sums, *call.batch.values()) if isinstance(s, Tensor))
         dtype = sum_dtype(device)
-        return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in (*sums, *counts)])
+        values = (
+            value.to(dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)  # no transfer
+            for value in (*sums, *counts)
+        )
+        return torch.stack([*values])
 
     def mean_of(self, tally: Tensor) -> Tensor:
         """The mean loss of all that was added to `tally`; NaN without targets."""
@@ -115,7 +119,7 @@ class Loss(Hook):
 
     def targets_of(self, tally: Tensor) -> float:
         """The targets of all that was added to `tally`."""
-        return float(tally[self.num_means : 2 * self.num_means].sum())
+        return float(tally[self.num_means : 2 * self.num_means].detach().sum())
 
 
 class HeadMean(Loss):

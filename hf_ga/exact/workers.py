@@ -89,9 +89,9 @@ def load_items(dataset: Any, *, num_workers: int, pin_memory: bool, sampler: Sam
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
-                f"{' '.join(str(error).split())} Likely causes: memory ran out (a worker has its own copy of what it touches), "
-                "shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer workers "
-                "(--dataloader_num_workers, num_workers); with 0 the training process loads the data, and shows what fails."
+                f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker has its own copy of what it "
+                "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer "
+                "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data, and shows what fails."
             ) from error
         if isinstance(item, _Failure):
             raise item.error()

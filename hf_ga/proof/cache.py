@@ -27,6 +27,11 @@ def keep_proof(state: LoaderState, model: nn.Module, loss_fn: LossFunction | Non
     state.pad_to_window |= proven.pad_to_window
 
 
+def is_same_loss(function: Callable | None, other: Callable | None) -> bool:
+    """Whether two loss functions are the same."""
+    return _same(_identity(function), _identity(other))
+
+
 def _identity(function: Callable | None) -> Any:
     """What makes a loss function the same: a lambda written in the loop is a new object in every window, with the same code."""
     if isinstance(function, partial):

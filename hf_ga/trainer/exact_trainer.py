@@ -126,14 +126,15 @@ class WindowLoss:
         if self.trainer.accelerator.scaler is not None and not any(self.current.totals):
             raise DataError("a window has no target at all, for which fp16 cannot scale a loss: leave such samples out.")
 
-    def begin_micro_batch(self, model: nn.Module) -> int:
+    def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
         """Which micro-batch of the window comes now (0-based).
 
         Raises:
-            ConfigError: there is none, or the model is not the one that was proven.
+            ConfigError: there is none, or it is not `inputs`, or the model is not the one that was proven.
         """
         current = self.current
-        if current is None or current.num_begun == len(current.calls):
+        ended = current is None or current.num_begun == len(current.calls)
+        if ended or getattr(inputs, "index", current.num_begun) != current.num_begun:
             raise ConfigError("training_step must be called once for each micro-batch that get_batch_samples returned.")
         if model is not self.module.model:
             raise ConfigError(f"the model must be trained as it was proven, but it was wrapped in a {type(model).__name__}.")
@@ -242,7 +243,7 @@ class ExactTrainerMixin:
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch's gradient; returns its part of the window's mean loss."""
         loss = self._window_loss
-        index = loss.begin_micro_batch(model)
+        index = loss.begin_micro_batch(model, inputs)
         if index == 0:
             model.zero_grad()  # what is left of a window that a callback broke off
         before = random_states()

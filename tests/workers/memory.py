@@ -111,10 +111,10 @@ def run_long_sample(folder: Path) -> None:
     """The last sample of the window, so one of the last process, does not fit alone. After that both go on with the same window."""
     accelerator, model, samples = make_accelerator("ddp"), h.gpt2(0.1), h.token_samples(16)
     wrapped, _, rule = prepare(accelerator, "ddp", model, samples)
-    (window,) = make_windows(accelerator, samples, global_batch_size=16)
+    (window,) = make_windows(accelerator, samples, global_batch_size=16, planner=h.by_number(MICRO_BATCH))
     long = int(window.sample_ids[-1])
     samples[long] = {name: (values * 9)[:30] for name, values in samples[long].items()}
-    (window,) = make_windows(accelerator, samples, global_batch_size=16)
+    (window,) = make_windows(accelerator, samples, global_batch_size=16, planner=h.by_number(MICRO_BATCH))
     device, said = Device(model, 25), "nothing"
     try:
         hf_ga.backward_window(accelerator, wrapped, window, targets=rule)

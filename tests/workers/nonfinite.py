@@ -50,11 +50,11 @@ def spoil(model: nn.Module, where: str) -> None:
 def trained(kind: str, samples: list[dict], where: str, on_nonfinite: str, *, leave_out: bool = False) -> tuple[dict, list]:
     """What was said and done, and this process's part of the weights."""
     accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
-    model, optimizer, rule = prepare(accelerator, kind, base, marked(samples, []))
+    model, optimizer, rule = prepare(accelerator, kind, base, marked(samples, []), speed_ups=[])  # `spoil` knows samples
     spoil(base, where)
     options = {"targets": rule, "max_grad_norm": 1.0 if where == "forward" else None, "on_nonfinite": on_nonfinite}
     results, said, began = [], None, time.monotonic()
-    for window in make_windows(accelerator, samples, global_batch_size=WINDOW):
+    for window in make_windows(accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)):
         if leave_out and window.index == BAD_WINDOW:
             continue
         try:
@@ -72,7 +72,7 @@ def trained(kind: str, samples: list[dict], where: str, on_nonfinite: str, *, le
 def scenario(kind: str, where: str) -> dict:
     accelerator = make_accelerator(kind)
     samples = marked(h.class_samples(SAMPLES), [])
-    windows = list(make_windows(accelerator, samples, global_batch_size=WINDOW))
+    windows = list(make_windows(accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)))
     own = windows[BAD_WINDOW].micro_batches[-1].sample_ids[:2].tolist()
     of_all = gather_object([own])
     samples = marked(samples, of_all[1])

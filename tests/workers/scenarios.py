@@ -25,10 +25,10 @@ from processes import (
     make_windows,
     prepare,
     save,
-    sharding,
     whole_gradients,
 )
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hf_ga
 from hf_ga.exact.backend import sum_gradients
@@ -98,7 +98,7 @@ def naive(folder: Path, kind: str) -> None:
     """Two controls: DDP's average of local means (Accelerate's usual loop), and what `even_batches` puts into the tail."""
     accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
-    for window in make_windows(accelerator, samples, per_device_batch_size=WINDOW):
+    for window in make_windows(accelerator, samples, planner=h.by_number(WINDOW)):
         model.zero_grad(set_to_none=True)
         accelerator.backward(model(**window.micro_batches[0].batch).loss * 2)  # undo the division by accumulation steps
         save(accelerator, folder, f"naive means {window.index}", whole_gradients(model))
@@ -126,7 +126,7 @@ def counted(folder: Path, kind: str) -> None:
             accelerator = make_accelerator(kind)
             model, _, rule = prepare(accelerator, kind, larger(), samples)
             share = WINDOW // accelerator.num_processes
-            (window,) = make_windows(accelerator, samples, per_device_batch_size=-(-share // micro_batches))
+            (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
             hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
@@ -172,8 +172,8 @@ def overflow(folder: Path, kind: str) -> None:
 
 def digest(model: nn.Module) -> str:
     """Of the bits of all parameters: of this process's copy or, where they lie in shards, of the whole, gathered here."""
-    if isinstance(model, sharding.FullyShardedDataParallel):
-        with sharding.FullyShardedDataParallel.summon_full_params(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
             whole = [p.detach().clone() for p in model.parameters()]
     else:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
@@ -188,7 +188,7 @@ def few_samples(folder: Path, kind: str) -> None:
     for size in (3, 1, 6):
         accelerator = make_accelerator(kind, "GPT2Block")
         model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), h.token_samples(8))
-        for window in make_windows(accelerator, samples, global_batch_size=size, per_device_batch_size=1, shuffle=False):
+        for window in make_windows(accelerator, samples, global_batch_size=size, planner=h.by_number(1), shuffle=False):
             model.zero_grad(set_to_none=True)
             result = hf_ga.backward_window(accelerator, model, window, targets=rule)
             facts = {"loss": result.loss, "targets": result.num_targets, "own": len(window.micro_batches)}
@@ -241,7 +241,7 @@ def subset(folder: Path, kind: str) -> None:
     samples = h.class_samples(16)
     accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
     rule = hf_ga.prove_targets(base, samples, h.pad_right)
-    model, optimizer = sharding.prepare(accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2))
+    model, optimizer = hf_ga.prepare(accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2))
     windows = make_windows(accelerator, samples, global_batch_size=8)
     results = [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3) for w in windows]
     weights = full_state_dict(accelerator, model)
