@@ -16,7 +16,8 @@ from accelerate.utils import GradScalerKwargs
 from torch import nn
 
 import hf_ga
-from hf_ga.exact.precision import enable_fp16_on_cpu, load_scaler_state, scaler_state
+from hf_ga.exact.precision import enable_fp16_on_cpu
+from hf_ga.recovery.scaler import load_scaler_state, scaler_state
 
 WINDOW, MICRO_BATCH = 8, 2
 SCALE = 2.0**10

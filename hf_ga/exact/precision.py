@@ -1,18 +1,16 @@
-"""Mixed precision: whether Accelerate does what it was asked for, fp16 on a CPU, the loss scaler's state, and tensors that have
+"""Mixed precision: whether Accelerate does what it was asked for, fp16 on a CPU, and tensors that have
 another type for a while.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hf_ga.errors import CheckpointError, ConfigError
+from hf_ga.errors import ConfigError
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -83,35 +81,6 @@ def precision_name(accelerator: Accelerator) -> str:
     return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
 
 
-def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
-    """The loss scale and what moves it, as plain JSON values; None without loss scaling. To be read between two steps."""
-    return (accelerator.scaler.state_dict() or None) if accelerator.scaler is not None else None  # {}: a scaler switched off
-
-
-def load_scaler_state(accelerator: Accelerator, state: dict[str, Any] | None) -> None:
-    """Put back what `scaler_state` returned, growth and backoff factors too. The next step uses it.
-
-    Raises:
-        CheckpointError: one of the run and the checkpoint scales its loss and the other does not, or the values make no scale.
-    """
-    own = scaler_state(accelerator)
-    if own is None and state is None:
-        return
-    if own is None or state is None:
-        with_scaler, without = ("the run", "the checkpoint") if state is None else ("the checkpoint", "the run")
-        raise CheckpointError(
-            f"a run goes on in the precision of its checkpoint, but {with_scaler} scales its loss (fp16) and {without} does not. "
-            "Resume with the same mixed precision, or start anew."
-        )
-    fitting = state.keys() >= own.keys() and all(_is_number(state[name]) for name in own)
-    if not fitting or not 0 < state["scale"] < math.inf or state["_growth_tracker"] < 0:
-        raise CheckpointError(
-            f"a loss scaler has the values {', '.join(own)}, with a positive finite scale, but the checkpoint has {state}. Resume "
-            "from an older checkpoint, or start anew."
-        )
-    accelerator.scaler.load_state_dict(state)
-
-
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float16 and bfloat16 as float32; anything else as it is."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
@@ -150,10 +119,6 @@ def _tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]
     finally:
         for tensor, original in originals:
             tensor.data = original
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @contextmanager

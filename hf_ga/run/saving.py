@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_ga.errors import CheckpointError
-from hf_ga.exact.precision import load_scaler_state, scaler_state
 from hf_ga.exact.reduce import is_sharded
 from hf_ga.exact.windows import WindowLoader
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
@@ -28,6 +27,7 @@ from hf_ga.recovery.checkpoint import (
     save_checkpoint,
 )
 from hf_ga.recovery.files import flush
+from hf_ga.recovery.scaler import load_scaler_state, scaler_state
 from hf_ga.recovery.write_errors import writing
 from hf_ga.run.adapters import part_to_keep
 from hf_ga.run.outputs import best_sha256
