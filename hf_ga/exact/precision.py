@@ -1,6 +1,4 @@
-"""Mixed precision: whether Accelerate does what it was asked for, fp16 on a CPU, and tensors that have
-another type for a while.
-"""
+"""Mixed precision: whether Accelerate does what it was asked for, fp16 on a CPU, and tensors that have another type for a while."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

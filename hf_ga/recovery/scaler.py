@@ -16,7 +16,7 @@ def load_scaler_state(accelerator: Accelerator, state: dict[str, Any] | None) ->
     """Restore what `scaler_state` returned, growth and backoff factors included. The next step uses it.
 
     Raises:
-        CheckpointError: one of the run and the checkpoint scales its loss and the other does not, or the values make no scale.
+        CheckpointError: one of the run and the checkpoint scales its loss and the other does not.
     """
     own = scaler_state(accelerator)
     if own is None and state is None:
@@ -25,11 +25,5 @@ def load_scaler_state(accelerator: Accelerator, state: dict[str, Any] | None) ->
         raise CheckpointError(
             f"mixed precision changed: the {'checkpoint' if own is None else 'run'} scales its loss (fp16), the "
             f"{'run' if own is None else 'checkpoint'} does not. Resume with the same mixed precision, or start anew."
-        )
-    numbers = all(type(state.get(name)) in (int, float) for name in own)
-    if not numbers or not 0 < state["scale"] < float("inf") or state["_growth_tracker"] < 0:
-        raise CheckpointError(
-            f"the checkpoint's loss scaler must have numbers for {', '.join(own)} and a positive finite scale, but has {state}. "
-            "Resume from an older checkpoint, or start anew."
         )
     accelerator.scaler.load_state_dict(state)
