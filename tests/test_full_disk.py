@@ -114,4 +114,4 @@ def test_all_processes_stop_with_the_same_words(place, tmp_path):
     for name in ("shards of process 1", "manifest"):
         assert "is kept: make room there" in first[name]
     assert first["room"] == "trained 4 steps"
-    assert "copy/shards/__1_0.distcp is damaged: it has 0 bytes" in first["damaged"]
+    assert "copy/shards/__1_0.distcp is damaged: SHA-256 mismatch" in first["damaged"]

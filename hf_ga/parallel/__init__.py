@@ -1,1 +1,4 @@
-"""Several processes: FSDP1, FSDP2, sharded checkpoints, what the ranks agree on."""
+"""What is needed where a run has several processes: FSDP1 and FSDP2, sharded checkpoints, and values that all ranks must share.
+
+May import `exact` and `errors`.
+"""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from hf_ga.data.collation import collate_causal, collate_classes
 from hf_ga.data.data import prepare_data
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.models import load_tokenizer
@@ -63,7 +63,7 @@ class Setting:
     @property
     def collate(self) -> Callable[[Sequence[Sample]], dict[str, Tensor]]:
         """Samples -> arguments of the model."""
-        return partial(collate_classes if self.model == "bert" else collate_causal, pad_token_id=self.pad_token_id)
+        return partial(_collate, pad_token_id=self.pad_token_id)
 
 
 def documentation_strings(model: str, max_length: int, count: int) -> dict[str, Any]:
@@ -74,6 +74,17 @@ def documentation_strings(model: str, max_length: int, count: int) -> dict[str, 
     kept = [name for name in ("input_ids", "label") if name in rows.column_names]
     samples = [{"id": i, **{name: row[name] for name in kept}} for i, row in enumerate(rows)]
     return {"samples": samples, "num_labels": max(len(data.labels), 2), "pad_token_id": data.tokenizer.pad_token_id}
+
+
+def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
+    ids = [torch.tensor(sample["input_ids"]) for sample in samples]
+    batch = {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+    }
+    if "label" in samples[0]:
+        return batch | {"labels": torch.tensor([sample["label"] for sample in samples])}
+    return batch | {"labels": pad_sequence(ids, batch_first=True, padding_value=-100)}
 
 
 def build_model(setting: Setting) -> PreTrainedModel:
