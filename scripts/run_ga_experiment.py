@@ -71,7 +71,7 @@ def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
             if group == "dropout 0":
                 errors["validation loss, dropout 0"] = abs(result.validation_loss - reference.validation_loss)
             lines += [
-                f"{result.arm.name}: relative error of the {name} {value:.1e}, limit {LIMITS[name]:.0e}"
+                f"{result.arm.name}: {name} differs by {value:.1e}, limit {LIMITS[name]:.0e}"
                 for name, value in errors.items()
                 if not value <= LIMITS[name]
             ]

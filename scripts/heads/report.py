@@ -28,9 +28,9 @@ has targets per token, and a plain padding collate function; for question answer
 - **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
 - **Dropout**: built once more with all dropout probabilities {DROPOUT}; hf_ga's gradients in the layouts {", ".join(LAYOUTS)}
   (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than {TOLERANCE:.0e}, and all of
-  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is read from
-  torch's generator, not from hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off: they
-  belong to no sample.
+  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is read from torch's
+  generator, not from hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off:
+  they belong to no sample.
 
 What counts: of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
 text); of the image mapping, models that have a module called attention. The others are out of scope, and named below. Models of
@@ -75,10 +75,9 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
     heads = ",\n".join(json.dumps(_entry(verdict)) for verdict in verdicts)
     head_of_file = json.dumps(about, indent=1).removesuffix("\n}")
     (folder / "heads.json").write_text(f'{head_of_file},\n "heads": [\n{heads}\n]\n}}\n')
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    (folder / "heads.md").write_text(
-        _markdown(verdicts, f"{listed}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes.")
-    )
+    where = ", ".join(f"{name} {version}" for name, version in versions.items())
+    where = f"{where}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."
+    (folder / "heads.md").write_text(_markdown(verdicts, where))
 
 
 def _markdown(verdicts: list[Verdict], where: str) -> str:
