@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmark import planning
 from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
 from benchmark.lap import measure_in_turn
+from benchmark.planning import seconds_to_first_window
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import TWO_RANKS, Section, ablation_section, planning_section, ranks_section, speed_section
 from benchmark.setting import SIZES, TASKS, Setting, documentation_strings
@@ -66,8 +66,8 @@ def _ranks(flags: argparse.Namespace) -> list[Section]:
 
 
 def _plan(flags: argparse.Namespace) -> list[Section]:
-    first = {size: planning.first_window(size) for size in (10**4, 10**5, 10**6, 10**7) if size <= flags.most_samples}
-    return [planning_section(first, planning.planned_window(repeats=30))]
+    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= flags.most_samples]
+    return [planning_section({size: seconds_to_first_window(size) for size in sizes})]
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Section]]] = {
