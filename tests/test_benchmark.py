@@ -147,9 +147,6 @@ def test_bounds_of_ranks_and_of_the_plan_can_fail():
     assert [bound.holds for bound in slow.bounds] == [False, False, True]
     for seconds, holds in ((3.5, False), (2.5, True)):  # of the largest dataset
         assert [bound.holds for bound in report.planning_section({10: 3.0, 1000: seconds}).bounds] == [holds]
-        [False],
-        [True],
-    ]
     assert not Bound("x", float("nan"), 1.0).holds and not Bound("x", float("nan"), 1.0, at_most=True).holds
 
 
