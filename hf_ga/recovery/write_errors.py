@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_ga.errors import CheckpointError
+from hf_ga.errors import CheckpointError, HfGaError
 from hf_ga.recovery.files import new_partial
 
 
@@ -21,14 +21,16 @@ def writing(path: Path, output_dir: Path) -> Iterator[None]:
     """
     try:
         yield
+    except HfGaError:
+        raise
     except (Exception, CheckpointException) as error:  # the latter derives from BaseException
         cause = error.__context__ if isinstance(error.__context__, OSError) else error  # of torch.save's RuntimeError
         refused = isinstance(cause, OSError | SafetensorError | CheckpointException) or "(os error " in str(cause)  # tokenizers
         if not refused:
             raise
-        reason = str(cause).strip().splitlines()[-1]
+        reason = getattr(cause, "strerror", None) or str(cause).strip().splitlines()[-1]
         raise CheckpointError(
-            f"cannot write {path}: {reason}. What {output_dir} holds is kept: make room there, then use "
+            f"cannot write {path}: {reason}. What {output_dir} holds is kept: free disk space or change the permissions, then use "
             "--resume_from_checkpoint auto."
         ) from error
 
