@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -18,10 +16,10 @@ from benchmark import cli, report
 from benchmark.arms import ABLATION, CHUNKED, DEFAULT, EXACT_TRAINER, GROUPED, NATIVE, OWN_LOOP, REBALANCED, SPEED, TRAINER
 from benchmark.lap import CountedCollate, Lap, Measured, measure_in_turn
 from benchmark.planning import seconds_to_first_window
+from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import TWO_RANKS, Bound
 from benchmark.setting import Setting, build_model
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
 LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 2
 
 
@@ -184,17 +182,19 @@ def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags
 
 
 @pytest.mark.launch
-def test_the_script_measures_one_process_and_two_ranks(tmp_path):
-    sizes = "--size tiny --num_samples 32 --max_length 32 --window 16 --micro_batch 4 --epochs 1 --num_threads 1 --device cpu"
-    flags = [*sizes.split(), "--sections", "ranks", "--model", "gpt", "--output_dir", "out"]
-    command = [sys.executable, str(SCRIPT), *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (section,) = json.loads((tmp_path / "out" / "benchmark.json").read_text())["sections"]
-    assert section["figures"].keys() == {"idle", "busy"}
-    for arms in section["figures"].values():
-        assert list(arms) == [REBALANCED, DEFAULT, TWO_RANKS]
-        assert all(len(of["seconds"]) == 2 and min(of["seconds"]) > 0 for of in arms.values())
-        assert all(0 < of["memory_before"] <= of["peak_memory"] for of in arms.values())
-        assert arms[REBALANCED]["each_once"] and arms[DEFAULT]["each_once"]
-        assert not arms[TWO_RANKS]["each_once"]  # its rank 0 has a part of each window
+def test_two_ranks_share_each_window():
+    with busy_core():
+        measured = measure_two_ranks(setting_of())
+    assert len(measured.seconds) == 2 and min(measured.seconds) > 0
+    assert 0 < measured.memory_before <= measured.peak_memory
+    assert not measured.each_once and 0 < measured.padding < 1.2  # rank 0 has a part of each window
+
+
+def test_ranks_are_measured_idle_and_busy(monkeypatch):
+    monkeypatch.setattr(cli, "_settings", lambda flags: [setting_of()])
+    monkeypatch.setattr(cli, "measure_in_turn", lambda setting, arms, title: dict.fromkeys(arms, one(1.0)))
+    monkeypatch.setattr(cli, "measure_two_ranks", lambda setting: one(0.5))
+    (section,) = cli.SECTIONS["ranks"](None)
+    assert section.figures.keys() == {"idle", "busy"}
+    assert [row[0].partition(", idle")[0] for row in section.rows[:3]] == [REBALANCED, DEFAULT, TWO_RANKS]
+    assert section.rows[2][3] == section.rows[5][3] == 2.0
