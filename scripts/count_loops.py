@@ -1,6 +1,6 @@
-"""List the loops of the package that run a model forward and backward, once per micro-batch; the design asks for one.
+"""List the loops that run a model forward and backward, once per micro-batch; the design asks for one in the package.
 
-Usage: python scripts/count_loops.py [FOLDER]
+python scripts/count_loops.py [FOLDER]
 """
 
 import ast
@@ -14,34 +14,24 @@ _BACKWARD = re.compile(r"(^|_)(backward|grad)$")  # loss.backward(), accelerator
 
 
 def loops(source: str) -> list[tuple[int, str]]:
-    """Line and enclosing function of each innermost loop with a forward and a backward in its body."""
-    found: list[tuple[int, str]] = []
-    _search(ast.parse(source), "<module>", found)
-    return found
+    """Line and head of each innermost loop with a forward and a backward in its body."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While) and _trains(node)]
+    inner = [node for node in found if not any(other is not node and other in ast.walk(node) for other in found)]
+    return [(node.lineno, ast.unparse(node).partition("\n")[0]) for node in inner]
 
 
-def _search(node: ast.AST, function: str, found: list[tuple[int, str]]) -> None:
-    before = len(found)
-    inner = node.name if isinstance(node, ast.FunctionDef) else function
-    for child in ast.iter_child_nodes(node):
-        _search(child, inner, found)
-    if isinstance(node, (ast.For, ast.While)) and len(found) == before:
-        names = [_called(call) for call in ast.walk(node) if isinstance(call, ast.Call)]
-        if any(map(_FORWARD.search, names)) and any(map(_BACKWARD.search, names)):
-            found.append((node.lineno, function))
-
-
-def _called(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+def _trains(loop: ast.AST) -> bool:
+    calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    names = [getattr(called, "attr", getattr(called, "id", "")) for called in calls]  # the last part
+    return any(map(_FORWARD.search, names)) and any(map(_BACKWARD.search, names))
 
 
 def main() -> None:
-    """Print `file:line function` for each loop."""
+    """Print `file:line head` for each loop."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "hf_ga"
     for path in sorted(folder.rglob("*.py")):
-        for line, function in loops(path.read_text(encoding="utf-8")):
-            print(f"{path}:{line} {function}")
+        for line, head in loops(path.read_text(encoding="utf-8")):
+            print(f"{path}:{line} {head}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One process of a run that kill_test.py kills: its inputs, its flags, and what it tells while it runs."""
+"""One process of a run that kill_test.py kills: its inputs, its flags, and what it reports while it runs."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> Non
 
 
 def noting(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:
-    """The function, telling that it runs."""
+    """The function; while it runs, the phase is noted."""
 
     def noted(*arguments: Any, **named: Any) -> Any:
         before, watch.shared[0] = watch.shared[0], phase

@@ -53,8 +53,8 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
     rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
     for group, members in results.items():
         for result in members:
-            off = differences(result, reference_of(results, group)).values()
-            shown = ["0" if value == 0 else f"{value:.1e}" for value in off]
+            errors = differences(result, reference_of(results, group)).values()
+            shown = ["0" if value == 0 else f"{value:.1e}" for value in errors]
             losses = [f"{result.train_losses[-1]:.12f}", f"{result.validation_loss:.12f}"]
             prefix = "**mistake:** " if group == "mistakes" else ""
             rows.append([prefix + result.arm.name, *losses, *shown, f"{result.steps_per_second:.1f}"])
@@ -67,12 +67,12 @@ def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
     for group in ("layouts", "dropout 0"):
         for result in results[group]:
             reference = reference_of(results, group)
-            off = differences(result, reference)
+            errors = differences(result, reference)
             if group == "dropout 0":
-                off["validation loss, dropout 0"] = abs(result.validation_loss - reference.validation_loss)
+                errors["validation loss, dropout 0"] = abs(result.validation_loss - reference.validation_loss)
             lines += [
-                f"{result.arm.name}: {name} is off by {value:.1e}, more than {LIMITS[name]:.0e}"
-                for name, value in off.items()
+                f"{result.arm.name}: {name} differs by {value:.1e}, limit {LIMITS[name]:.0e}"
+                for name, value in errors.items()
                 if not value <= LIMITS[name]
             ]
     return lines
@@ -103,8 +103,8 @@ def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
         for result in results[group]:
             if result is not reference and result.arm.token_weighted_validation:  # else its training is a layout's
                 pairs = zip(result.train_losses, reference.train_losses, strict=True)
-                off = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
-                axes.semilogy(range(1, len(off) + 1), off, style, linewidth=1.2, label=f"{group[:-1]}: {result.arm.name}")
+                errors = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
+                axes.semilogy(range(1, len(errors) + 1), errors, style, linewidth=1.2, label=f"{group[:-1]}: {result.arm.name}")
     axes.axhline(LIMITS["train loss"], color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="optimizer step", ylabel="relative difference of the train loss to 64 x 1", ylim=(5e-10, 10))
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""Every head of the installed transformers, small: is hf_ga right, is Trainer, and do layouts agree under dropout?
+"""Every head of the installed transformers, built small: is hf_ga right, is Trainer, do layouts agree under dropout?
 
     python scripts/sweep_heads.py                  # about 40 heads, evenly spread
     python scripts/sweep_heads.py --full           # all of them

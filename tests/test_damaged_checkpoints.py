@@ -1,5 +1,6 @@
 """Files that are cut, flipped, foreign or swapped are never loaded; a crash between any two operations leaves what is whole."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -89,6 +90,8 @@ def damage(output: Path, runs: Path, form: str, file: str, how: str, rng: random
         path.write_bytes(flipped)
     elif how == "foreign":  # of the same shapes, where that makes a difference
         others = [path_of(runs / form / name, file).read_bytes() for name in ("foreign", "wide")]
+        if file == "latest" and data in others:  # it holds a name only
+            return set()
         path.write_bytes(next(other for other in others if other != data))
     else:  # with the same file of another step, or with another file
         others = [other for other in sorted(output.rglob("*")) if other.is_file() and other.read_bytes() != data]
@@ -109,9 +112,12 @@ def draws() -> list[tuple[str, str, str, int]]:
 def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None:
     """What `auto` found and said, and what each checkpoint by itself does, of one damaged folder."""
     whole = [step for step in STEPS if not any(output / f"checkpoint-{step}" in path.parents for path in touched)]
-    assert found == output / f"checkpoint-{whole[-1]}"
-    if output / "latest" in touched:
-        assert f"{output / 'latest'} is damaged or of another run" in said
+    if output / "latest" in touched:  # it may name another whole one, or none
+        assert found.name in {f"checkpoint-{step}" for step in whole}
+        names_one = (output / (output / "latest").read_bytes().decode(errors="replace").partition("\n")[0]).name.startswith("check")
+        assert names_one or f"{output / 'latest'} names no checkpoint that is there" in said
+    else:
+        assert found == output / f"checkpoint-{whole[-1]}"
     for step in STEPS:
         folder, (model, optimizer) = output / f"checkpoint-{step}", trained(3, 1)
         before = weights_sha256(model)
@@ -182,7 +188,7 @@ def test_none_whole(runs, tmp_path):
     files = ("checkpoint-2/state.json", "checkpoint-4/optimizer.pt", "checkpoint-6/manifest.json")
     for file in files:
         (tmp_path / "out" / file).write_bytes(b"")
-    with pytest.raises(hf_ga.CheckpointError, match="has no whole checkpoint to go on with") as error:
+    with pytest.raises(hf_ga.CheckpointError, match="has no whole checkpoint to resume from") as error:
         find_checkpoint(ALONE, tmp_path / "out", "auto")
     assert all(str(tmp_path / "out" / file) in str(error.value) for file in files)
 
@@ -208,12 +214,12 @@ def test_a_manifest_that_lists_too_little(runs, tmp_path):
         verify(tmp_path / "checkpoint-6")
 
 
-def test_manifest_states_versions_and_sizes(runs):
+def test_manifest_lists_versions_and_all_files(runs):
     folder = runs / "plain" / "own" / "checkpoint-6"
     manifest = read_manifest(folder)
     assert manifest["step"] == 6 and manifest["versions"]["torch"] == torch.__version__
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"}
-    assert {name: stated["bytes"] for name, stated in manifest["files"].items()} == sizes
+    files = {path.name: path for path in folder.iterdir() if path.name != "manifest.json"}
+    assert manifest["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 def test_white_space_of_the_manifest_is_not_free(runs, tmp_path):
@@ -230,9 +236,10 @@ def test_white_space_of_the_manifest_is_not_free(runs, tmp_path):
 
 def test_an_earlier_form_of_the_manifest(runs, tmp_path):
     shutil.copytree(runs / "plain" / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
-    (tmp_path / "checkpoint-6" / "manifest.json").write_text('{"state.json": "0123"}')
-    with pytest.raises(hf_ga.CheckpointError, match=r"manifest\.json is damaged, or of another version"):
-        verify(tmp_path / "checkpoint-6")
+    for text, words in (('{"state.json": "0123"}', "is damaged"), ('{"format": 1, "sha256": "0123"}', "has format 1")):
+        (tmp_path / "checkpoint-6" / "manifest.json").write_text(text)
+        with pytest.raises(hf_ga.CheckpointError, match=rf"manifest\.json {words}"):
+            verify(tmp_path / "checkpoint-6")
     assert len(list_checkpoints(tmp_path)) == 1
 
 

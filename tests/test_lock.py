@@ -1,7 +1,6 @@
 """One run in a folder at a time: the second is refused and changes nothing, and no lock is left in the way."""
 
 import os
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -55,7 +54,7 @@ def content(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_the_second_run_is_refused_and_hears_who_is_there(tmp_path):
+def test_the_second_run_is_refused(tmp_path):
     out = tmp_path / "a" / "out"
     with only_run_in(out, ALONE):
         (out / "metrics.jsonl").write_text("{}\n")
@@ -63,8 +62,7 @@ def test_the_second_run_is_refused_and_hears_who_is_there(tmp_path):
         with pytest.raises(hf_ga.ConfigError) as refused, only_run_in(out, ALONE):
             pytest.fail("two runs are in the folder")
         assert content(out) == before
-    for words in (f"output_dir {out} is in use", f"process {os.getpid()} on {socket.gethostname()} since 2", "name another folder"):
-        assert words in str(refused.value)
+    assert f"output_dir {out} is in use" in str(refused.value) and "choose another output_dir" in str(refused.value)
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     with only_run_in(out, ALONE):  # it is free again
         pass
@@ -97,7 +95,7 @@ def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
 
     def tried(*args):
         found.extend(path.name for path in out.iterdir())
-        with pytest.raises(hf_ga.ConfigError, match=f"process {os.getpid()} on "), only_run_in(out, ALONE):
+        with pytest.raises(hf_ga.ConfigError, match="is in use"), only_run_in(out, ALONE):
             pytest.fail("two runs are in the folder")
         return fit(*args)
 
@@ -171,14 +169,14 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 def test_all_processes_hear_the_refusal(tmp_path, monkeypatch):
-    """The others take no lock, and raise the main process's words."""
+    """The others take no lock; all raise where the main process could not."""
     heard = []
-    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value) or "in use")
+    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value))
     for is_main in (True, False):
         process = SimpleNamespace(is_main_process=is_main, num_processes=2)
         with pytest.raises(hf_ga.ConfigError, match="in use"), only_run_in(tmp_path / str(is_main), process):
             pytest.fail("goes on")
-    assert heard == [None, None] and not (tmp_path / "False").exists()
+    assert heard == [True, None] and not (tmp_path / "False").exists()
 
 
 def test_configuration_is_checked_before_the_folder_is_touched(place, tmp_path):

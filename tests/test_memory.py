@@ -264,7 +264,7 @@ def small_device(fits: float, **how):
         return prepare(accelerator, model, optimizer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "prepare", prepared)
+        patch.setattr(build, "prepare", prepared)
         yield devices
 
 

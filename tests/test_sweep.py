@@ -48,11 +48,11 @@ def test_the_sample_has_every_kind():
 
 
 def test_trainer_multiplies_a_bert_classifier_by_four():
-    """The negative control: the same comparison convicts Trainer, whose gradient is 4 times the true one."""
+    """The negative control: the same comparison fails Trainer, whose gradient is 4 times the true one."""
     model, samples, collate = build_head(CLASSIFIER, 0.0)
     truth = sweep.true_gradient(model, samples, collate)
     gradient = sweep.trainer_gradient(model, samples, collate)
-    assert sweep.distance([g / 4 for g in gradient], truth) < TOLERANCE
+    assert sweep.relative_error([g / 4 for g in gradient], truth) < TOLERANCE
     assert not examine(CLASSIFIER).trainer_right
 
 
@@ -77,7 +77,7 @@ def test_truth_is_the_sum_of_the_samples_own_gradients():
     counts = [sum(label != IGNORED for label in s["labels"][1:]) for s in samples]
     parts = [sweep.true_gradient(model, [sample], collate) for sample in samples]
     expected = [sum(g * n for g, n in zip(column, counts, strict=True)) / sum(counts) for column in zip(*parts, strict=True)]
-    assert sweep.distance(expected, truth) < TOLERANCE
+    assert sweep.relative_error(expected, truth) < TOLERANCE
 
 
 def test_a_batchnorm_model_is_refused_with_its_reason():

@@ -238,9 +238,9 @@ def test_multiples_leave_all_but_tokens():
 @pytest.mark.parametrize(("sharded", "compiled"), [(False, False), (True, False), (False, True)])
 def test_packing_is_not_tried_under_fsdp_and_in_compiled_models(sharded, compiled, monkeypatch):
     tried = []
-    monkeypatch.setattr(building, "prove_targets", lambda *_, speed_ups=None, **options: tried.append(speed_ups))
-    monkeypatch.setattr(building, "proof_samples", lambda *_: [])
-    monkeypatch.setattr(building, "is_sharded", lambda _: sharded)
+    monkeypatch.setattr(build, "prove_targets", lambda *_, speed_ups=None, **options: tried.append(speed_ups))
+    monkeypatch.setattr(build, "proof_samples", lambda *_: [])
+    monkeypatch.setattr(build, "is_sharded", lambda _: sharded)
     config = hf_ga.FinetuneConfig(torch_compile=compiled)
     build._proven(config, Accelerator(cpu=True), h.gpt2(), SimpleNamespace(collate=None), None)
     names = {speed_up.name for speed_up in tried[0] or default_speed_ups(h.gpt2())}

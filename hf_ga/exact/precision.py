@@ -1,15 +1,10 @@
-"""Mixed precision: whether Accelerate does what it was asked for, fp16 on a CPU, the loss scaler's state, and tensors that have
-another type for a while.
-"""
-
-import math
-from typing import Any
+"""Mixed precision: whether Accelerate computes what it was asked for, and in what types sums are taken."""
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from hf_ga.errors import CheckpointError, ConfigError
+from hf_ga.errors import ConfigError
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -47,35 +42,6 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     )
 
 
-def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
-    """The loss scale and what moves it, as plain JSON values; None without loss scaling. To be read between two steps."""
-    return (accelerator.scaler.state_dict() or None) if accelerator.scaler is not None else None  # {}: a scaler switched off
-
-
-def load_scaler_state(accelerator: Accelerator, state: dict[str, Any] | None) -> None:
-    """Put back what `scaler_state` returned, growth and backoff factors too. The next step uses it.
-
-    Raises:
-        CheckpointError: one of the run and the checkpoint scales its loss and the other does not, or the values make no scale.
-    """
-    own = scaler_state(accelerator)
-    if own is None and state is None:
-        return
-    if own is None or state is None:
-        with_scaler, without = ("the run", "the checkpoint") if state is None else ("the checkpoint", "the run")
-        raise CheckpointError(
-            f"a run goes on in the precision of its checkpoint, but {with_scaler} scales its loss (fp16) and {without} does not. "
-            "Resume with the same mixed precision, or start anew."
-        )
-    fitting = state.keys() >= own.keys() and all(_is_number(state[name]) for name in own)
-    if not fitting or not 0 < state["scale"] < math.inf or state["_growth_tracker"] < 0:
-        raise CheckpointError(
-            f"a loss scaler has the values {', '.join(own)}, with a positive finite scale, but the checkpoint has {state}. Resume "
-            "from an older checkpoint, or start anew."
-        )
-    accelerator.scaler.load_state_dict(state)
-
-
 def sum_dtype(device: torch.device) -> torch.dtype:
     """In what type losses and counts are added up: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -84,7 +50,3 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float16 and bfloat16 as float32; anything else as it is."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

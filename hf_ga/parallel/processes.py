@@ -1,4 +1,4 @@
-"""What a whole run needs where there are several processes: who goes first, who writes, and that all have the same before them."""
+"""Several ranks: the main process first, errors and values on all ranks, output from one, cores for each."""
 
 import os
 import time
@@ -15,17 +15,14 @@ from transformers.utils import logging
 from hf_ga.errors import CheckpointError, ConfigError, HfGaError
 from hf_ga.exact.backend import sum_over_ranks
 
-# Seconds in which the main process can say what is wrong for all, before another one says it.
-PATIENCE = 5.0
-# How many processes this machine has, as the launchers tell it: torch's, Intel MPI, Open MPI, MVAPICH.
-_LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
+PATIENCE = 5.0  # seconds that other ranks give the main process to report an error of all
 
 
 @contextmanager
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """The main process runs the block alone, then all others do: they find in the caches what it left there.
+    """The main process runs the block first, and fills the caches for the others.
 
-    Accelerate's `main_process_first` leaves the others waiting for ever where the block raises; here they raise too.
+    If the block raises, Accelerate's `main_process_first` leaves the others waiting for ever; here they run the block, too.
     """
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -38,9 +35,9 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def main_process_reports_first() -> Iterator[None]:
-    """What is wrong for all processes is said once: the others wait a little before they raise, and are ended meanwhile.
+    """An error of all ranks is printed once: the others wait a little before they raise.
 
-    Launchers end all processes as soon as one has failed. An error of one process alone comes out after the wait.
+    Meanwhile the launcher ends them, as it does as soon as one process has failed. An error of one rank alone comes after the wait.
     """
     try:
         yield
@@ -52,10 +49,10 @@ def main_process_reports_first() -> Iterator[None]:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """A block that every process enters, whatever each does in it, and that all have left when one goes on.
+    """A block that every rank enters, and that ends with an error on all ranks if it does on one.
 
     Raises:
-        CheckpointError: raised by the block on any process: on all, instead of waiting for it for ever. Of several the first's.
+        CheckpointError: the block raised one on some rank; the first rank's message.
     """
     failure = None
     try:
@@ -69,33 +66,33 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
-    """Check that a value, of which each process made its own, is the same on all.
+    """Check that a value is the same on all ranks.
 
     Raises:
-        ConfigError: it is not; on all processes.
+        ConfigError: it is not; on all ranks.
     """
     found = gather_object([value])
     if len(set(found)) > 1:
         listed = ", ".join(f"process {i}: {one}" for i, one in enumerate(found))
         raise ConfigError(
-            f"all processes must have the same {what}, or each would train on something else, but they have {listed}. Give all of "
-            "them the same files, caches and versions."
+            f"all processes must have the same {what}, or each would train on something else, but they have {listed}. Use the same "
+            "files, caches and versions everywhere."
         )
 
 
 def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
-    """The main process's value, on all processes."""
+    """The main process's value, on all ranks."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print once. Accelerate's own `print` does so on every machine."""
+    """Print once. Accelerate's own `print` does so once a machine."""
     if accelerator.is_main_process:
         print(text)
 
 
 def silence_other_ranks(accelerator: Accelerator) -> None:
-    """No progress bars and hints of the libraries but on the main process; errors remain."""
+    """Progress bars and warnings of the libraries on the main process only."""
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
@@ -103,11 +100,11 @@ def silence_other_ranks(accelerator: Accelerator) -> None:
 
 
 def share_cores(accelerator: Accelerator) -> None:
-    """Give each process on this machine an equal part of the CPU cores, at least one; `accelerate launch` gives one thread unless
-    told otherwise. Nothing is done on a GPU, or where the launcher was another one.
+    """Split this machine's CPU cores over its processes, at least one each: `accelerate launch` gives one thread unless told
+    otherwise. Does nothing on a GPU or under another launcher.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // get_int_from_env(_LOCAL_SIZES, accelerator.num_processes))
+    threads = max(1, cores // get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes))
     launched = accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and (accelerator.num_processes > 1 or torch.get_num_threads() < threads):
         torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
-"""Weights and optimizer under FSDP, through torch's distributed checkpoint: each process writes its own file, any layout reads it.
-And the way into shards for what a run without FSDP wrote.
+"""Weights and optimizer under FSDP, through torch's distributed checkpoint: each rank writes its own file, any layout reads it.
+Also reads into shards what a run without FSDP wrote.
 
-The metadata of that format is a pickle, so callers verify its hash first (`checkpoint.py` does).
+The metadata of that format is a pickle, so callers verify its hash first (`recovery/checkpoint.py` does).
 """
 
 import warnings
@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -40,23 +39,17 @@ def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     """Read weights and optimizer in place, whatever layout wrote them: FSDP1, FSDP2, DDP or one process; all must call it.
 
     Raises:
-        CheckpointError: they are not of this model, or damaged.
+        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they are not of this model, or damaged.
     """
     state = _state(model, optimizer)
     moments = state["optimizer"]["state"]
-    try:
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        untouched = [name for name, of_one in moments.items() if not any(f"optimizer.state.{name}.{k}" in saved for k in of_one)]
-        for name in untouched:
-            del moments[name]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-            distributed_checkpoint.load(state, checkpoint_id=folder)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise CheckpointError(
-            f"{folder} is damaged or not of this model: {reason[0]} Resume from an older checkpoint, or start anew."
-        ) from error
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    untouched = [name for name, of_one in moments.items() if not any(f"optimizer.state.{name}.{k}" in saved for k in of_one)]
+    for name in untouched:
+        del moments[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+        distributed_checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     _set_moments(model, optimizer, state["optimizer"], full=False)
 
@@ -83,7 +76,7 @@ def check_shardable(optimizer: Optimizer, folder: Path) -> None:
     if isinstance(_plain(optimizer), NOT_SHARDED):
         raise CheckpointError(
             f"{folder} is of a run with {type(_plain(optimizer)).__name__}, whose state FSDP cannot cut into shards (nor can FSDP "
-            "train with it): go on without FSDP."
+            "train with it): resume without FSDP."
         )
 
 

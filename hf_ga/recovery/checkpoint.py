@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel.shards import check_shardable, load_shards, load_whole
@@ -20,11 +22,14 @@ from hf_ga.recovery.manifest import OPTIMIZER, PREFIX, SHARDS, STATE, WEIGHTS, i
 from hf_ga.recovery.versions import versions
 from hf_ga.recovery.write_errors import writing
 
+# Of safetensors, torch and the files themselves; torch's CheckpointException derives from BaseException.
+_LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError, UnpicklingError)
+
 
 def save_checkpoint(
     output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` beside and rename it, let `latest` name it, then delete all but the newest `keep`.
+    """Write `output_dir/checkpoint-<step>` beside, rename it, write its name into `latest`, then delete all but the newest `keep`.
 
     Args:
         model: unwrapped. state: what else is needed, as plain values (position, schedule, best loss).
@@ -54,8 +59,8 @@ def begin_checkpoint(output_dir: Path, step: int) -> Path:
 
 
 def finish_checkpoint(output_dir: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Add state and manifest to what was written, flush all of it, give it its name, and let `latest` name it. Only then are others
-    deleted: later ones, which a resume has left behind, and all but the newest `keep`.
+    """Add state and manifest to what was written, flush all of it, rename it, write its name into `latest`. Only then delete later
+    checkpoints, which a resume has left behind, and all but the newest `keep`.
     """
     partial, final = partial_folder(output_dir, step), output_dir / f"{PREFIX}{step}"
     with writing(partial, output_dir):
@@ -82,26 +87,24 @@ def load_checkpoint(
     Raises:
         CheckpointError: a file is damaged or does not fit this model, or its optimizer does not fit FSDP.
     """
-    manifest = read_manifest(folder) if verified else verify(folder)
-    state = read_state(folder)
-    if is_in_shards(manifest):
-        load_shards(model, optimizer, folder / SHARDS)
-        return state
-    if sharded:
+    in_shards = is_in_shards(read_manifest(folder) if verified else verify(folder))
+    if sharded and not in_shards:
         check_shardable(optimizer, folder)
-        _read(folder, lambda folder: load_whole(model, optimizer, folder / WEIGHTS, folder / OPTIMIZER))
-        return state
-    _read(folder / WEIGHTS, lambda file: load_model(model, str(file), strict=True))
-    _read(
-        folder / OPTIMIZER,
-        lambda file: optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu")),
-    )
-    return state
+    with _reading(folder):
+        if in_shards:
+            load_shards(model, optimizer, folder / SHARDS)
+        elif sharded:
+            load_whole(model, optimizer, folder / WEIGHTS, folder / OPTIMIZER)
+        else:
+            load_model(model, str(folder / WEIGHTS), strict=True)
+            optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+    return read_state(folder)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds beside weights and optimizer, as plain values."""
-    return _read(folder / STATE, lambda file: json.loads(file.read_text(encoding="utf-8")))
+    with _reading(folder / STATE):
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -118,12 +121,11 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, load: Callable[[Path], Any]) -> Any:
-    """What lies in a file that is as it was written, but maybe for another model."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Loads what is as it was written, but maybe for another model."""
     try:
-        return load(file)
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError, UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{file} is damaged or not of this model: {reason} Resume from an older checkpoint, or start anew."
-        ) from error
+        yield
+    except (*_LOAD_ERRORS, CheckpointException) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0 if isinstance(error, _LOAD_ERRORS) else -1]
+        raise CheckpointError(f"{path} does not fit this model: {reason} Resume from another checkpoint, or start anew.") from error

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which one a run goes on with: the file `latest` names the newest one, and moves last."""
+"""Which checkpoints there are, and which one a run resumes from: the file `latest` names the newest one, and is written last."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 from hf_ga.recovery.files import discard, restore, write_text
-from hf_ga.recovery.manifest import PREFIX, read_manifest, verify
+from hf_ga.recovery.manifest import PREFIX, verify
 
 LATEST = "latest"
 
@@ -19,15 +19,13 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The optimizer step that a checkpoint's name says."""
+    """The optimizer step in a checkpoint's name."""
     return int(folder.name.removeprefix(PREFIX))
 
 
 def set_latest(folder: Path) -> None:
-    """Let `latest`, beside the checkpoint, name it: a line with its name, and one with the SHA-256 that its manifest states of
-    itself, so that a damaged or foreign `latest` is found out.
-    """
-    write_text(folder.parent / LATEST, f"{folder.name}\n{read_manifest(folder)['sha256']}\n")
+    """Write a checkpoint's name into `latest`, beside it."""
+    write_text(folder.parent / LATEST, f"{folder.name}\n")
 
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
@@ -42,7 +40,7 @@ def newest(output_dir: Path) -> Path | None:
 
 
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> Path | None:
-    """A checkpoint of which every file is whole. The main process looks; all get its answer.
+    """A checkpoint whose files all match their SHA-256. The main process looks; all get its answer.
 
     Args:
         wanted: a checkpoint's folder. Or `auto`: the one that `latest` names; if it is damaged, the newest whole one before it, or
@@ -66,9 +64,8 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> 
 
 def _find_newest(output_dir: Path) -> Path | None:
     restore(output_dir)
-    candidates = _by_preference(output_dir)
     damages: dict[str, str] = {}
-    for folder in candidates:
+    for folder in _by_preference(output_dir):
         try:
             verify(folder)
         except CheckpointError as error:
@@ -78,13 +75,13 @@ def _find_newest(output_dir: Path) -> Path | None:
             print(f"{passed} is passed over for {folder.name}: {damage}")
         return folder
     if damages:
-        raise CheckpointError(f"{output_dir} has no whole checkpoint to go on with: {' '.join(damages.values())}")
+        raise CheckpointError(f"{output_dir} has no whole checkpoint to resume from: {' '.join(damages.values())}")
     print(f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts anew")
     return None
 
 
 def _by_preference(output_dir: Path) -> list[Path]:
-    """What `latest` names, then those before it, then those after it, each from the newest on."""
+    """The one that `latest` names, then those before it, then those after it, each from the newest on."""
     newest_first = list_checkpoints(output_dir)[::-1]
     latest = _read_latest(output_dir)
     if latest is None:
@@ -94,21 +91,14 @@ def _by_preference(output_dir: Path) -> list[Path]:
 
 
 def _read_latest(output_dir: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if it names none that is there, which is printed."""
     path = output_dir / LATEST
     try:
-        name, digest, end = path.read_bytes().decode().split("\n")
+        name = path.read_text(encoding="utf-8").partition("\n")[0]
+        if name and (output_dir / name).is_dir():
+            return output_dir / name
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
-        name, digest, end = "", "", "damaged"
-    folder = output_dir / name
-    if name and not end and folder.is_dir():
-        try:
-            stated = read_manifest(folder)["sha256"]
-        except CheckpointError:
-            return folder  # it is the manifest that is damaged, which is found out where the checkpoint is verified
-        if stated == digest:
-            return folder
-    print(f"{path} is damaged or of another run: it names no checkpoint that is there. The newest whole one is looked for.")
+    except (OSError, ValueError):  # not UTF-8, or no name of a file
+        pass
+    print(f"{path} names no checkpoint that is there: looking for the newest whole one")
     return None

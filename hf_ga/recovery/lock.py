@@ -1,9 +1,6 @@
 """One run in a folder at a time: a lock of the operating system, so that a killed run leaves none behind."""
 
 import errno
-import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,25 +11,26 @@ from filelock import FileLock, Timeout
 from hf_ga.errors import ConfigError
 from hf_ga.parallel.processes import broadcast_from_main
 
-LOCK = "run.lock"  # in the folder while a run is in it; tells who that is
+LOCK = "run.lock"  # in the folder while a run is in it
 
 
 @contextmanager
 def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep other runs out of the folder. It is made where it is missing, and removed again where nothing came into it.
+    """Keep other runs out of the folder. Creates the folder if it is missing, and removes it again if it is still empty at the end.
 
-    The main process holds the lock; the others hear whether it could take it. Where the file system knows no locks, nothing is
-    kept out.
+    The main process holds the lock. On a file system without locks nothing is kept out.
 
     Raises:
         ConfigError: another run is in the folder; on all processes.
     """
     is_main = accelerator.is_main_process
     missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
-    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False, on_acquired=_sign)
-    refusal = broadcast_from_main(accelerator, _take(lock, folder) if is_main else None)
-    if refusal is not None:
-        raise ConfigError(refusal)
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
+    if not broadcast_from_main(accelerator, _take(lock, folder) if is_main else None):
+        raise ConfigError(
+            f"output_dir {folder} is in use by another run, and two would overwrite each other's checkpoints and metrics: wait for "
+            "its end, stop it, or choose another output_dir."
+        )
     try:
         yield
     finally:
@@ -49,31 +47,15 @@ def holds_nothing(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def _take(lock: FileLock, folder: Path) -> str | None:
-    """Take the lock; returns why not, where another run has it."""
+def _take(lock: FileLock, folder: Path) -> bool:
+    """Whether no other run has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()
     except Timeout:
-        return (
-            f"output_dir {folder} is in use by another run ({_holder(folder / LOCK)}), and two would overwrite each other's "
-            "checkpoints and metrics. Wait for its end or stop it, or name another folder."
-        )
+        return False
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK):
             raise
         (folder / LOCK).unlink(missing_ok=True)
-    return None
-
-
-def _sign(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)  # what a killed run has left
-    text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    os.write(descriptor, text.encode())
-
-
-def _holder(file: Path) -> str:
-    try:
-        return file.read_text() or "which has just begun"
-    except FileNotFoundError:
-        return "which has just ended"
+    return True

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: `manifest.json` states step and versions, size and SHA-256 of every other file, its own digest.
+"""Whether a checkpoint is whole: `manifest.json` lists the SHA-256 of every other file, and its own.
 
 Nothing of a checkpoint is unpickled or loaded before `verify` has compared all of its files with it.
 """
@@ -13,16 +13,14 @@ from hf_ga.errors import CheckpointError
 PREFIX = "checkpoint-"
 WEIGHTS, OPTIMIZER, SHARDS = "model.safetensors", "optimizer.pt", "shards"  # either the first two or, under FSDP, the folder
 STATE, MANIFEST = "state.json", "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _REMEDY = "Resume from another checkpoint, or start anew."
-_KEYS = {"format", "step", "versions", "files", "sha256"}
 
 
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
-    """State what all files of the folder are now."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    stated = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files.items()}
-    content = {"format": FORMAT, "step": step, "versions": versions, "files": stated}
+    """List all files of the folder as they are now."""
+    files = {path.relative_to(folder).as_posix(): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    content = {"format": FORMAT, "step": step, "versions": versions, "files": files}
     (folder / MANIFEST).write_text(_dump(content | {"sha256": _own_digest(content)}), encoding="utf-8")
 
 
@@ -40,32 +38,36 @@ def verify(folder: Path) -> dict[str, Any]:
     needed = {STATE} if is_in_shards(manifest) else {STATE, WEIGHTS, OPTIMIZER}
     if unlisted := sorted(needed - manifest["files"].keys()):
         raise CheckpointError(f"{folder / MANIFEST} does not list {unlisted[0]}, which a checkpoint needs. {_REMEDY}")
-    for name, stated in manifest["files"].items():
-        _compare(folder / name, stated)
+    for name, sha256 in manifest["files"].items():
+        try:
+            found = digest(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}. {_REMEDY}") from error
+        if found != sha256:
+            raise CheckpointError(f"{folder / name} is damaged: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
     return manifest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What manifest.json states, after a look at its own digest.
+    """The content of manifest.json, checked against its own SHA-256.
 
     Raises:
-        CheckpointError: there is none, or not a bit of it may have changed and did.
+        CheckpointError: there is none, or any of its bits changed.
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes()
         content = json.loads(text)
+        stated = content.pop("sha256")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}. {_REMEDY}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {_first_line(error)}. {_REMEDY}") from error
-    if not isinstance(content, dict) or content.keys() != _KEYS:
-        raise CheckpointError(f"{path} is damaged, or of another version of hf_ga: it has not exactly {sorted(_KEYS)}. {_REMEDY}")
-    stated = {name: value for name, value in content.items() if name != "sha256"}
-    if text != _dump(content) or content["sha256"] != _own_digest(stated):  # the text: white space is no part of the content
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not the JSON that hf_ga writes. {_REMEDY}") from error
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {content.get('format')}, this version of hf_ga reads {FORMAT}. {_REMEDY}")
+    # The text, too: white space is no part of the content.
+    if stated != _own_digest(content) or text != _dump(content | {"sha256": stated}).encode():
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}, this version of hf_ga reads {FORMAT}. {_REMEDY}")
     return content
 
 
@@ -74,15 +76,10 @@ def is_in_shards(manifest: dict[str, Any]) -> bool:
     return f"{SHARDS}/.metadata" in manifest["files"]
 
 
-def _compare(file: Path, stated: dict[str, Any]) -> None:
-    try:
-        size = file.stat().st_size
-        if size != stated["bytes"]:
-            raise CheckpointError(f"{file} is damaged: it has {size:,} bytes, {MANIFEST} states {stated['bytes']:,}. {_REMEDY}")
-        if digest(file) != stated["sha256"]:
-            raise CheckpointError(f"{file} is damaged, or of another checkpoint: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}. {_REMEDY}") from error
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _dump(content: dict[str, Any]) -> str:
@@ -91,13 +88,3 @@ def _dump(content: dict[str, Any]) -> str:
 
 def _own_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(_dump(content).encode()).hexdigest()
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

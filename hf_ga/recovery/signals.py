@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT (Ctrl-C) and SLURM's warnings while a run trains: remembered, and answered at the end of a window."""
+"""SIGTERM, SIGINT (Ctrl-C) and SLURM's warnings during training: noted, and acted on at the end of a window."""
 
 import signal
 import threading
@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # the last two are what SLURM is asked to warn with
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # SLURM can be asked to warn with the last two, which Windows lacks
 # Seconds in which the same request may come twice: a launcher passes on to its processes what they got themselves.
 SAME_REQUEST = 1.0
 
 
 @dataclass
 class StopRequest:
-    """What signals have asked of this process.
+    """The signals that this process got.
 
     Attributes:
-        first: when each kind of signal came first, in seconds of `time.monotonic()`; in the order in which they came.
+        first: number of each signal -> when it first came, in seconds of `time.monotonic()`; in order of arrival.
     """
 
     first: dict[int, float] = field(default_factory=dict)
@@ -30,7 +29,7 @@ class StopRequest:
         return bool(self.first)
 
     def pass_on(self) -> None:
-        """Let what came act as before, where nobody has answered it."""
+        """Raise the signals again, now that nothing notes them: for those that nobody acted on."""
         for number in self.first:
             signal.raise_signal(number)
 
@@ -40,29 +39,27 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """For as long as the block runs, a signal is only remembered; the same one again, more than a second later, acts as before.
+    """In this block a signal is only noted. The same one again, more than a second later, acts as it did before.
 
-    Signals that are ignored stay so (SLURM's warning in a job that submitit queues again, Ctrl-C in the background), and outside
-    of the main thread, where Python cannot take signals, all of them act as before.
+    Ignored signals stay ignored (SLURM's warning in a job that submitit queues again, Ctrl-C in the background). Outside of the
+    main thread, where Python cannot handle signals, nothing changes.
     """
-    request = StopRequest()
-    before = _handlers() if threading.current_thread() is threading.main_thread() else {}
+    request, handlers = StopRequest(), {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+        handlers = {number: signal.getsignal(number) for number in numbers}
+    for number in [n for n, handler in handlers.items() if handler in (signal.SIG_IGN, None)]:  # None: a C library's
+        del handlers[number]
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:
-            signal.signal(number, before[number])
+            signal.signal(number, handlers[number])
             signal.raise_signal(number)
 
     try:
-        for number in before:
-            signal.signal(number, remember)
+        for number in handlers:
+            signal.signal(number, note)
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _handlers() -> dict[int, Any]:
-    """What each signal does now; without those that are ignored, or that a library in C takes."""
-    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # Windows has no SIGUSR1
-    return {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}

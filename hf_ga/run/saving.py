@@ -13,7 +13,6 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_ga.errors import CheckpointError
-from hf_ga.exact.precision import load_scaler_state, scaler_state
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict
@@ -29,6 +28,7 @@ from hf_ga.recovery.checkpoint import (
     save_checkpoint,
 )
 from hf_ga.recovery.files import flush
+from hf_ga.recovery.scaler import load_scaler_state, scaler_state
 from hf_ga.recovery.write_errors import writing
 from hf_ga.run import outputs
 from hf_ga.run.adapters import part_to_keep

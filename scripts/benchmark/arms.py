@@ -1,97 +1,79 @@
-"""The arms by name, and what is measured of one: each runs an epoch of the same samples with the same model."""
+"""All arms by name. Of the benchmark, only this file knows hf_ga's internals: how a speed-up is left out."""
 
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
+from accelerate import Accelerator
+from torch import nn
 
-from benchmark import loops, trainers
-from benchmark.lap import Lap, Refused
-from benchmark.meters import memory_now, peak_memory
-from benchmark.samples import collate_function
-from benchmark.setting import Sample, Setting, build_model, count_parameters
+import hf_ga
+from benchmark.lap import Lap
+from benchmark.trainers import exact_trainer, train
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.plan import plan_window
+from hf_ga.training import default_speed_ups
 
+DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, loop of one's own", "ExactTrainer"
 TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
-UNSORTED, BY_LENGTH, PACKED = "hf_ga, unsorted", "hf_ga, by length", "hf_ga, packed"
-ARMS: dict[str, Callable[[Lap], None]] = {
-    TRAINER: trainers.default,
-    GROUPED: trainers.group_by_length,
-    REBALANCED: trainers.batch_rebalance,
-    "TRL SFTTrainer": trainers.sft,
-    "TRL SFTTrainer, padding-free": trainers.sft_padding_free,
-    "raw Accelerate loop": loops.accelerate_loop,
-    UNSORTED: loops.unsorted,
-    BY_LENGTH: loops.by_length,
-    PACKED: loops.packed,
-}
-HF_GA = (UNSORTED, BY_LENGTH, PACKED)
-# Those that the bounds on real lengths are about; the others are there to be seen.
-COMPARED = (TRAINER, GROUPED, REBALANCED, BY_LENGTH, PACKED)
+PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in place of keyed"
+SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
-@dataclass
-class Measurement:
-    """One epoch of one arm.
-
-    Attributes:
-        seconds: of all its windows, from the first request for data to the end of the last step. inside_seconds: of these, in
-            forward and backward. cpu_seconds: of all threads.
-        samples: handed out in it. each_once: whether these were all samples, once each.
-        real_tokens, padded_tokens: of their batches. num_body, num_head: see `count_parameters`.
-        peak_memory, memory_before: bytes; before is after imports, data and the model's construction. warmup_peak: see `Lap`.
-        refused: why there is nothing of the above, in a line.
-    """
-
-    seconds: float = 0.0
-    inside_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    samples: int = 0
-    each_once: bool = False
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    num_body: int = 0
-    num_head: int = 0
-    peak_memory: int = 0
-    memory_before: int = 0
-    warmup_peak: int = 0
-    refused: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+def own_loop(lap: Lap) -> None:
+    """The README's loop: dataset, collate function and batch size only."""
+    _hf_ga(lap)
 
 
-def measure_arm(setting: Setting, arm: str, samples: Sequence[Sample], turn: Connection | None = None) -> Measurement:
-    """Run an arm in this process, which should be its own: peak memory is that of the process.
+def default(lap: Lap, left_out: str = "") -> None:
+    """As `finetune` trains; one of `SPEED_UPS` can be left out, or native dropout taken in place of keyed."""
+    setting, loading = lap.setting, {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]}
+    if left_out == PLAN:
+        loading = {"planner": lambda lengths, processes: plan_window(len(lengths), processes, setting.micro_batch_size)}
+    speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out]
+    loss = hf_ga.prove_targets(lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups)
+    if left_out == NATIVE:
+        loss = replace(loss, dropout=_NativeDropout(lap.model))
+    _hf_ga(lap, loading, targets=loss, allow_split_dependent_randomness=left_out == NATIVE)
 
-    Args:
-        turn: given, each window waits for it: see `run_in_turns`.
-    """
-    torch.set_num_threads(setting.num_threads)
-    model = build_model(setting)
-    num_body, num_head = count_parameters(model)
-    gc.collect()
-    before = memory_now(setting.device)
-    lap = Lap(setting, model, list(samples), collate_function(setting), turn)
-    try:
-        ARMS[arm](lap)
-    except Refused as refusal:
-        return Measurement(refused=" ".join(str(refusal).split()))
-    except torch.OutOfMemoryError:
-        return Measurement(refused="the device's memory is too small for it")
-    return Measurement(
-        seconds=lap.stopwatch.seconds,
-        inside_seconds=lap.stopwatch.inside_seconds,
-        cpu_seconds=lap.cpu_seconds,
-        samples=len(lap.collate.ids),
-        each_once=sorted(lap.collate.ids) == [sample["id"] for sample in samples],
-        real_tokens=lap.collate.real_tokens,
-        padded_tokens=lap.collate.padded_tokens,
-        num_body=num_body,
-        num_head=num_head,
-        peak_memory=peak_memory(setting.device),
-        memory_before=before,
-        warmup_peak=lap.warmup_peak,
+
+class _NativeDropout(KeyedDropout):
+    """Leaves torch's own dropout where it is."""
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        yield
+
+    def is_keyed(self, *_: Any) -> bool:
+        return False
+
+
+def _hf_ga(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
+    """The loop of both. loading: of the loader. step: of `train_step`."""
+    setting = lap.setting
+    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    windows = hf_ga.WindowLoader(
+        setting.samples,
+        lap.collate,
+        accelerator=accelerator,
+        per_device_batch_size=setting.micro_batch_size,
+        global_batch_size=setting.window_size,
+        seed=setting.seed,
+        **(loading or {}),
     )
+    model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
+    while True:  # until the lap is over
+        for window in windows:
+            hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0, **step).loss  # noqa: B018 - waits for the device
+            lap.step_done()
+
+
+TRAINERS: dict[str, Callable[[Lap], None]] = {
+    TRAINER: partial(train, strategy="random"),
+    GROUPED: partial(train, strategy="group_by_length"),
+    REBALANCED: partial(train, strategy="batch_rebalance"),
+}
+SPEED = TRAINERS | {EXACT_TRAINER: exact_trainer, OWN_LOOP: own_loop, DEFAULT: default}
+ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE)}

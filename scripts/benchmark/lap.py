@@ -1,71 +1,176 @@
-"""What an arm is given: model, samples, and the meters that it must start and stop."""
+"""One arm in a process of its own, where it waits for its turn before each window. So a machine whose speed changes changes it for
+all arms, and each has its own peak of memory.
+"""
 
+import gc
+import multiprocessing
+import resource
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import Any
 
+import psutil
 import torch
-from torch import nn
+from tqdm.auto import tqdm
+from transformers.utils import logging
 
-from benchmark.apart import wait_for_turn
-from benchmark.meters import CountedCollate, Stopwatch, peak_memory
-from benchmark.setting import Sample, Setting
+from benchmark.setting import Setting, build_model
+
+# Imported once by the process that all others are forked of: they start within a second, from the same memory.
+_PRELOADED = ["benchmark.arms"]
 
 
-class Refused(Exception):
-    """An arm that cannot run in this setting; the message says why."""
+class LapOver(Exception):
+    """Raised by `Lap.step_done` after the last window, through whatever loop the arm is in."""
+
+
+class CountedCollate:
+    """A collate function that notes what it is asked for.
+
+    Attributes:
+        ids: of the samples, in order. padded_tokens: elements of `input_ids`, padding included.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
+        self.collate = collate
+        self.restart()
+
+    def restart(self) -> None:
+        self.ids: list[int] = []
+        self.padded_tokens = 0
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        batch = self.collate(samples)
+        self.ids += [sample["id"] for sample in samples]
+        self.padded_tokens += batch["input_ids"].numel()
+        return batch
+
+
+@dataclass
+class Measured:
+    """What was measured of an arm after its first epoch.
+
+    Attributes:
+        seconds: of each window, from the end of the step before to the end of its own, the loading of data included.
+        padding: padded tokens over real ones. each_once: whether every sample came once an epoch.
+        peak_memory, memory_before: bytes; before is after imports, data and the construction of the model.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    padding: float = 0.0
+    each_once: bool = True
+    peak_memory: int = 0
+    memory_before: int = 0
 
 
 class Lap:
-    """One arm's run: a warm-up, then one epoch between `begin` and `end`, with `step_done` after each window.
+    """One arm's run: `model`, `collate` and the setting's samples are what it trains; it calls `step_done` after each step.
 
-    Attributes:
-        collate: counts what it hands out; every arm must use it, or put its own function into it.
-        stopwatch: see `Stopwatch`. cpu_seconds: of all threads in the timed part.
-        warmup_peak: most bytes that the process held before the timed part (proofs are made in the warm-up).
+    Args:
+        turn: given, the lap waits for it before each window.
     """
 
-    def __init__(
-        self, setting: Setting, model: nn.Module, samples: list[Sample], collate: Callable, turn: Connection | None = None
-    ) -> None:
-        self.setting, self.model, self.samples, self._turn = setting, model, samples, turn
-        self.collate, self.stopwatch = CountedCollate(collate), Stopwatch(setting.device)
-        self.cpu_seconds, self.warmup_peak = 0.0, 0
+    def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
+        self.setting, self._turn = setting, turn
+        self.model, self.collate = build_model(setting), CountedCollate(setting.collate)
+        self.seconds: list[float] = []
 
-    @property
-    def warmup_samples(self) -> list[Sample]:
-        """Those of the warm-up windows."""
-        return self.samples[: self.setting.warmup_windows * self.setting.window_size]
-
-    def begin(self) -> None:
-        """The warm-up is over: everything from here is measured."""
-        self.collate.restart()
-        self.warmup_peak = peak_memory(self.setting.device)
-        self._cpu_began = time.process_time()
-        if self._turn is not None:
-            wait_for_turn(self._turn)
-        self.stopwatch.start()
-
-    def step_done(self) -> None:
-        """A window is done: where arms take turns, it is the others' now."""
-        if self._turn is not None:
-            self.stopwatch.stop()
-            wait_for_turn(self._turn)
-            self.stopwatch.go_on()
-
-    def end(self) -> None:
-        """The last step of the epoch is done."""
-        self.stopwatch.stop()
-        self.cpu_seconds = time.process_time() - self._cpu_began
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """`begin` and `end`."""
-        self.begin()
-        yield
-        self.end()
+    def run(self, arm: Callable[["Lap"], None]) -> Measured:
+        """Run an arm to its end."""
+        gc.collect()
+        before, setting = memory_now(self.setting.device), self.setting
+        self._next_window()
+        with suppress(LapOver):
+            arm(self)
+        return Measured(
+            seconds=self.seconds[setting.windows_per_epoch :],
+            padding=self.collate.padded_tokens / (setting.epochs * setting.real_tokens),
+            each_once=sorted(self.collate.ids) == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
+            peak_memory=peak_memory(setting.device),
+            memory_before=before,
+        )
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW without decay in its fused form, which is what Trainer takes too."""
-        return torch.optim.AdamW(self.model.parameters(), lr=self.setting.learning_rate, weight_decay=0.0, fused=True)
+        """AdamW without decay in its fused form, which Trainer is told to take too."""
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+
+    def step_done(self) -> None:
+        """An optimizer step is done. Returns when the next window may begin."""
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._began)
+        if len(self.seconds) == (1 + self.setting.epochs) * self.setting.windows_per_epoch:
+            raise LapOver
+        self._next_window()
+
+    def _next_window(self) -> None:
+        if len(self.seconds) == self.setting.windows_per_epoch:
+            self.collate.restart()
+        if self._turn is not None:
+            self._turn.send(None)
+            self._turn.recv()
+        self._began = time.perf_counter()
+
+
+def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
+    """Run all arms, each in a process of its own, window by window in turn: one of them works at a time.
+
+    Raises:
+        RuntimeError: a process ended without an answer.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    running: dict[str, Connection] = {}
+    results: dict[str, Measured] = {}
+    processes = []
+    try:
+        for name, arm in arms.items():
+            running[name], turn = context.Pipe()
+            processes.append(context.Process(target=_run_apart, args=(setting, arm, turn), daemon=True))
+            processes[-1].start()
+            turn.close()
+            _answer(name, running[name])
+        with tqdm(total=(1 + setting.epochs) * setting.windows_per_epoch, desc=title, unit="window", dynamic_ncols=True) as bar:
+            while running:
+                for name, connection in [*running.items()]:
+                    connection.send(None)
+                    if (answer := _answer(name, connection)) is not None:
+                        results[name] = answer
+                        del running[name]
+                bar.update()
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def _run_apart(setting: Setting, arm: Callable[[Lap], None], turn: Connection) -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(setting.num_threads)
+    turn.send(Lap(setting, turn).run(arm))
+
+
+def _answer(name: str, connection: Connection) -> Measured | None:
+    try:
+        return connection.recv()
+    except EOFError as error:
+        raise RuntimeError(f"arm {name!r} ended without an answer: its error is above, or memory was short.") from error
+
+
+def memory_now(device: str) -> int:
+    """Bytes that this process holds: of the device, or on a CPU its resident set."""
+    return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+
+
+def peak_memory(device: str) -> int:
+    """Most bytes that this process ever held."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""One head under four eyes: plain PyTorch on the full batch (the truth), hf_ga, `transformers.Trainer`, and dropout.
+"""Examine one head: gradients of hf_ga and of Trainer against plain PyTorch on the full batch (the truth), and dropout.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
@@ -72,8 +72,8 @@ class Verdict:
     Attributes:
         status: "right", "refused", "wrong", "not built" or "out of scope". reason: of a refusal, or why it could not be built.
         trainer_ratio: norm of Trainer's gradient / norm of the truth.
-        dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not asked).
-        dropout_error: the largest difference between two layouts. dropout_effect: distance from the gradient without dropout.
+        dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
+        dropout_error: the largest relative error between two layouts. dropout_effect: that from the gradient without dropout.
     """
 
     name: str
@@ -113,7 +113,7 @@ def all_heads() -> list[Head]:
 
 
 def examine(head: Head) -> Verdict:
-    """Build the head and ask everything about it. An error of the model ends in a verdict, not in an exception."""
+    """Build the head and compare all gradients. An error of the model ends in a verdict, not in an exception."""
     verdict = Verdict(head.name, head.model_type, head.class_name, head.kind)
     try:
         model, samples, collate = build_head(head, 0.0)
@@ -126,10 +126,10 @@ def examine(head: Head) -> Verdict:
     except Exception as error:
         verdict.reason = described(error)
         return verdict
-    _ask_hf_ga(verdict, model, samples, collate, truth)
-    _ask_trainer(verdict, model, samples, collate, truth)
+    _examine_hf_ga(verdict, model, samples, collate, truth)
+    _examine_trainer(verdict, model, samples, collate, truth)
     if verdict.status == "right":
-        _ask_dropout(verdict, head, truth)
+        _examine_dropout(verdict, head, truth)
     return verdict
 
 
@@ -195,7 +195,7 @@ def norm(gradient: Gradient) -> float:
     return float(torch.stack([g.double().norm() for g in gradient]).norm())
 
 
-def distance(gradient: Gradient, reference: Gradient) -> float:
+def relative_error(gradient: Gradient, reference: Gradient) -> float:
     """||gradient - reference|| / ||reference||; a NaN is infinite."""
     value = norm([g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]) / norm(reference)
     return value if value == value else float("inf")
@@ -208,7 +208,7 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
 
 
-def _ask_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
     except Refusals as error:
@@ -217,20 +217,20 @@ def _ask_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collat
     except Exception as error:
         verdict.status, verdict.reason = "wrong", described(error)
         return
-    verdict.error, verdict.rule = distance(gradient, truth), rule.name
+    verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
 
 
-def _ask_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+def _examine_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
     try:
         gradient = trainer_gradient(model, samples, collate)
     except Exception as error:
         verdict.trainer_reason = described(error)
         return
-    verdict.trainer_error, verdict.trainer_ratio = distance(gradient, truth), norm(gradient) / norm(truth)
+    verdict.trainer_error, verdict.trainer_ratio = relative_error(gradient, truth), norm(gradient) / norm(truth)
 
 
-def _ask_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
+def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
     try:
         model, samples, collate = build_head(head, DROPOUT)
         if not draws_randomness(model, samples, collate):
@@ -244,8 +244,8 @@ def _ask_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
     except Exception as error:
         verdict.dropout, verdict.dropout_reason = "error", described(error)
         return
-    verdict.dropout_error = max(distance(a, b) for a in gradients for b in gradients if a is not b)
-    verdict.dropout_effect = min(distance(g, truth) for g in gradients)
+    verdict.dropout_error = max(relative_error(a, b) for a in gradients for b in gradients if a is not b)
+    verdict.dropout_effect = min(relative_error(g, truth) for g in gradients)
     agree = verdict.dropout_error <= TOLERANCE and verdict.dropout_effect > 10 * TOLERANCE
     verdict.dropout = "agree" if agree else "differ"
 

@@ -1,4 +1,4 @@
-"""What a sweep says: a line a head, a summary, Markdown and JSON."""
+"""The report of a sweep: a line a head, a summary, Markdown and JSON."""
 
 import json
 from collections import Counter
@@ -28,9 +28,9 @@ has targets per token, and a plain padding collate function; for question answer
 - **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
 - **Dropout**: built once more with all dropout probabilities {DROPOUT}; hf_ga's gradients in the layouts {", ".join(LAYOUTS)}
   (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than {TOLERANCE:.0e}, and all of
-  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is asked of torch's
-  generator, not of hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off: they
-  belong to no sample.
+  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is read from torch's
+  generator, not from hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off:
+  they belong to no sample.
 
 What counts: of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
 text); of the image mapping, models that have a module called attention. The others are out of scope, and named below. Models of
@@ -43,8 +43,8 @@ def line(verdict: Verdict) -> str:
         return f"{verdict.status:12s} {verdict.name}: {verdict.reason[:120]}"
     error = "" if verdict.error is None else f"{verdict.error:.1e}"
     reason = verdict.reason or verdict.dropout_reason
-    told = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.name}"
-    return f"{told}  {reason[:160]}".rstrip()
+    shown = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.name}"
+    return f"{shown}  {reason[:160]}".rstrip()
 
 
 def summary(verdicts: list[Verdict]) -> list[str]:
@@ -75,8 +75,9 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
     heads = ",\n".join(json.dumps(_entry(verdict)) for verdict in verdicts)
     head_of_file = json.dumps(about, indent=1).removesuffix("\n}")
     (folder / "heads.json").write_text(f'{head_of_file},\n "heads": [\n{heads}\n]\n}}\n')
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    (folder / "heads.md").write_text(_markdown(verdicts, f"{told}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."))
+    where = ", ".join(f"{name} {version}" for name, version in versions.items())
+    where = f"{where}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."
+    (folder / "heads.md").write_text(_markdown(verdicts, where))
 
 
 def _markdown(verdicts: list[Verdict], where: str) -> str:
@@ -112,11 +113,11 @@ def _by_kind(built: list[Verdict]) -> str:
 
 
 def _listed(title: str, verdicts: Iterable[Verdict], attribute: str, values: tuple[str, ...], reason: str) -> list[str]:
-    lines = [f"- {v.name}: {_told(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
+    lines = [f"- {v.name}: {_reason(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
     return [title, "\n".join(lines)] if lines else []
 
 
-def _told(verdict: Verdict, attribute: str, reason: str) -> str:
+def _reason(verdict: Verdict, attribute: str, reason: str) -> str:
     if text := getattr(verdict, reason):
         return text
     if attribute == "status":

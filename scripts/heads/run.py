@@ -114,12 +114,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not heads:
         print(f"no head matches --only {options.only!r}: it is a regular expression on 'Class (kind) model_type'", file=sys.stderr)
         return 2
-    verdicts = _told(heads, options)
+    verdicts = _examine_all(heads, options)
     print("\n".join(summary(verdicts)))
     return int(any(verdict.status == "wrong" for verdict in verdicts))
 
 
-def _told(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
+def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
     """Examine heads, print a line each, and write the report at the end and now and then before."""
     begin, verdicts = time.perf_counter(), []
     bar = tqdm(sweep(heads, options.jobs, options.time_limit), total=len(heads), unit="head", dynamic_ncols=True)

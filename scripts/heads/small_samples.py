@@ -16,11 +16,8 @@ IGNORED = -100
 FIRST_ID, LAST_ID = 32, 96  # ids of plain tokens
 LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
 IMAGE_SIZE = 32
-CUT_STARTS, CUT_ENDS, BEYOND = (
-    (1, 6),
-    (1, 2, 6),
-    1000,
-)  # answers that were cut off with their text; question answering leaves them out
+# Samples whose answer was cut off with their text, its start or its end; question answering leaves these targets out.
+CUT_STARTS, CUT_ENDS, BEYOND = (1, 6), (1, 2, 6), 1000
 # Architectures that take batches of one width only: the longest sample, rounded up to what their chunks or tables ask for.
 WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
 

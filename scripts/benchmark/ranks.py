@@ -1,0 +1,65 @@
+"""The default arm on two ranks of a CPU, launched as a user would: by `accelerate launch` with accelerate_configs/cpu_2.yaml."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+
+from benchmark.arms import default
+from benchmark.lap import Lap, Measured
+from benchmark.setting import Setting
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure_two_ranks(setting: Setting) -> Measured:
+    """What rank 0 measures. It waits for the other one in every step, so its seconds are those of both.
+
+    Raises:
+        subprocess.CalledProcessError: the launch failed; its output is on the terminal.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, written = Path(folder, "setting.json"), Path(folder, "measured.json")
+        given.write_text(json.dumps(asdict(setting)))
+        launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        launch += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml"), "-m", "benchmark.ranks"]
+        paths = os.pathsep.join([str(ROOT / "scripts"), *sys.path])
+        environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
+        subprocess.run([*launch, str(given), str(written)], env=environment, check=True)
+        return Measured(**json.loads(written.read_text()))
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another program computes on one of the cores meanwhile."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(given: str, written: str) -> None:
+    """One of the ranks."""
+    setting, state = Setting(**json.loads(Path(given).read_text())), PartialState(cpu=True)
+    torch.set_num_threads(max(1, setting.num_threads // state.num_processes))
+    measured = Lap(setting).run(default)
+    if state.is_main_process:
+        Path(written).write_text(json.dumps(asdict(measured)))
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

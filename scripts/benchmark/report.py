@@ -1,0 +1,141 @@
+"""Tables and bounds of what was measured."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmark.arms import DEFAULT, EXACT_TRAINER, GROUPED, OWN_LOOP, REBALANCED, TRAINER
+from benchmark.lap import Measured
+from benchmark.setting import Setting
+
+TWO_RANKS = "hf_ga, two ranks"
+# At least: times the tokens/s of the better of Trainer's two strategies by length.
+TIMES_BETTER = {"gpt": 1.30, "bert": 1.18}
+TIMES_BUSY, TIMES_EXACT_TRAINER, SHARE_OF_OWN_LOOP = 1.20, 1.15, 0.97
+MOST_MEMORY = 1.05  # at most: times the memory of these two
+FIRST_WINDOW_SECONDS = 3.0  # at most
+WORTH_TIME, WORTH_MEMORY = 1.05, 1.10  # of a speed-up that stays, at least one of them
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What `--assert` demands: `value` is at least `limit` or, if `at_most`, at most."""
+
+    what: str
+    value: float
+    limit: float
+    at_most: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """False for NaN, too."""
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    def __str__(self) -> str:
+        """
+        >>> print(Bound("speed", 2.5, 3.0))
+        FAILED: speed: 2.5, target >= 3
+        """
+        sign = "<=" if self.at_most else ">="
+        return f"{'passed' if self.holds else 'FAILED'}: {self.what}: {self.value:.3g}, target {sign} {self.limit:.3g}"
+
+
+@dataclass
+class Section:
+    """A table with its bounds. figures: everything that was measured, for JSON."""
+
+    title: str
+    header: Sequence[str]
+    rows: list[Sequence[Any]]
+    bounds: list[Bound] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Markdown."""
+        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *([_shown(cell) for cell in row] for row in self.rows)]
+        table = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([f"## {self.title}", "", *table, "", *[f"- {bound}" for bound in self.bounds], ""])
+
+
+def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
+    """All arms on ragged samples."""
+    rates = {arm: tokens_per_second(setting, of) for arm, of in measured.items()}
+    memory = {arm: added_memory(of) for arm, of in measured.items()}
+    better = max(rates[GROUPED], rates[REBALANCED])
+    rows = [
+        [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]] for arm, of in measured.items()
+    ]
+    theirs = min(memory[GROUPED], memory[REBALANCED])
+    name = setting.model
+    bounds = [
+        Bound(f"{name}: tokens/s over the better of Trainer's two by length", rates[DEFAULT] / better, TIMES_BETTER[name]),
+        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / theirs, MOST_MEMORY, at_most=True),
+        Bound(f"{name}: a loop of one's own over the default", rates[OWN_LOOP] / rates[DEFAULT], SHARE_OF_OWN_LOOP),
+        Bound(f"{name}: ExactTrainer over batch_rebalance", rates[EXACT_TRAINER] / rates[REBALANCED], TIMES_EXACT_TRAINER),
+        Bound(f"{name}: arms that saw each sample once an epoch", sum(of.each_once for of in measured.values()), len(measured)),
+    ]
+    header = ("arm", "real tokens/s", "x Trainer", "x better by length", "padded / real", "memory that training adds, MiB")
+    return Section(f"{name}: {len(setting.samples)} ragged samples", header, rows, bounds, _figures(measured))
+
+
+def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section:
+    """Each speed-up left out in turn: the median over windows of the same window's time without it over that with all."""
+    whole, rows = measured[DEFAULT], []
+    for arm, of in measured.items():
+        time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
+        memory = added_memory(of) / added_memory(whole)
+        worth = "" if arm == DEFAULT else "yes" if time >= WORTH_TIME or memory >= WORTH_MEMORY else "no"
+        rows.append([arm, time, added_memory(of), memory, worth])
+    rows[0][0] = "nothing"
+    header = ("left out", "time", "memory that training adds, MiB", "memory", "worth 5 % of time or 10 % of memory")
+    return Section(f"{setting.model}: each speed-up left out", header, rows, [], _figures(measured))
+
+
+def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) -> Section:
+    """One process and two ranks, idle and beside a busy loop. measured: "idle" and "busy" -> arm -> figures."""
+    rates = {when: {arm: tokens_per_second(setting, of) for arm, of in arms.items()} for when, arms in measured.items()}
+    rows = [
+        [f"{arm}, {when}", rate, rate / of[REBALANCED], rate / of[DEFAULT]]
+        for when, of in rates.items()
+        for arm, rate in of.items()
+    ]
+    name, busy, idle = setting.model, rates["busy"], rates["idle"]
+    bounds = [
+        Bound(f"{name}, busy loop on a core: one process over batch_rebalance", busy[DEFAULT] / busy[REBALANCED], TIMES_BUSY),
+        Bound(f"{name}, idle: two ranks over one process", idle[TWO_RANKS] / idle[DEFAULT], 1.0),
+        Bound(f"{name}, busy loop on a core: two ranks over one process", busy[TWO_RANKS] / busy[DEFAULT], 1.0),
+    ]
+    header = ("arm", "real tokens/s", "x batch_rebalance", "x one process")
+    figures = {when: _figures(arms) for when, arms in measured.items()}
+    return Section(f"{name}: two ranks (cpu_2.yaml) and one process", header, rows, bounds, figures)
+
+
+def planning_section(seconds: dict[int, float]) -> Section:
+    """Seconds to the first window by number of samples."""
+    most = max(seconds)
+    bound = Bound(f"{most:,} samples: seconds to the first window", seconds[most], FIRST_WINDOW_SECONDS, at_most=True)
+    rows = [[f"{size:,}", value] for size, value in seconds.items()]
+    return Section("Order and plan", ("samples", "seconds to the first window"), rows, [bound], {"seconds": seconds})
+
+
+def tokens_per_second(setting: Setting, measured: Measured) -> float:
+    """Real tokens of an epoch over the median of the epochs' seconds."""
+    size = setting.windows_per_epoch
+    epochs = [sum(measured.seconds[i : i + size]) for i in range(0, len(measured.seconds), size)]
+    return setting.real_tokens / statistics.median(epochs)
+
+
+def added_memory(measured: Measured) -> float:
+    """MiB of the peak above what the process held before."""
+    return (measured.peak_memory - measured.memory_before) / 2**20
+
+
+def _figures(measured: dict[str, Measured]) -> dict[str, Any]:
+    return {arm: vars(of) for arm, of in measured.items()}
+
+
+def _shown(cell: Any) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3f}"
