@@ -13,8 +13,8 @@ import hf_ga
 from hf_ga.run import finetune
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-README = (SCRIPTS.parent / "README.md").read_text().splitlines()
-COMMANDS = [line.partition("#")[0].split() for line in README if line.startswith("python scripts/kill_test.py")]
+DOCS = (SCRIPTS.parent / "docs/recovery.md").read_text().splitlines()
+COMMANDS = [line.partition("#")[0].split() for line in DOCS if line.startswith("python scripts/kill_test.py")]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_operations_are_counted(scripts, tmp_path, monkeypatch):
 @pytest.mark.launch
 @pytest.mark.parametrize(("words", "kills", "processes"), [(COMMANDS[0], 3, 1), (COMMANDS[1], 2, 2)], ids=["1 process", "2"])
 def test_kills(words, kills, processes, tmp_path):
-    """The README's two commands, shortened."""
+    """The two commands of the docs, shortened."""
     flags = [*words[2:], "--kills", str(kills), "--seed", "3", "--output_dir", str(tmp_path / "runs")]
     command = [sys.executable, str(SCRIPTS / "kill_test.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -54,7 +54,7 @@ class Router:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = {sys.modules[type(module).__module__] for module in model.modules()}
+        modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self._owners = [module for module in modules if hasattr(module, FUNCTION)]
         self._calls: list[RouterCounts] = []
         self.coefficients: list[float] = []
