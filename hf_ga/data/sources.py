@@ -118,6 +118,10 @@ def readable_file(file: str) -> tuple[str, Path]:
         raise DataError(f"the file {file} has an unknown ending: use one of {', '.join(FILE_KINDS)} (or that with .gz).")
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
+    if kind == "json":
+        with suppress(OSError, EOFError, zlib.error), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as opened:
+            if opened.read(64).lstrip().startswith(b"null"):  # pyarrow's reader would crash the process
+                raise DataError(f"the file {file} begins with `null` instead of a row: remove that line.")
     return kind, path
 
 

@@ -23,8 +23,8 @@ from hf_ga.exact.workers import load_items
 
 class StreamLoader(BaseLoader):
     """Iterates over one pass of a stream in windows: consecutive samples, the last window short. `train_step` takes them as
-    those of a `WindowLoader`; with `shuffle_buffer_size=0` they are, bit for bit, the windows of a list of the same samples with
-    `shuffle=False`.
+    those of a `WindowLoader`; with `shuffle_buffer_size=0` and `length_of` they are, bit for bit, the windows of a list of the
+    same samples with `shuffle=False`.
 
     A sample's position is its place in the order of the epoch: its number in the stream, or the turn at which it leaves the shuffle
     buffer. Its id is its number in the stream, counted as samples come out, after filters and maps. A random transform of the

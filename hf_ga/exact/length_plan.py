@@ -215,7 +215,7 @@ def _even_cuts(size: int, parts: int) -> np.ndarray:
 def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
     """Time where all wait for the longest in each turn, and the micro-batches of each process.
 
-    Who has none in the first turn, which has the cheapest, repeats its own first one (`gradients.as_many_as_others`).
+    A rank without a micro-batch in the first turn, which has the cheapest, repeats its own first one (`Backend.equalize`).
     """
     order = np.argsort(costs, kind="stable")[::-1]
     turns = [order[i : i + num_processes] for i in range(0, len(order), num_processes)]

@@ -16,7 +16,6 @@ from hf_ga.data.data import PreparedData
 from hf_ga.data.labels import class_weights
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
-from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
@@ -30,8 +29,6 @@ from hf_ga.run.optimizers import build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.run import Run
 from hf_ga.run.train_windows import check_tokens, train_windows
-from hf_ga.speed.lazy_logits import ChunkedLoss
-from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
@@ -131,9 +128,7 @@ def _prove(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
 ) -> tuple[ProvenLoss, ProvenLoss]:
     """What is proven of the head's own loss, which evaluations measure, and of the loss that is trained."""
-    more: dict[str, Any] = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
-    if config.torch_compile or is_sharded(accelerator):  # never tried with packing
-        more["speed_ups"] = [LeanForward(), ChunkedLoss()]
+    more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
     samples = proof_samples(data, "train")
     proven = prove_targets(model, samples, data.collate, **more)
     return proven, proven if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
