@@ -116,24 +116,9 @@ def backward_window(
     check_supported(accelerator)
     check_precision(accelerator)
     proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
-    if loss_fn is not None and not is_same_loss(loss_fn, getattr(proven.loss, "loss_fn", None)):
-        raise ConfigError(
-            "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
-            "`targets` out."
-        )
-    if proven.modes != module_modes(model):
-        raise ConfigError(
-            "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
-            "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
-        )
-    compiled = is_compiled(model)
-    if proven.dropout.sites and compiled:
-        raise ConfigError(
-            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
-            "dropout to 0, or do not compile it."
-        )
+    _check_fits(proven, model, loss_fn)
     # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
-    hooks = [hook for hook in proven.hooks if not (compiled and isinstance(hook, Packing))]
+    hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
         accelerator,
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
@@ -182,12 +167,7 @@ def train_step(
         for window in windows:
             result = train_step(accelerator, model, optimizer, window, scheduler=scheduler, max_grad_norm=1.0)
     """
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation, not in train_step."
-        )
-    if on_nonfinite not in ON_NONFINITE:
-        raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
+    _check_step(scheduler, on_nonfinite)
     check_optimizer(accelerator, optimizer)
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
@@ -213,6 +193,34 @@ def train_step(
         if on_nonfinite == "stop":
             raise NonFinite(f"{result.cause}. Nothing was updated.")
     return result
+
+
+def _check_step(scheduler: Any, on_nonfinite: str) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation, not in train_step."
+        )
+    if on_nonfinite not in ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
+
+
+def _check_fits(proven: ProvenLoss, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    """Raise ConfigError if the proof is not of this model, as it is now, with this loss."""
+    if loss_fn is not None and not is_same_loss(loss_fn, getattr(proven.loss, "loss_fn", None)):
+        raise ConfigError(
+            "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
+            "`targets` out."
+        )
+    if proven.modes != module_modes(model):
+        raise ConfigError(
+            "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
+            "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
+        )
+    if proven.dropout.sites and is_compiled(model):
+        raise ConfigError(
+            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
+            "dropout to 0, or do not compile it."
+        )
 
 
 def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_split_dependent_randomness: bool) -> ProvenLoss:

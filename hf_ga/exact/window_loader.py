@@ -16,6 +16,10 @@ from hf_ga.exact.plan import Planner
 from hf_ga.exact.window import Window
 from hf_ga.exact.workers import load_items
 
+_NOTHING_LEFT = (
+    "drop_last_window leaves nothing: {} samples are less than one window of {}. Use a smaller global batch, or keep it."
+)
+
 
 class WindowLoader(BaseLoader):
     """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on the layout.
@@ -85,10 +89,7 @@ class WindowLoader(BaseLoader):
         self.target_counts = None if target_counts is None else np.asarray(target_counts)
         self.fetcher = Fetcher(dataset, collate_fn)
         if not len(self):
-            raise DataError(
-                f"drop_last_window leaves nothing: {self.num_samples} samples are less than one window of "
-                f"{self.layout.window_size}. Use a smaller global batch or keep the last window."
-            )
+            raise DataError(_NOTHING_LEFT.format(self.num_samples, self.layout.window_size))
 
     def __len__(self) -> int:
         """Windows in an epoch."""
