@@ -112,20 +112,20 @@ class Experiment:
                 module.p = arm.dropout
         optimizer = build_optimizer(model, "adamw", self.learning_rate, weight_decay=0.01)
         samples = [self.train[i] for i in range(32)]
-        rule = prove_targets(model, samples, self.data.collate)
+        proven = prove_targets(model, samples, self.data.collate)
         model, optimizer = accelerator.prepare(model, optimizer)
         result = ArmResult(arm)
         torch.manual_seed(self.seed)  # for native dropout
         began = time.perf_counter()
         for window in self._windows(arm, accelerator):
             if arm.weights is None:
-                step = train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
+                step = train_step(accelerator, model, optimizer, window, targets=proven, max_grad_norm=1.0)
                 result.train_losses.append(step.loss)
             else:
-                result.train_losses.append(mistaken_step(model, optimizer, window, rule, arm))
+                result.train_losses.append(mistaken_step(model, optimizer, window, proven, arm))
             on_step()
         result.steps_per_second = self.steps / (time.perf_counter() - began)
-        result.validation_loss = self._validate(arm, accelerator, model, rule)
+        result.validation_loss = self._validate(arm, accelerator, model, proven)
         result.final_weights = torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
         return result
 
@@ -148,7 +148,7 @@ class Experiment:
                 if done == self.steps:
                     return
 
-    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: ProvenLoss) -> float:
+    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, proven: ProvenLoss) -> float:
         rows = self.data.splits["validation"]
         windows = evaluation_windows(
             rows,
@@ -156,10 +156,10 @@ class Experiment:
             accelerator=accelerator,
             batch_size=arm.micro_batch_size,
             lengths=rows["length"],
-            rule=rule,
+            proven=proven,
         )
         if arm.token_weighted_validation:
-            return evaluate(accelerator, model, windows, rule)["loss"]
+            return evaluate(accelerator, model, windows, proven)["loss"]
         model.eval()
         starts = range(0, len(rows), arm.micro_batch_size)
         batches = [self.data.collate([rows[j] for j in range(i, min(i + arm.micro_batch_size, len(rows)))]) for i in starts]
@@ -167,16 +167,16 @@ class Experiment:
             return float(np.mean([model(**batch).loss.item() for batch in batches]))
 
 
-def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: ProvenLoss, arm: Arm) -> float:
+def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, proven: ProvenLoss, arm: Arm) -> float:
     """One optimizer step with the arm's mistake. Returns the loss that such a loop would report: its weighted sum."""
     micro_batches = window.micro_batches
-    counts = np.array([rule.count(m.batch, len(m)) for m in micro_batches])
+    counts = np.array([proven.count(m.batch, len(m)) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
     reported, for_window = 0.0, window_key(window.seed, window.epoch, window.index)
     optimizer.zero_grad()
-    with rule.places.active() if arm.keyed else nullcontext():
+    with proven.dropout.scope(model) if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            rule.places.set_keys(sample_keys(window.seed, window.epoch, micro_batch.positions), for_window)
+            proven.dropout.set_keys(sample_keys(window.seed, window.epoch, micro_batch.positions), for_window)
             loss = model(**micro_batch.batch).loss * float(weight)
             loss.backward()
             reported += loss.item()

@@ -28,7 +28,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def callable_module(model: nn.Module) -> nn.Module:
     """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer, both of them
-    meetings of all processes in every forward. Under FSDP the model as it is: its forward must gather the parameters.
+    collectives of all ranks in every forward. Under FSDP the model as it is: its forward must gather the parameters.
     """
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 

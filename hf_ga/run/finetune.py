@@ -39,7 +39,7 @@ from hf_ga.run.adapters import check_peft
 from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
-from hf_ga.run.memory_probe import find_limit, told_how_to_go_on
+from hf_ga.run.memory_probe import find_limit, name_checkpoint_on_out_of_memory
 from hf_ga.run.model_card import RESULTS
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
@@ -107,7 +107,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
             prepare_output_dir(config, checkpoint)
     forget_other_best(run, progress)
     start_trackers(accelerator, config)
-    with told_how_to_go_on(run):
+    with name_checkpoint_on_out_of_memory(run):
         find_limit(config, run, data)
         began = time.perf_counter()
         progress = fit(run, progress)

@@ -55,7 +55,7 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
 
 
 @contextmanager
-def told_how_to_go_on(run: Run) -> Iterator[None]:
+def name_checkpoint_on_out_of_memory(run: Run) -> Iterator[None]:
     """Where memory runs out for good, the error names the checkpoint to go on from.
 
     Raises:

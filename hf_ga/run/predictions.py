@@ -132,7 +132,7 @@ def _of_rows(
 
 
 def _of_process(accelerator: Accelerator, batches: list[list[int]]) -> list[list[int]]:
-    """The batches of this process, dealt out in turn. Under FSDP, where each forward is a meeting of all processes, one that has
+    """The batches of this process, dealt out in turn. Under FSDP, where each forward is a collective, a process that has
     fewer does one of them again.
     """
     count = accelerator.num_processes

@@ -66,7 +66,7 @@ class WindowSampler(Sampler):
         self.windows = windows
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order comes next (0-based); a dataset that has a `set_epoch` is told too, as Trainer does."""
+        """Which epoch's order comes next (0-based); a dataset's own `set_epoch` is called too, as Trainer does."""
         self.windows.set_epoch(epoch)
         if hasattr(self.windows.fetcher.dataset, "set_epoch"):
             self.windows.fetcher.dataset.set_epoch(epoch)
