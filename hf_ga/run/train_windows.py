@@ -55,9 +55,10 @@ def check_tokens(config: FinetuneConfig, data: PreparedData) -> None:
 def train_windows(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, proven: ProvenLoss
 ) -> WindowLoader | StreamLoader:
-    """The loader of the training samples, planned by length; how is said."""
+    """The loader of the training samples, planned by length; prints a summary of the plan."""
     windows = _loader(config, accelerator, data, proven)
-    print_on_main(accelerator, described(windows, windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)))
+    lengths = windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)
+    print_on_main(accelerator, f"{'batches':<11}{described(windows, lengths)}")
     return windows
 
 
