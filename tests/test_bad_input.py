@@ -607,7 +607,7 @@ def test_mixed_precision(files, tmp_path, capsys, monkeypatch):
 @pytest.mark.usefixtures("no_model")
 def test_deepspeed(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finetune.Accelerator, "distributed_type", property(lambda self: DistributedType.DEEPSPEED))
-    refused(arguments_of("", files, tmp_path / "out"), ["under DEEPSPEED", "not by targets", "accelerate_configs"], capsys)
+    refused(arguments_of("", files, tmp_path / "out"), ["under DEEPSPEED", "instead of targets", "accelerate_configs"], capsys)
 
 
 @pytest.mark.launch

@@ -134,7 +134,7 @@ def test_smoothed_loss_against_torch(place):
     flat = logits.flatten(0, 1), labels.flatten()
     expected = F.cross_entropy(*flat, label_smoothing=0.3)
     expected.backward()
-    result = hf_ga.backward_window(accelerator, run.model, window, targets=run.rule, loss_fn=run.loss_fn)
+    result = hf_ga.backward_window(accelerator, run.model, window, targets=run.proven, loss_fn=run.loss_fn)
     expected, logits = float(expected.detach()), logits.detach()
     assert result.loss == pytest.approx(expected, rel=1e-6) and result.num_targets == int((labels != -100).sum())
     for (name, ours), theirs in zip(run.model.named_parameters(), plain.parameters(), strict=True):

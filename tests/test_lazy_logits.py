@@ -50,7 +50,7 @@ def chunked(model, rows=3):
     """The speed-up for a model, without a proof, in chunks of so many rows."""
     speed_up = ChunkedLoss()
     speed_up.attach(SimpleNamespace(model=model, has_loss_fn=False, sum_of_means=False))
-    speed_up._chunk_rows = rows
+    speed_up.rows_per_chunk = rows
     return speed_up
 
 
@@ -410,7 +410,7 @@ def type_is_asked(logits, labels):
 
 @pytest.mark.parametrize(
     ("use", "why"),
-    [(of_doubled, "no cross entropy"), (by_hand, "no cross entropy"), (type_is_asked, "AssertionError: not one of ours")],
+    [(of_doubled, "not a cross entropy"), (by_hand, "not a cross entropy"), (type_is_asked, "AssertionError: not one of ours")],
     ids=["own autograd function", "no cross entropy", "fails on ours"],
 )
 def test_heads_that_need_their_logits_get_them(use, why):
@@ -451,7 +451,7 @@ def test_any_split_is_the_full_batch(build, no_values):
     model, whole = build(), h.pad_right(SAMPLES)
     rule, truth = proven(model), h.full_batch_gradient(model, whole)
     (speed_up,) = rule.speed_ups
-    assert speed_up._counts_rows and speed_up._chunk_rows is None
+    assert speed_up._counts_rows and speed_up.rows_per_chunk is None
     for micro_batch in (12, 5, 1):
         _, grads, window = gradient_of(model, micro_batch, rule)
         h.assert_promise_1(grads, h.full_batch_gradient(model, whole, torch.float32), truth)

@@ -322,7 +322,7 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
         rule, lengths = SimpleNamespace(pad_to_window=pad_to_window), [len(s["input_ids"]) for s in samples]
         accelerator = Accelerator(cpu=True)
         return evaluation_windows(
-            KeyedMasks(samples), collate_masked(), accelerator=accelerator, batch_size=batch_size, lengths=lengths, rule=rule
+            KeyedMasks(samples), collate_masked(), accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
         )
 
     reference = {i: (i, *masked_by_hand(s["input_ids"], mask_key(0, 0, i))) for i, s in enumerate(samples)}

@@ -140,9 +140,9 @@ def spoil_embedding(model):
 CASES = {
     "output": "the first module with an output that is not finite is norm (Root)",
     "loss": "the first module with an output that is not finite is the model itself (Classifier)",
-    "gradient": "the gradient of middle.bias is not",
+    "gradient": "the gradient of middle.bias is not finite",
     "weight": "the first module with an output that is not finite is embedding (Embedding)",
-    "loss_fn": "the outputs of all modules are finite, so it came out of loss_fn",
+    "loss_fn": "the outputs of all modules are finite, so it is loss_fn",
 }
 
 
@@ -175,7 +175,7 @@ def count_hooks(model):
 def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, max_grad_norm):
     text, *_ = stopped(case, max_grad_norm, mixed_precision=precision)
     assert "window 1 of epoch 0" in text and CASES[case] in text
-    assert "it comes from samples 10, 13." in text.replace("; before", ". before")
+    assert "it comes from samples 10, 13;" in text
     assert ("before this step embedding.weight held" in text) == (case == "weight")
     assert text.startswith("the gradient of window" if case == "gradient" else "the loss of window")
 
@@ -193,7 +193,7 @@ def test_without_the_check_the_weights_become_nan(monkeypatch):
 def test_a_micro_batch_that_is_bad_only_together_is_named_whole():
     text, *_ = stopped("crowd")
     listed = [8, 9, 10, 11, 12, 13]  # two micro-batches of three; in the third is no bad sample
-    assert f"it comes from a whole micro-batch, of samples {', '.join(map(str, listed))}; none of them is so alone" in text
+    assert f"it comes from samples {', '.join(map(str, listed))};" in text
     assert CASES["output"] in text
 
 
@@ -202,8 +202,8 @@ def test_a_hook_that_spoils_every_gradient_names_all_samples_shortly():
     rule, training = healthy_rule(model), Training(model)
     model.head.weight.register_hook(lambda gradient: gradient + math.inf)
     window = next(iter(windows_of(samples(bad=()), global_batch_size=12)))
-    listed = r"0, 1, 2, 3, 4, 5, 6, 7 and 4 more \(12 in all\)"
-    with pytest.raises(NonFinite, match=rf"the gradient of head\.weight is not; it comes from samples {listed}"):
+    listed = r"0, 1, 2, 3, 4, 5, 6, 7, \.\.\."
+    with pytest.raises(NonFinite, match=rf"it comes from samples {listed}; the gradient of head\.weight is not finite"):
         training.step(window, targets=rule)
 
 
@@ -217,7 +217,7 @@ def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
     if max_grad_norm is None:
         assert not training.step(window, targets=rule).skipped
         return
-    said = r"those of its micro-batches are finite, up to \d.*e\+2\d in head\.bias for that of samples .* norm overflows float32"
+    said = "each micro-batch by itself gives finite numbers again: their sum or its norm overflows float32"
     with pytest.raises(NonFinite, match=said):
         training.step(window, targets=rule, max_grad_norm=max_grad_norm)
 
@@ -231,7 +231,7 @@ def test_what_does_not_happen_again_is_said_to_be_so():
         return output * math.nan if len(calls) == 1 else output
 
     model.norm.register_forward_hook(once)
-    with pytest.raises(NonFinite, match="the same forwards again gave finite numbers"):
+    with pytest.raises(NonFinite, match="each micro-batch by itself gives finite numbers again"):
         training.step(next(iter(windows_of(samples(bad=())))), targets=rule)
 
 
@@ -353,7 +353,7 @@ def test_models_with_a_router_or_of_one_width(name):
     first, second, _ = windows_of(data)
     training.step(first, targets=rule)
     model.register_forward_pre_hook(lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    with pytest.raises(NonFinite, match=rf"output that is not finite is {re.escape(layer)} .* comes from samples 10, 13"):
+    with pytest.raises(NonFinite, match=rf"comes from samples 10, 13; .* output that is not finite is {re.escape(layer)} "):
         training.step(second, targets=rule)
     widest = max(len(data[i]["input_ids"]) for i in second.sample_ids)
     assert (widths == {widest}) == (name == "xlnet")
@@ -475,7 +475,7 @@ def test_processes_say_the_same_and_skip_the_same(launched, name):
     if name.startswith("fsdp"):  # whole micro-batches; a gradient is the sum of those of all processes
         own = first["micro_batch"][1]
         blamed = own if "forward" in name else [*first["micro_batch"][0], *own]
-    more = f" and {len(blamed) - 8} more ({len(blamed)} in all)" if len(blamed) > 8 else ""
+    more = ", ..." if len(blamed) > 8 else ""
     assert f"samples {', '.join(map(str, blamed[:8]))}{more}" in first["said"] and "window 1 of epoch 0" in first["said"]
     layer = "bert.encoder.layer.1"
     assert (f"is {layer} (BertLayer)" if "forward" in name else f"the gradient of {layer}.output.LayerNorm.bias") in first["said"]

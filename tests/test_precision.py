@@ -322,7 +322,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     print(f"MEASURED frozen, {case}: {ratio:.2f} x the full batch's error, residual of the proof {rule.residual:.0e}")
     assert_promise(precision, grads, full, grads64)
 
-    monkeypatch.setattr(hf_ga.exact.precision, "frozen_in_float32", contextlib.nullcontext)  # the control
+    monkeypatch.setattr(hf_ga.proof.precision, "frozen_in_float32", contextlib.nullcontext)  # the control
     assert not proven_exactly(prepared, samples)
 
 

@@ -39,17 +39,6 @@ def steps(out):
     return [line["step"] for line in lines_of(out)]
 
 
-def test_lines_are_not_doubled_where_earlier_ones_are_missing(place, tmp_path):
-    """A checkpoint that came without its run's lines; killed, and begun again from it."""
-    killed(place, tmp_path / "a", 4)
-    shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "moved" / "checkpoint-3")
-    path, out = str(tmp_path / "moved" / "checkpoint-3"), tmp_path / "b"
-    killed(place, out, 2, resume_from_checkpoint=path)
-    assert steps(out) == [4, 5]
-    train(place, out, resume_from_checkpoint=path)
-    assert steps(out) == [4, 5, 6, 7, 8]
-
-
 def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, tmp_path):
     killed(place, tmp_path / "a", 4)
     path, out = str(tmp_path / "a" / "checkpoint-3"), tmp_path / "b"

@@ -93,7 +93,7 @@ class Job:
     def gradient(self, layout, precision=None):
         model, accelerator, window = self.run.model, self.accelerator, self.windows[layout][self.which]
         model.zero_grad()
-        result = hf_ga.backward_window(accelerator, model, window, targets=self.run.rule, loss_fn=self.run.loss_fn)
+        result = hf_ga.backward_window(accelerator, model, window, targets=self.run.proven, loss_fn=self.run.loss_fn)
         return result, h.gradients(model)
 
     def gradient64(self):
@@ -215,7 +215,7 @@ ONE_TYPE = pytest.mark.xfail(h.BEFORE_5_23, reason="a regression head of transfo
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
     """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
     this = job(place, name, precision, dropout=True)
-    assert this.run.rule.dropout.places
+    assert this.run.proven.dropout.sites
     _, full = this.gradient("16x1")
     grads64 = this.gradient64()
     allowed = 3 * (2 * h.relative_error(full, grads64) + h.FLOOR)

@@ -17,11 +17,8 @@ from hf_ga.data.collation import collate_causal, collate_masked, collate_targets
 from hf_ga.errors import ConfigError
 from hf_ga.exact.costs import CostModel, cost_model
 from hf_ga.exact.length_plan import plan_by_length
-from hf_ga.run import build, train_windows
+from hf_ga.run import train_windows
 from hf_ga.run.train_windows import described, planned_lengths
-from hf_ga.speed.lazy_logits import ChunkedLoss
-from hf_ga.speed.packing import Packing
-from hf_ga.training import default_speed_ups
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +230,3 @@ def test_multiples_leave_all_but_tokens():
     masked = partial(collate_masked, pad_token_id=0, special_ids=[1], mask_token_id=2, vocab_size=9, probability=0.5)
     plain, wide = masked(ROWS), collate_to_multiple(ROWS, masked, 0, 8, 99)
     assert all(wide[name][:, :3].equal(plain[name]) and wide[name].shape == (2, 8) for name in plain)
-
-
-@pytest.mark.parametrize(("sharded", "compiled"), [(False, False), (True, False), (False, True)])
-def test_packing_is_not_tried_under_fsdp_and_in_compiled_models(sharded, compiled, monkeypatch):
-    tried = []
-    monkeypatch.setattr(build, "prove_targets", lambda *_, speed_ups=None, **options: tried.append(speed_ups))
-    monkeypatch.setattr(build, "proof_samples", lambda *_: [])
-    monkeypatch.setattr(build, "is_sharded", lambda _: sharded)
-    config = hf_ga.FinetuneConfig(torch_compile=compiled)
-    build._proven(config, Accelerator(cpu=True), h.gpt2(), SimpleNamespace(collate=None), None)
-    names = {speed_up.name for speed_up in tried[0] or default_speed_ups(h.gpt2())}
-    assert (Packing.name in names) == (not sharded and not compiled) and ChunkedLoss.name in names

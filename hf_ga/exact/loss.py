@@ -56,12 +56,15 @@ class Loss(Hook):
         num_means: means that the loss is a sum of.
         one_width: the counts depend on the padded width, so all micro-batches of a window need the same width.
         counts_in_forward: targets are known only after the forward, not on the host.
+        has_own_count: the number of targets is the user's, weights included, so it need not be that of the loader's
+            `target_counts`.
     """
 
     name = ""
     num_means = 1
     one_width = False
     counts_in_forward = False
+    has_own_count = False
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Targets of a collated batch on the host, one number for each mean."""
@@ -158,6 +161,7 @@ class OwnSum(Loss):
     """
 
     name = "loss_fn"
+    has_own_count = True
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn

@@ -162,7 +162,8 @@ class Step:
             return self.backend.equalize(window, calls, self.loss), (window.num_samples,)
         counts = [self.loss.count(m.batch, len(m)) for m in window.micro_batches]
         status.counts = tuple(map(sum, zip(*counts, strict=True))) or status.counts
-        if self.accelerator.num_processes > 1 and window.expected_targets is not None and self.loss.num_means == 1:
+        known = window.expected_targets is not None and self.loss.num_means == 1 and not self.loss.has_own_count
+        if self.accelerator.num_processes > 1 and known:
             totals = (window.expected_targets,)
         else:
             totals = self.backend.all_reduce_status(status).counts
@@ -207,7 +208,7 @@ def _moved(before: dict[str, bytes], window: Window) -> UnkeyedRandomness | None
 
 def _result(window: Window, status: RankStatus, loss: Loss) -> StepResult:
     total = sum(status.counts)
-    if not loss.counts_in_forward and window.expected_targets not in (None, total):
+    if not loss.has_own_count and window.expected_targets not in (None, total):
         raise ConfigError(
             f"window {window.index} of epoch {window.epoch} has {int(total)} targets counted as {loss.name}, but target_counts say "
             f"{window.expected_targets}: correct target_counts, or leave them out."

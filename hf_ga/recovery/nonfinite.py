@@ -225,10 +225,14 @@ def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
             "each micro-batch by itself gives finite numbers again: their sum or its norm overflows float32, or something random "
             "is not keyed"
         )
-    if (module := next((found.module for found in everybody if found.module), None)) is not None:
+    module = next((found.module for found in everybody if found.module), None)
+    parameter = next((found.parameter for found in everybody if found.parameter), None)
+    if module is not None:
         parts.append(f"the first module with an output that is not finite is {module}")
-    if (parameter := next((found.parameter for found in everybody if found.parameter), None)) is not None:
+    if parameter is not None:
         parts.append(f"the gradient of {parameter} is not finite")
+    if samples and module is None and parameter is None:
+        parts.append(f"the outputs of all modules are finite, so it is {case.loss.name if case.loss.has_own_count else 'the loss'}")
     if weights := list(dict.fromkeys(name for found in everybody for name in found.weights)):
         parts.append(f"before this step {', '.join(weights[:MAX_NAMED])} held numbers that are not finite")
     parts += [f"the search on process {i} failed: {f.failure}" for i, f in enumerate(everybody) if f.failure is not None]

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ga
-from hf_ga.parallel import fsdp
+from hf_ga.parallel import prepare as preparing
 
 WINDOW, LAST, SEED, MICRO_BATCH = 64, 13, 3, 8
 LAYER_OF = {"gpt2": "GPT2Block", "mixtral": "MixtralDecoderLayer", "mpnet": "MPNetLayer"}
@@ -44,7 +44,7 @@ def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator
             activation_checkpointing="checkpointing" in kind,
             **({"use_orig_params": True} if kind[4] == "1" else {}),  # as `accelerate launch` sets it
         )
-        fsdp.enable_fsdp_on_cpu(accelerator, plugin)
+        preparing.enable_fsdp_on_cpu(accelerator, plugin)
     return accelerator
 
 
@@ -62,7 +62,7 @@ def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list
     """Prove, then wrap. Returns model, optimizer, rule."""
     rule = hf_ga.prove_targets(model, samples, collate, loss_fn=loss_fn, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = fsdp.prepare(accelerator, model, optimizer)
+    model, optimizer = preparing.prepare(accelerator, model, optimizer)
     assert_wrapped(model, kind, accelerator)
     return model, optimizer, rule
 
