@@ -240,7 +240,8 @@ def _smallest(accelerator: Accelerator, size: Size | None) -> Size:
 
 def _raise_on_all_ranks(accelerator: Accelerator, failure: Exception | None) -> None:
     """Every rank raises: its own failure, or the message of the first rank that failed."""
-    messages = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # whatever can be printed
+    messages = gather_object([None if failure is None else text])
     if failure is not None:
         raise failure
     rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
