@@ -284,9 +284,10 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place
         save(*args)
 
     monkeypatch.setattr(loop, "save", signalled_save)
-    with pytest.raises(RunStopped if init else hf_ga.DataError, match="after step 4: saved" if init else "a worker"):
+    # Without, torch raises where the worker is waited for, or wherever its end is noticed.
+    with pytest.raises(RunStopped if init else (hf_ga.DataError, RuntimeError), match="after step 4: saved" if init else "worker"):
         train(place, tmp_path / "out", dataloader_num_workers=1)
-    assert alive == [init is not None] and not multiprocessing.active_children(), "the parent's own end of them works"
+    assert (alive == [True]) == (init is not None) and not multiprocessing.active_children(), "the parent's own end of them works"
 
 
 # -- several processes ------------------------------------------------------------------------------------------------------
