@@ -80,23 +80,29 @@ def load_items(dataset: Any, *, num_workers: int, pin_memory: bool, sampler: Sam
         generator=torch.Generator(),  # or else the global one would move
     )
     iterator = iter(loader)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise DataError(
-                f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker has its own copy of what it "
-                "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer "
-                "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data, and shows what fails."
-            ) from error
-        if isinstance(item, _Failure):
-            raise item.error()
-        yield item
-        del item  # what the caller releases is not held here
+    try:
+        while (item := _next_item(iterator)) is not None:
+            if isinstance(item[0], _Failure):
+                raise item[0].error()
+            yield item.pop()  # what the caller releases is not held here
+    finally:
+        del iterator  # its workers end now, also where a traceback keeps this frame
+
+
+def _next_item(iterator: Iterator) -> list[Any] | None:
+    """The next item, in a list; None at the end."""
+    try:
+        return [next(iterator)]
+    except StopIteration:
+        return None
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker has its own copy of what it "
+            "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer "
+            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data, and shows what fails."
+        ) from error
 
 
 def _unchanged(value: Any) -> Any:
