@@ -9,6 +9,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: threads of several would wait for each other
 
 import pytest
+import submitit  # noqa: F401  (it configures logging when imported, which closes handlers' streams: not in the middle of a test)
 import torch
 import transformers
 
