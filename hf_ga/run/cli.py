@@ -102,7 +102,7 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
     for name, value in named.items():
         if not all(isinstance(part, str | int | float) for part in (value if isinstance(value, list) else [value])):
             raise ConfigError(
-                f"the configuration file {path} must hold numbers, strings or lists of them, but {name} is another kind."
+                f"{name} must be a number, a string or a list of them, but the configuration file {path} has {value!r}."
             )
     return named
 
