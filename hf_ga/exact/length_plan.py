@@ -5,7 +5,6 @@ with as many samples in each and no greater width in any.
 """
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,12 +13,8 @@ import numpy as np
 from hf_ga.exact.costs import CPU, CostModel
 from hf_ga.exact.plan import Plan
 
-MORE_TURNS = 3  # micro-batches a process more than the limit asks for, that are tried for balance
-# Smaller limits, which need less memory, are tried as long as the window takes at most 1/32 more time by the cost model. On one
-# process only, as several share out the work in small micro-batches anyway. The second in sixteenths of the limit.
-LITTLE_TIME, SMALLER_LIMITS = 32, (12, 10, 8, 6, 5, 4)
-# How much more than its equal share of the cost (in 1/64) a micro-batch takes, so that padding finds room: the first that will do.
-SLACK = (64, 65, 66, 68, 72, 80, 96, 128, 192)
+LIMITS = (16, 14, 12, 10, 8, 7, 6, 5, 4)  # in sixteenths of the largest limit: what is tried
+LITTLE_TIME = 32  # a smaller limit, which needs less memory, may take 1/32 more time than the fastest plan
 
 
 @dataclass(frozen=True)
@@ -39,39 +34,7 @@ class ByLength:
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
         limit = self.max_tokens or self.micro_batch_size * int(self.cost.widths(lengths).max(initial=1))
-        plan = self._plan(lengths, num_processes, limit)
-        if num_processes == 1 and len(lengths):
-            most = self._time(plan, lengths) * (LITTLE_TIME + 1)
-            for sixteenths in SMALLER_LIMITS:
-                smaller = self._plan(lengths, num_processes, max(1, limit * sixteenths // 16))
-                if self._time(smaller, lengths) * LITTLE_TIME > most:
-                    break
-                plan = smaller
-        return plan
-
-    def _plan(self, lengths: np.ndarray, num_processes: int, limit: int) -> Plan:
         return plan_by_length(lengths, num_processes, limit, cost=self.cost, in_step=self.in_step)
-
-    def _time(self, plan: Plan, lengths: np.ndarray) -> int:
-        return int(self.cost.of_ranks(plan, lengths).max())
-
-
-@dataclass(frozen=True)
-class _Sorted:
-    """A window, shortest sample first. A list of cuts, 0 ... n, means the micro-batches between them.
-
-    Attributes:
-        widths, prices: of each sample: its padded width, and what one sample in a micro-batch of that width costs.
-        most: samples that a micro-batch of that width may have. fixed: cost of a micro-batch beside its samples'.
-    """
-
-    widths: np.ndarray
-    prices: np.ndarray
-    most: np.ndarray
-    fixed: int
-
-    def costs(self, cuts: np.ndarray) -> np.ndarray:
-        return np.diff(cuts) * self.prices[cuts[1:] - 1] + self.fixed
 
 
 def plan_by_length(
@@ -79,9 +42,9 @@ def plan_by_length(
 ) -> Plan:
     """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens` padded tokens.
 
-    On one process the plan is the cheapest there is by the cost model. On several the slowest one counts, so several ways to cut
-    are compared: the cheapest, and for a few numbers of micro-batches those of equal cost and of equal sizes. They are dealt out
-    longest first, each to the process that has least.
+    For a few limits from `max_tokens` (or one process's share) downwards, the window is cut where the sum of costs is least, and
+    the micro-batches are dealt to the processes. Of the plans that take at most 1/32 more time than the fastest, the one with the
+    smallest limit is taken: it needs the least memory.
 
     Args:
         lengths: tokens of each sample of the window.
@@ -104,17 +67,24 @@ def plan_by_length(
     if not len(lengths):
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
-    widths = cost.widths(lengths[order])
-    window = _Sorted(widths, cost.prices(widths), np.maximum(1, max_tokens // widths), cost.fixed)
-    deal = _in_turns if in_step else longest_first
-    best: tuple[int, np.ndarray, list[list[int]]] | None = None
-    for cuts in _ways_to_cut(window, num_processes):
-        time, dealt = deal(window.costs(cuts), num_processes)
-        if best is None or time < best[0]:
-            best = time, cuts, dealt
-    assert best is not None
-    _, cuts, dealt = best
+    widths, deal = cost.widths(lengths[order]), _in_turns if in_step else longest_first
+    plans = []
+    for limit in _limits_to_try(widths, num_processes, max_tokens, cost):
+        cuts = cheapest_cuts(widths, limit, cost)
+        costs = np.diff(cuts) * cost.prices(widths[cuts[1:] - 1]) + cost.fixed
+        plans.append((*deal(costs, num_processes), cuts))
+    fastest = min(time for time, _, _ in plans)
+    _, dealt, cuts = next(plan for plan in reversed(plans) if (plan[0] - fastest) * LITTLE_TIME <= fastest)
     return [[order[cuts[i] : cuts[i + 1]] for i in share] for share in dealt]
+
+
+def _limits_to_try(widths: np.ndarray, num_processes: int, max_tokens: int, cost: CostModel) -> list[int]:
+    """Limits of tokens, largest first: parts of the largest, and one that gives all processes equal numbers of equal samples."""
+    largest = min(max_tokens, -(-2 * int(widths.sum()) // num_processes))  # twice a process's share is more than balance allows
+    turns = -(-(len(cheapest_cuts(widths, largest, cost)) - 1) // num_processes)
+    even = -(-len(widths) // (turns * num_processes)) * int(widths[-1])
+    limits = {min(even, largest), *(max(1, largest * sixteenths // 16) for sixteenths in LIMITS)}
+    return sorted(limits, reverse=True)
 
 
 def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
@@ -130,41 +100,29 @@ def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list
     return max(busy)[0], [share[::-1] for share in dealt]
 
 
-def _ways_to_cut(window: _Sorted, num_processes: int) -> Iterator[np.ndarray]:
-    cheapest = _even_in_width(_cheapest(window), window.widths)
-    yield cheapest
-    if num_processes == 1:
-        return
-    least = _least_number(window)
-    turns = -(-least // num_processes)
-    for number in (least, *range(turns * num_processes, (turns + MORE_TURNS) * num_processes, num_processes)):
-        number = min(number, len(window.widths))
-        yield from (cuts for cuts in (_of_equal_sizes(window, number), _of_equal_cost(window, number)) if cuts is not None)
+def cheapest_cuts(widths: np.ndarray, max_tokens: int, cost: CostModel) -> np.ndarray:
+    """Where to cut a window, shortest sample first, so that the sum of costs is least: 0 ... n, the micro-batches lie between.
 
-
-def _cheapest(window: _Sorted) -> np.ndarray:
-    """The cuts with the least sum of costs, by dynamic programming over where a micro-batch ends.
-
-    It ends with the last sample of its width, or it is full: if neither, one sample more would make a later one smaller at no cost.
+    Dynamic programming over where a micro-batch ends: with the last sample of its width, or because it is full. If neither, one
+    sample more would make a later one smaller at no cost.
     """
-    num = len(window.widths)
+    num = len(widths)
     best, begins = np.zeros(num + 1, np.int64), np.zeros(num + 1, np.int64)
     best[1:] = np.iinfo(np.int64).max // 4  # cannot be reached
-    is_last = np.append(window.widths[1:] != window.widths[:-1], True).tolist()
-    sizes, prices, most = np.arange(num, 0, -1), window.prices.tolist(), window.most.tolist()
+    is_last = np.append(widths[1:] != widths[:-1], True).tolist()
+    sizes, prices, most = np.arange(num, 0, -1), cost.prices(widths).tolist(), np.maximum(1, max_tokens // widths).tolist()
     for end, (price, limit) in enumerate(zip(prices, most, strict=True), start=1):
         if is_last[end - 1]:
             first = max(0, end - limit)
-            costs = sizes[first - end :] * price
-            costs += best[first:end]
+            costs = best[first:end] + sizes[first - end :] * price
             begin = int(costs.argmin())
-            best[end], begins[end] = costs[begin] + window.fixed, first + begin
+            best[end], begins[end] = costs[begin] + cost.fixed, first + begin
         elif end >= limit:
-            best[end], begins[end] = best[end - limit] + limit * price + window.fixed, end - limit
+            best[end], begins[end] = best[end - limit] + limit * price + cost.fixed, end - limit
     cuts = [num]
     while cuts[-1]:
         cuts.append(int(begins[cuts[-1]]))
-    return np.array(cuts[::-1])
+    return _even_in_width(np.array(cuts[::-1]), widths)
 
 
 def _even_in_width(cuts: np.ndarray, widths: np.ndarray) -> np.ndarray:
@@ -175,35 +133,6 @@ def _even_in_width(cuts: np.ndarray, widths: np.ndarray) -> np.ndarray:
     for first, last in pairwise(starts):
         runs.append(_even_cuts(cuts[last] - cuts[first], last - first)[:-1] + cuts[first])
     return np.concatenate([*runs, cuts[-1:]]).astype(np.int64)
-
-
-def _least_number(window: _Sorted) -> int:
-    """Of micro-batches that the limit allows: from the longest sample, each as full as can be."""
-    left, number, most = len(window.widths), 0, window.most.tolist()
-    while left > 0:
-        left, number = left - most[left - 1], number + 1
-    return number
-
-
-def _of_equal_sizes(window: _Sorted, number: int) -> np.ndarray | None:
-    """None where the limit does not allow that."""
-    cuts = _even_cuts(len(window.widths), number)
-    return cuts if (np.diff(cuts) <= window.most[cuts[1:] - 1]).all() else None
-
-
-def _of_equal_cost(window: _Sorted, number: int) -> np.ndarray | None:
-    """At most `number` micro-batches of about the same cost, from the longest sample; None where the limit does not allow that."""
-    before = np.append(0, np.cumsum(window.prices)).tolist()  # cost of all shorter samples
-    prices, most = window.prices.tolist(), window.most.tolist()
-    for slack in SLACK:
-        cuts = [len(prices)]
-        for left in range(number, 0, -1):
-            end = cuts[-1]
-            share = -(-before[end] * slack // (64 * left * prices[end - 1]))
-            cuts.append(end - min(share, most[end - 1], end))
-            if not cuts[-1]:
-                return np.array(cuts[::-1])
-    return None
 
 
 def _even_cuts(size: int, parts: int) -> np.ndarray:
