@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import argument_filter, callable_module, gradients_apart
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.loss import Loss
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, size_of, too_large_for
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
@@ -99,11 +99,11 @@ class Step:
         try:
             return self._add_gradients(window)
         except TooLarge as error:
-            size = error.size
+            size = error.num_elements
         with torch.no_grad():
             for buffer, before in buffers:  # what counts samples must not count them twice
                 buffer.copy_(before)
-        window.memory.after_failure(size)
+        window.state.max_elements = size // 2
         clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
         return None
 
@@ -117,9 +117,10 @@ class Step:
                 status.failure = _moved(before, window)
             status = self.backend.all_reduce_status(status)
             self.backend.reduce_gradients(self.model, status, self.unused)
-            result = _result(window, status, self.loss)
+            total = sum(status.counts)
+            result = StepResult(status.loss, int(total) if float(total).is_integer() else total, skipped=total == 0)
             if self.loss.counts_in_forward:  # until now the divisor was the number of samples
-                factor = window.num_samples / (sum(status.counts) or 1.0)
+                factor = window.num_samples / (total or 1.0)
                 result.loss_tensor = result.loss_tensor * factor
                 if gradients := [p.grad for p in parameters if p.grad is not None]:
                     torch._foreach_mul_(gradients, factor)
@@ -154,45 +155,40 @@ class Step:
         return window if self.backend.is_sharded else window.fitting()
 
     def _calls(self, window: Window, status: RankStatus) -> tuple[list[Call], Counts]:
-        """The calls of this rank, and what their sums are divided by: the targets of the window over all ranks. Where only the
-        forwards can count them it is the number of samples for now, which keeps the size of the gradients.
+        """The calls of this rank, and the targets of the window over all ranks. Where only the forwards can count them it is the
+        number of samples for now, which keeps the size of the gradients.
         """
-        if self.loss.counts_in_forward:
-            calls = [Call(m) for m in window.micro_batches]
-            return self.backend.equalize(window, calls, self.loss), (window.num_samples,)
-        counts = [self.loss.count(m.batch, len(m)) for m in window.micro_batches]
-        status.counts = tuple(map(sum, zip(*counts, strict=True))) or status.counts
-        known = window.expected_targets is not None and self.loss.num_means == 1 and not self.loss.has_own_count
-        if self.accelerator.num_processes > 1 and known:
-            totals = (window.expected_targets,)
-        else:
+        calls = [Call(m, counts=self.loss.count(m.batch, len(m))) for m in window.micro_batches]
+        totals: Counts = (window.num_samples,)
+        if not self.loss.counts_in_forward:
+            status.counts = _added(status.counts, *(call.counts for call in calls))
             totals = self.backend.all_reduce_status(status).counts
-        if not sum(totals):
+        if not any(totals):
             return [], totals
-        pairs = zip(window.micro_batches, counts, strict=True)
-        calls = [Call(m, counts=n) for m, n in pairs if self.loss.contributes(n)]
-        return self.backend.equalize(window, calls, self.loss), totals
+        return self.backend.equalize(window, [c for c in calls if self.loss.contributes(c.counts)], self.loss), totals
 
     def _accumulate(self, forward: Forward, calls: Sequence[Call], totals: Counts, status: RankStatus) -> None:
         """Forward, term of the window's mean loss, backward: of one micro-batch after the other."""
+        all_reduce = partial(self.backend.all_reduce, status=status)
         with self.accelerator.autocast():
-            self.loss.prepare(calls, forward, partial(self.backend.all_reduce, status=status), forward.device)
+            totals = self.loss.prepare(calls, totals, forward, all_reduce, forward.device)
         for index, planned in enumerate(calls):
             with self.backend.sync(self.model, is_last=index == len(calls) - 1):
                 with self.accelerator.autocast():  # a prepared model has its own; another one is not left in float32
                     call, outputs = forward(planned)
-                    term, counts = self.loss.term(outputs, call, totals)
+                    sums, counts = self.loss.sums(outputs, call)
+                    term = self.loss.mean(sums, totals)
                 weight = call.weight * self.loss.contributes(counts)
                 self.backend.backward(term, weight)
             if weight:
                 status.loss += term.detach()
                 if self.loss.counts_in_forward:
-                    status.counts = tuple(map(sum, zip(status.counts, counts, strict=True)))
+                    status.counts = _added(status.counts, counts)
 
     def _judge_out_of_memory(self, micro_batch: MicroBatch, status: RankStatus) -> None:
         """A micro-batch of several samples can be cut; anything else is a failure."""
         if len(micro_batch) > 1 and not self.backend.is_sharded:
-            status.too_large, status.failure = size_of(micro_batch), None
+            status.too_large, status.failure = num_elements(micro_batch), None
         else:
             status.failure = too_large_for(self.accelerator.process_index, micro_batch)
 
@@ -206,14 +202,8 @@ def _moved(before: dict[str, bytes], window: Window) -> UnkeyedRandomness | None
     )
 
 
-def _result(window: Window, status: RankStatus, loss: Loss) -> StepResult:
-    total = sum(status.counts)
-    if not loss.has_own_count and window.expected_targets not in (None, total):
-        raise ConfigError(
-            f"window {window.index} of epoch {window.epoch} has {int(total)} targets counted as {loss.name}, but target_counts say "
-            f"{window.expected_targets}: correct target_counts, or leave them out."
-        )
-    return StepResult(status.loss, int(total) if float(total).is_integer() else total, skipped=total == 0)
+def _added(*counts: Counts) -> Counts:
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
 @contextmanager

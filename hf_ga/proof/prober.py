@@ -137,7 +137,7 @@ class Prober:
 
     def _value(self, outputs: Any, call: Call, totals: Counts | None) -> tuple[Tensor, float]:
         if totals is not None:
-            return torch.as_tensor(self.loss.term(outputs, call, totals)[0]), 0.0
+            return torch.as_tensor(self.loss.mean(self.loss.sums(outputs, call)[0], totals)), 0.0
         return (head_loss(outputs), 0.0) if self.loss_fn is None else own_loss(self.loss_fn, outputs, call.batch)
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class Prover(Prober):
     def _sum_of_terms(self, calls: list[Call]) -> Probe:
         totals = tuple(map(sum, zip(*(call.counts for call in calls), strict=True)))
         with self._without_router():
-            self.loss.prepare(calls, self._outputs, lambda counts: counts, self.device)
+            totals = self.loss.prepare(calls, totals, self._outputs, lambda counts: counts, self.device)
             losses, gradients = [], None
             for call in calls:
                 loss, _, found = self._probe(call, totals)
@@ -228,8 +228,9 @@ class Prover(Prober):
 
     def _probe_alone(self, batch: Batch) -> Probe:
         """A sample by itself. One without targets of some mean has no loss of the head's own: then by the terms."""
-        call = self._counted(batch, np.arange(1)) if self.loss.num_means > 1 else self._call(batch, np.arange(1))
-        return self._probe(call, call.counts or None)
+        if self.loss.num_means > 1:
+            return self._sum_of_terms([self._counted(batch, np.arange(1))])
+        return self._probe(self._call(batch, np.arange(1)))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
         """What rounding is here: the same samples in reverse order give the same mean, in another order of summation."""
