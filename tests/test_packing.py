@@ -146,7 +146,7 @@ def packing_of(model, sample):
     """Without a proof; packs whatever has padding."""
     dropout = find_dropout_sites(model, lambda count: model(**pad_right([sample] * count)))
     packing = Packing()
-    assert not packing.attach(Traits(model, dropout, False, False, False, False))
+    assert not packing.attach(Traits(model, dropout, False, False))
     packing._gain = 1.0
     return packing
 

@@ -68,17 +68,15 @@ class Traits:
     """What the proof knows of a model before it tries speed-ups.
 
     Attributes:
-        model: unwrapped. dropout: its `KeyedDropout`. has_loss_fn: the loss is the user's. sum_of_means: it is a sum of means
-            (`sums_of_means.py`).
-        has_router: the head adds a router's balancing loss. draws_unkeyed: some draws depend on the split, as the user allowed.
+        model: unwrapped. dropout: its `KeyedDropout`.
+        reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a sum of means).
+        has_router: the head adds a router's balancing loss.
     """
 
     model: nn.Module
     dropout: Hook
-    has_loss_fn: bool
-    sum_of_means: bool
+    reads_logits: bool
     has_router: bool
-    draws_unkeyed: bool
 
 
 class SpeedUp(Hook):
@@ -103,6 +101,3 @@ class SpeedUp(Hook):
     def verdict(self) -> str:
         """After the probe with it: why it had no effect; "" if it had one."""
         return ""
-
-    def learn_counts(self, counts: Counts) -> None:
-        """The targets of the probe, by the rule that was proven."""

@@ -1,5 +1,6 @@
 """The gradient of one window: forwards and backwards of its micro-batches, one exchange of status, one sum over ranks."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -87,11 +88,10 @@ class Step:
         Raises: see `hf_ga.backward_window`.
         """
         self.backend.begin(self.model, self.loss)
-        retries = 0
-        while (result := self._try(window)) is None:
-            retries += 1
-        result.retries = retries
-        return result
+        for retries in itertools.count():
+            if (result := self._try(window)) is not None:
+                result.retries = retries
+                return result
 
     def _try(self, window: Window) -> StepResult | None:
         """None, on all ranks, if memory ran out on one: then nothing is left of the try."""
@@ -99,11 +99,10 @@ class Step:
         try:
             return self._add_gradients(window)
         except TooLarge as error:
-            size = error.num_elements
+            window.state.max_elements = error.num_elements // 2
         with torch.no_grad():
             for buffer, before in buffers:  # what counts samples must not count them twice
                 buffer.copy_(before)
-        window.state.max_elements = size // 2
         clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
         return None
 
@@ -113,8 +112,13 @@ class Step:
         before = random_states()
         with forward.scope(), _undivided(self.accelerator), gradients_apart(parameters):
             status = self._own_share(forward, window, parameters)
-            if not self.allow_split_dependent_randomness and status.failure is None and status.too_large is None:
-                status.failure = _moved(before, window)
+            known = self.allow_split_dependent_randomness or status.failure or status.too_large
+            if not known and (moved := moved_generators(before)):
+                status.failure = UnkeyedRandomness(
+                    f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward "
+                    "did not: this randomness depends on the split of the window. Switch it off, or accept it with "
+                    "allow_split_dependent_randomness."
+                )
             status = self.backend.all_reduce_status(status)
             self.backend.reduce_gradients(self.model, status, self.unused)
             total = sum(status.counts)
@@ -141,9 +145,12 @@ class Step:
         except (ProcessFailed, TooLarge):
             raise
         except Exception as error:
-            status.failure = error
-            if is_out_of_memory(error) and forward.micro_batch is not None:
-                self._judge_out_of_memory(forward.micro_batch, status)
+            status.failure, micro_batch = error, forward.micro_batch
+            if is_out_of_memory(error) and micro_batch is not None:
+                if len(micro_batch) > 1 and not self.backend.is_sharded:  # it can be cut
+                    status.too_large, status.failure = num_elements(micro_batch), None
+                else:
+                    status.failure = too_large_for(self.accelerator.process_index, micro_batch)
         if status.failure is not None and (self.accelerator.num_processes == 1 or self.backend.is_sharded):
             raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
@@ -184,22 +191,6 @@ class Step:
                 status.loss += term.detach()
                 if self.loss.counts_in_forward:
                     status.counts = _added(status.counts, counts)
-
-    def _judge_out_of_memory(self, micro_batch: MicroBatch, status: RankStatus) -> None:
-        """A micro-batch of several samples can be cut; anything else is a failure."""
-        if len(micro_batch) > 1 and not self.backend.is_sharded:
-            status.too_large, status.failure = num_elements(micro_batch), None
-        else:
-            status.failure = too_large_for(self.accelerator.process_index, micro_batch)
-
-
-def _moved(before: dict[str, bytes], window: Window) -> UnkeyedRandomness | None:
-    if not (moved := moved_generators(before)):
-        return None
-    return UnkeyedRandomness(
-        f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward did not: this "
-        "randomness depends on the split of the window. Switch it off, or accept it with allow_split_dependent_randomness."
-    )
 
 
 def _added(*counts: Counts) -> Counts:

@@ -4,7 +4,6 @@ No single weight of a micro-batch is right for such a head: each mean needs its 
 model's head computes is proven on the model, not assumed from its name.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
+from hf_ga.exact.forward import output_of
 from hf_ga.exact.precision import at_least_float32
 
 
@@ -45,8 +45,7 @@ class LabelMean:
 
     def scores(self, outputs: Any) -> Tensor:
         """The logits in at least float32."""
-        logits = outputs.get(self.logits) if isinstance(outputs, Mapping) else getattr(outputs, self.logits, None)
-        if logits is None:
+        if (logits := output_of(outputs, self.logits)) is None:
             raise LossNotAdditive(f"the model returned no {self.logits}, from which one mean of its loss is computed.")
         return at_least_float32(logits)
 

@@ -22,7 +22,6 @@ from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
-from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
 
 
@@ -110,8 +109,8 @@ class ShardedBackend(Backend):
         if not unused:
             return
         parameters = [p for name, p in model.named_parameters() if _own_name(name) in unused]
-        sizes = [0.0 if p.grad is None else float(own_part(p.grad).abs().sum()) for p in parameters]
-        sizes = sum_over_ranks(self.accelerator, sizes)
+        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+        sizes = sum_over_ranks(self.accelerator, [0.0 if g is None else float(g.abs().sum()) for g in gradients])
         for parameter, size in zip(parameters, sizes, strict=True):
             if not size:
                 parameter.grad = None

@@ -73,14 +73,8 @@ class Prover(Prober):
         """
         separated = self._separated(self._rows_with_targets())
         batch = take_rows(separated, TRIAL_ROWS, self.entries)
-        traits = Traits(
-            model=self.model,
-            dropout=self.dropout,
-            has_loss_fn=self.loss_fn is not None,
-            sum_of_means=kind_of(self._accepted(batch)) is not None,
-            has_router=self.router is not None,
-            draws_unkeyed=bool(self.dropout.unkeyed),
-        )
+        reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
+        traits = Traits(self.model, self.dropout, reads_logits, has_router=self.router is not None)
         with ExitStack() as active:
             with self._without_router():
                 plain = self._probe(self._call(batch, TRIAL_ROWS))
@@ -93,9 +87,6 @@ class Prover(Prober):
                     active.enter_context(speed_up.trial())
                     active.enter_context(speed_up.scope(self.model))
             yield
-            for speed_up in self.speed_ups:
-                if self.loss_fn is None:
-                    speed_up.learn_counts(self.loss.count(batch, len(TRIAL_ROWS)))
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """Why it does not pass; "" if it does."""

@@ -47,7 +47,7 @@ class Packing(SpeedUp):
             return "it has no stack of equal layers"
         if traits.has_router:
             return "its router's balancing loss looks at padded batches"
-        if traits.draws_unkeyed:
+        if traits.dropout.unkeyed:
             return "it draws random numbers that are not tied to samples"
         config = getattr(traits.model, "config", None)
         if settings := [name for name in UNSUPPORTED if getattr(config, name, None)]:

@@ -89,12 +89,11 @@ class TrainerLoss(nn.Module):
 
 @dataclass
 class CountedWindow:
-    """A window with its calls, the targets of all of them, what `Loss.mean` divides by, and how many were begun."""
+    """A window with its calls, the targets of all of them, and how many were begun."""
 
     window: Window
     calls: list[Call]
     totals: Counts
-    divisors: Counts = ()
     num_begun: int = 0
 
 
@@ -161,7 +160,8 @@ class WindowLoss:
         call = call.on_device(current.window, self.device)
         for hook in self.hooks:
             hook.before(call)
-        term = loss.mean(loss.sums(self.module(**inputs), replace(call, batch=inputs))[0], current.divisors)
+        sums, _ = loss.sums(self.module(**inputs), replace(call, batch=inputs))
+        term = loss.mean(sums, current.totals)
         if not self._reaches_backward:
             self._reaches_backward = True
             term.register_hook(self._check_not_scaled)
@@ -174,12 +174,11 @@ class WindowLoss:
                 "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
                 "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
             )
-        current = self.current
+        current, prepare = self.current, self.proven.loss.prepare
         if any(current.totals):
             forward = Forward(self.trainer.accelerator, self.module, current.window, self.hooks)
             with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
-                prepare = self.proven.loss.prepare
-                current.divisors = prepare(current.calls, current.totals, forward, lambda counts: counts, self.device)
+                current.totals = prepare(current.calls, current.totals, forward, lambda counts: counts, self.device)
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler
