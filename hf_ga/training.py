@@ -119,7 +119,6 @@ def backward_window(
     # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
-        accelerator,
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
         model,
         proven.loss,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -35,14 +36,12 @@ class RankStatus:
         counts: targets, one number for each mean of the loss.
         has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient of it.
         failure: what went wrong on this rank.
-        too_large: padded elements of the micro-batch for which memory ran out.
     """
 
     loss: Tensor
     counts: Counts
     has_gradient: Sequence[bool] = ()
     failure: Exception | None = None
-    too_large: int | None = None
 
 
 class Backend:
@@ -86,21 +85,21 @@ class Backend:
         Raises:
             The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: memory ran out on a rank.
         """
+        own = status.failure
         if self.accelerator.num_processes == 1:
-            if status.failure is not None:
-                raise status.failure
-            if status.too_large is not None:
-                raise TooLarge(status.too_large)
+            if own is not None:
+                raise own
             return status
-        flags = [status.failure is not None, status.too_large is not None, 0.0]
+        can_be_cut = isinstance(own, TooLarge)
+        flags = [own is not None and not can_be_cut, can_be_cut, 0.0]
         row = torch.tensor([*flags, *status.counts, *status.has_gradient], dtype=torch.float64, device=self.accelerator.device)
         row[2] = status.loss
         dist.all_reduce(row)
         failed, too_large, _, *numbers = row.tolist()
         if failed:
-            _raise_on_all_ranks(self.accelerator, status.failure)
+            _raise_on_all_ranks(None if can_be_cut else own)
         if too_large:
-            smallest = torch.tensor(status.too_large or torch.inf, dtype=row.dtype, device=row.device)
+            smallest = torch.tensor(own.num_elements if can_be_cut else torch.inf, dtype=row.dtype, device=row.device)
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
             raise TooLarge(int(smallest))
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
@@ -181,9 +180,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
     Args:
         parameters: the same on all ranks, in the same order. has_gradient: of each, whether any rank has a gradient.
     """
-    used = [
-        p for p, given in zip(reversed(parameters), reversed(has_gradient), strict=True) if given
-    ]  # backward makes the last first
+    used = [*compress(reversed(parameters), reversed(has_gradient))]  # backward makes the last gradients first
     under_way = []
     for indices in dist._compute_bucket_assignment_by_size(used, [bucket_bytes])[0] if used else []:
         bucket = [used[i] for i in indices]
@@ -195,7 +192,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
         work.wait()
 
 
-def _raise_on_all_ranks(accelerator: Accelerator, failure: Exception | None) -> None:
+def _raise_on_all_ranks(failure: Exception | None) -> None:
     """Every rank raises: its own failure, or the message of the first rank that failed."""
     text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # whatever can be printed
     messages = gather_object([None if failure is None else text])

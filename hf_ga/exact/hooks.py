@@ -36,10 +36,6 @@ class Call:
     window_key: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     weight: int = 1
 
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self.micro_batch)
-
     def on_device(self, window: Window, device: torch.device) -> "Call":
         """The same with its batch and keys on the device."""
         keys = sample_keys(window.seed, window.epoch, self.micro_batch.positions)

@@ -71,7 +71,6 @@ class Step:
         allow_split_dependent_randomness: do not check that no random generator moved.
     """
 
-    accelerator: Accelerator
     backend: Backend
     model: nn.Module
     loss: Loss
@@ -108,12 +107,11 @@ class Step:
 
     def _add_gradients(self, window: Window) -> StepResult:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        forward = Forward(self.accelerator, self.model, window, (self.loss, *self.hooks))
+        forward = Forward(self.backend.accelerator, self.model, window, (self.loss, *self.hooks))
         before = random_states()
-        with forward.scope(), _undivided(self.accelerator), gradients_apart(parameters):
+        with forward.scope(), _undivided(self.backend.accelerator), gradients_apart(parameters):
             status = self._own_share(forward, window, parameters)
-            known = self.allow_split_dependent_randomness or status.failure or status.too_large
-            if not known and (moved := moved_generators(before)):
+            if not self.allow_split_dependent_randomness and status.failure is None and (moved := moved_generators(before)):
                 status.failure = UnkeyedRandomness(
                     f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward "
                     "did not: this randomness depends on the split of the window. Switch it off, or accept it with "
@@ -147,12 +145,11 @@ class Step:
         except Exception as error:
             status.failure, micro_batch = error, forward.micro_batch
             if is_out_of_memory(error) and micro_batch is not None:
-                if len(micro_batch) > 1 and not self.backend.is_sharded:  # it can be cut
-                    status.too_large, status.failure = num_elements(micro_batch), None
-                else:
-                    status.failure = too_large_for(self.accelerator.process_index, micro_batch)
-        if status.failure is not None and (self.accelerator.num_processes == 1 or self.backend.is_sharded):
-            raise status.failure
+                can_be_cut = len(micro_batch) > 1 and not self.backend.is_sharded
+                rank = self.backend.accelerator.process_index
+                status.failure = TooLarge(num_elements(micro_batch)) if can_be_cut else too_large_for(rank, micro_batch)
+            if self.backend.is_sharded:
+                raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
         return status
 
@@ -176,12 +173,12 @@ class Step:
 
     def _accumulate(self, forward: Forward, calls: Sequence[Call], totals: Counts, status: RankStatus) -> None:
         """Forward, term of the window's mean loss, backward: of one micro-batch after the other."""
-        all_reduce = partial(self.backend.all_reduce, status=status)
-        with self.accelerator.autocast():
+        all_reduce, autocast = partial(self.backend.all_reduce, status=status), self.backend.accelerator.autocast
+        with autocast():
             totals = self.loss.prepare(calls, totals, forward, all_reduce, forward.device)
         for index, planned in enumerate(calls):
             with self.backend.sync(self.model, is_last=index == len(calls) - 1):
-                with self.accelerator.autocast():  # a prepared model has its own; another one is not left in float32
+                with autocast():  # a prepared model has its own; another one is not left in float32
                     call, outputs = forward(planned)
                     sums, counts = self.loss.sums(outputs, call)
                     term = self.loss.mean(sums, totals)
