@@ -148,8 +148,8 @@ class Step:
                 can_be_cut = len(micro_batch) > 1 and not self.backend.is_sharded
                 rank = self.backend.accelerator.process_index
                 status.failure = TooLarge(num_elements(micro_batch)) if can_be_cut else too_large_for(rank, micro_batch)
-            if self.backend.is_sharded:
-                raise status.failure
+        if self.backend.is_sharded and status.failure is not None:
+            raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
         return status
 
