@@ -1,7 +1,6 @@
 """No full logits: loss and gradient are the head's own, only rows with a target reach the layer, what needs logits gets them."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import helpers as h
 import numpy as np
@@ -51,7 +50,7 @@ def no_values(monkeypatch):
 def chunked(model, rows=3):
     """The speed-up for a model, without a proof, in chunks of so many rows."""
     speed_up = ChunkedLoss()
-    speed_up.attach(SimpleNamespace(model=model, reads_logits=False))
+    speed_up.attach(model, None, reads_logits=False, has_router=False)
     speed_up.rows_per_chunk = rows
     return speed_up
 

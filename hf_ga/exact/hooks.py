@@ -59,22 +59,6 @@ class Hook:
         """Before the forward of `call`."""
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What the proof knows of a model before it tries speed-ups.
-
-    Attributes:
-        model: unwrapped. dropout: its `KeyedDropout`.
-        reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a sum of means).
-        has_router: the head adds a router's balancing loss.
-    """
-
-    model: nn.Module
-    dropout: Hook
-    reads_logits: bool
-    has_router: bool
-
-
 class SpeedUp(Hook):
     """A hook that must change neither loss nor gradient. The proof compares both with and without it, and leaves it out if they
     differ.
@@ -85,8 +69,14 @@ class SpeedUp(Hook):
 
     name = ""
 
-    def attach(self, traits: Traits) -> str:
-        """Attach to a model. Returns why it is not tried on this one; "" if it is."""
+    def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
+        """Attach to a model. Returns why it is not tried on this one; "" if it is.
+
+        Args:
+            model: unwrapped. dropout: its `KeyedDropout`.
+            reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a sum of means).
+            has_router: the head adds a router's balancing loss.
+        """
         return ""
 
     @contextmanager

@@ -137,7 +137,8 @@ class Step:
         loss = torch.zeros((), dtype=sum_dtype(forward.device), device=forward.device)
         status = RankStatus(loss, (0,) * self.loss.num_means, (False,) * len(parameters))
         try:
-            forward.window = self._fitting(window)
+            window = window.padded_to_window() if self.pad_to_window else window
+            forward.window = window if self.backend.is_sharded else window.fitting()  # sharded, ranks make equally many forwards
             calls, totals = self._calls(forward.window, status)
             self._accumulate(forward, calls, totals, status)
         except (ProcessFailed, TooLarge):
@@ -152,11 +153,6 @@ class Step:
             raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
         return status
-
-    def _fitting(self, window: Window) -> Window:
-        """The window with its micro-batches padded and cut as needed. Under FSDP, ranks must make equal numbers of forwards."""
-        window = window.padded_to_window() if self.pad_to_window else window
-        return window if self.backend.is_sharded else window.fitting()
 
     def _calls(self, window: Window, status: RankStatus) -> tuple[list[Call], Counts]:
         """The calls of this rank, and the targets of the window over all ranks. Where only the forwards can count them it is the

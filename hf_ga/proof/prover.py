@@ -11,7 +11,7 @@ from torch import nn
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.forward import LossFunction, gradients_apart, head_loss
-from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import kind_of
@@ -73,14 +73,12 @@ class Prover(Prober):
         """
         separated = self._separated(self._rows_with_targets())
         batch = take_rows(separated, TRIAL_ROWS, self.entries)
-        reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
-        traits = Traits(self.model, self.dropout, reads_logits, has_router=self.router is not None)
         with ExitStack() as active:
             with self._without_router():
                 plain = self._probe(self._call(batch, TRIAL_ROWS))
                 tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
                 for speed_up in candidates:
-                    if reason := speed_up.attach(traits) or self._try(speed_up, batch, plain, tolerance):
+                    if reason := self._try(speed_up, batch, plain, tolerance):
                         self.left_out[speed_up.name] = reason
                         continue
                     self.speed_ups.append(speed_up)
@@ -90,6 +88,10 @@ class Prover(Prober):
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """Why it does not pass; "" if it does."""
+        reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
+        is_routed = self.router is not None
+        if reason := speed_up.attach(self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed):
+            return reason
         self.speed_ups.append(speed_up)
         try:
             with speed_up.trial(), speed_up.scope(self.model):

@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import OutOfMemory
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import LossFunction, restored_modes
-from hf_ga.exact.hooks import Call, Counts, Hook
+from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.loss import Loss, OwnSum, Sums
 from hf_ga.exact.memory import is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.plan import plan_by_sizes
@@ -126,13 +126,12 @@ class _Share:
 
     Attributes:
         positions: int64, shape (n,): of its samples.
-        sums, counts: of `Loss.sums`; on the host once all micro-batches are computed.
+        tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
         owners: int64: the position that each prediction belongs to. predictions, references: as many.
     """
 
     positions: np.ndarray
-    sums: Sums
-    counts: Counts
+    tally: Sums
     owners: np.ndarray
     predictions: Sequence[Any]
     references: Sequence[Any]
@@ -156,7 +155,8 @@ class _Evaluator:
                 for call in self._calls(window):
                     of_call = self._in_parts(window, call)
                     shares += of_call if call.weight else []
-            return [replace(share, sums=_on_host(share.sums), counts=_on_host(share.counts)) for share in shares]
+            on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
+            return [replace(share, tally=[*map(on_host, share.tally)]) for share in shares]
         except OutOfMemory as error:
             if self.backend.is_sharded:
                 raise
@@ -198,7 +198,7 @@ class _Evaluator:
         with forward.scope():  # not where a reader generates
             call, outputs = forward(call)
             sums, counts = self.loss.sums(outputs, call)
-        return _Share(call.micro_batch.positions, sums, counts, *self.read(outputs, call.batch, call.micro_batch))
+        return _Share(call.micro_batch.positions, (*sums, *counts), *self.read(outputs, call.batch, call.micro_batch))
 
 
 def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
@@ -214,23 +214,12 @@ def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """The mean over all targets, NaN without targets, and their number. Sums are exact, so they do not depend on the
-    micro-batches.
-    """
-    sums = [_sum(parts) for parts in zip(*(share.sums for share in shares), strict=True)]
-    counts = [_sum(parts) for parts in zip(*(share.counts for share in shares), strict=True)]
+    """The mean over all targets, NaN without any, and their number. Sums are exact, whatever the micro-batches were."""
+    tallies = zip(*(share.tally for share in shares), strict=True)
+    totals = [torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy())) for parts in tallies]
+    sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
     number = float(sum(counts[: loss.num_means]))
     return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
-
-
-def _on_host(values: Sums) -> tuple[Tensor, ...]:
-    return tuple(torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in values)
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Elementwise and exact, of scalars or vectors."""
-    sums = [math.fsum(column) for column in torch.stack([*tensors]).reshape(len(tensors), -1).T.tolist()]
-    return torch.tensor(sums, dtype=torch.float64).view_as(tensors[0])
 
 
 def _no_comparison(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, list[Any], list[Any]]:

@@ -50,10 +50,9 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
         )
     run.model.zero_grad(set_to_none=True)
     if is_auto:
-        most = state.max_elements
-        fits = f"micro-batches of {window.num_samples // run.accelerator.num_processes} samples fit into memory"
-        cut = f"out of memory: from now on at most {most} tokens (padding included) in a micro-batch"
-        print_on_main(run.accelerator, f"per_device_train_batch_size auto: {fits if most is None else cut}")
+        samples = f"{window.num_samples // run.accelerator.num_processes} samples"
+        most = samples if state.max_elements is None else f"at most {state.max_elements} tokens (padding included)"
+        print_on_main(run.accelerator, f"per_device_train_batch_size auto: micro-batches of {most} fit into memory")
 
 
 @contextmanager

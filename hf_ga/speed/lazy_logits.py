@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ga.exact.batches import Batch
-from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
@@ -41,10 +41,10 @@ class ChunkedLoss(SpeedUp):
         self.was_read = False  # something else than the loss read logits
         self.rows_per_chunk: int | None = None  # None: as memory allows
 
-    def attach(self, traits: Traits) -> str:
-        if traits.reads_logits:  # after the forward, when under FSDP the layer is sharded again
+    def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
+        if reads_logits:  # after the forward, when under FSDP the layer is sharded again
             return "its loss is computed from the logits"
-        self._model = traits.model
+        self._model = model
         return "" if self.layer is not None else "it has no plain linear output layer"
 
     @property
