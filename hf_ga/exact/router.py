@@ -27,33 +27,29 @@ class Router:
     """The balancing loss of one model. While `patched`, the head's own is zero and what its calls count is kept for `take`.
 
     Attributes:
+        owners: modules of Python that have such a loss; none where the model's family knows none.
         coefficients: of each call of a forward, how much the head weighs it.
         sizes: of each call, the numbers that it adds to what `take` returns: two for each expert and one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self._owners = [module for module in modules if hasattr(module, FUNCTION)]
+        self.owners = [module for module in modules if hasattr(module, FUNCTION)]
         self._calls: list[tuple[Tensor, Tensor]] = []  # what was counted; what the head got, whose gradient is its coefficient
         self.coefficients: list[float] = []
         self.sizes: list[int] = []
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether the model's family has such a loss at all."""
-        return bool(self._owners)
-
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The head's balancing loss is zero, and its calls are kept."""
-        originals = [getattr(owner, FUNCTION) for owner in self._owners]
+        originals = [getattr(owner, FUNCTION) for owner in self.owners]
         try:
-            for owner, original in zip(self._owners, originals, strict=True):
+            for owner, original in zip(self.owners, originals, strict=True):
                 known = list(inspect.signature(original).parameters) == ARGUMENTS
                 setattr(owner, FUNCTION, self._count if known else _unsupported(owner.__name__))
             yield
         finally:
-            for owner, original in zip(self._owners, originals, strict=True):
+            for owner, original in zip(self.owners, originals, strict=True):
                 setattr(owner, FUNCTION, original)
             self._calls.clear()
 

@@ -56,7 +56,7 @@ class Prover(Prober):
     def find_router(self) -> None:
         """Learn whether the head adds a router's balancing loss, and how much it weighs."""
         router = Router(self.model)
-        if self.loss_fn is not None or not router.is_possible:
+        if self.loss_fn is not None or not router.owners:
             return
         with router.patched(), gradients_apart(self.parameters):
             head_loss(self._outputs(self._call(self._rows_with_targets(), ALL_ROWS))).backward()
