@@ -104,10 +104,9 @@ def backward_window(
             process keeps whole gradients between micro-batches.
 
     Raises:
-        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, a precision that would
-            not be the one asked for, or the loader's `target_counts` contradict the proven loss. OutOfMemory: a single sample does
-            not fit or, under FSDP, a micro-batch. ProcessFailed: another process raised one of these, or anything else, in this
-            window.
+        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, or a precision that
+            would not be the one asked for. OutOfMemory: a single sample does not fit or, under FSDP, a micro-batch. ProcessFailed:
+            another process raised one of these, or anything else, in this window.
 
     Example:
         result = backward_window(accelerator, model, window)
@@ -120,7 +119,6 @@ def backward_window(
     # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
-        accelerator,
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
         model,
         proven.loss,

@@ -199,4 +199,4 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
 def _resampled(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
     """The same micro-batch sizes, each filled by draws of its own."""
     request = replace(window.request, sample_ids=generator.integers(num_samples, size=window.num_samples))
-    return replace(window, request=request, batches=window.fetcher[request], expected_targets=None)
+    return replace(window, request=request, batches=window.fetcher[request])

@@ -271,7 +271,7 @@ def test_several_processes_and_sharded_models_are_refused(case, kind, monkeypatc
 
 def test_fp16_that_would_be_float32_is_refused(case):
     given = case(bert_classifier, class_samples(NUM_SAMPLES))
-    with pytest.raises(ConfigError, match="mixed precision must be computed as asked for"):
+    with pytest.raises(ConfigError, match="mixed precision fp16 is not supported"):
         given.run(fp16=True)
 
 

@@ -1,9 +1,9 @@
 """No full logits: loss and gradient are the head's own, only rows with a target reach the layer, what needs logits gets them."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import helpers as h
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_ga
+from hf_ga.exact.hooks import Call
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import evaluation
 from hf_ga.run.losses import make_loss_fn
@@ -49,7 +50,7 @@ def no_values(monkeypatch):
 def chunked(model, rows=3):
     """The speed-up for a model, without a proof, in chunks of so many rows."""
     speed_up = ChunkedLoss()
-    speed_up.attach(SimpleNamespace(model=model, has_loss_fn=False, sum_of_means=False))
+    speed_up.attach(model, None, reads_logits=False, has_router=False)
     speed_up.rows_per_chunk = rows
     return speed_up
 
@@ -421,7 +422,7 @@ def test_heads_that_need_their_logits_get_them(use, why):
 
 def test_an_own_loss_gets_its_logits():
     rule = proven(h.gpt2(), loss_fn=make_loss_fn(0.1, None, shifted=True))
-    assert not rule.speed_ups and "user's own" in rule.left_out["chunked loss"]
+    assert not rule.speed_ups and "computed from the logits" in rule.left_out["chunked loss"]
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------------------
@@ -451,7 +452,7 @@ def test_any_split_is_the_full_batch(build, no_values):
     model, whole = build(), h.pad_right(SAMPLES)
     rule, truth = proven(model), h.full_batch_gradient(model, whole)
     (speed_up,) = rule.speed_ups
-    assert speed_up._counts_rows and speed_up.rows_per_chunk is None
+    assert speed_up._count is not None and speed_up.rows_per_chunk is None
     for micro_batch in (12, 5, 1):
         _, grads, window = gradient_of(model, micro_batch, rule)
         h.assert_promise_1(grads, h.full_batch_gradient(model, whole, torch.float32), truth)
@@ -492,11 +493,12 @@ def test_a_step_under_autocast_is_as_exact_as_with_logits(build, precision, monk
 
 def test_another_number_of_targets_than_counted_is_an_error():
     model, batch = h.gpt2(), h.pad_right(SAMPLES)
-    rule, number = proven(model), int((batch["labels"][:, 1:] != h.IGNORED).sum())
+    rule, number, rows = proven(model), int((batch["labels"][:, 1:] != h.IGNORED).sum()), np.arange(len(SAMPLES))
     (head,) = rule.speed_ups
     for counted in (number, number + 1, number - 1):
+        head._count = lambda batch, num_samples, counted=counted: counted
         with head.scope(model):
-            head.before(SimpleNamespace(counts=(counted,)))
+            head.before(Call(hf_ga.MicroBatch(batch, rows, rows), counts=(counted,)))
             if counted == number:
                 model(**batch).loss.backward()
             else:

@@ -142,7 +142,7 @@ CASES = {
     "loss": "the first module with an output that is not finite is the model itself (Classifier)",
     "gradient": "the gradient of middle.bias is not finite",
     "weight": "the first module with an output that is not finite is embedding (Embedding)",
-    "loss_fn": "the outputs of all modules are finite, so it is loss_fn",
+    "loss_fn": "the outputs of all modules are finite, so it is the loss (loss_fn)",
 }
 
 
@@ -324,10 +324,10 @@ def test_micro_batches_are_cut_where_memory_ran_out_before():
     rule, training = healthy_rule(model), Training(model)
     model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
     _, window, _ = windows_of(samples())
-    window.memory.elements = 24
+    window.state.max_elements = 24
     training.step(window, targets=rule, on_nonfinite="skip")
     assert max(sizes) <= 24
-    window.memory.elements, sizes[:] = None, []  # the control
+    window.state.max_elements, sizes[:] = None, []  # the control
     training.step(window, targets=rule, on_nonfinite="skip")
     assert max(sizes) > 24
 

@@ -24,7 +24,7 @@ import hf_ga
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
-from hf_ga.exact.hooks import Call, Traits
+from hf_ga.exact.hooks import Call
 from hf_ga.exact.masks import keep_mask, sample_keys, window_key
 from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
@@ -146,7 +146,7 @@ def packing_of(model, sample):
     """Without a proof; packs whatever has padding."""
     dropout = find_dropout_sites(model, lambda count: model(**pad_right([sample] * count)))
     packing = Packing()
-    assert not packing.attach(Traits(model, dropout, False, False, False, False))
+    assert not packing.attach(model, dropout, reads_logits=False, has_router=False)
     packing._gain = 1.0
     return packing
 

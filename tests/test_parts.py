@@ -112,7 +112,7 @@ def test_a_part_without_targets_adds_nothing():
 def test_counts_by_hand():
     batch = h.pad_right(answers(8))
     width = batch["input_ids"].shape[1]
-    starts, ends = KINDS["start and end positions"].means
+    starts, ends = KINDS["start and end positions"]
     assert starts.count(batch) == sum(int(p) < width for p in batch["start_positions"]) == 6
     assert ends.count(batch) == 5
 

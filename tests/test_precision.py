@@ -447,9 +447,13 @@ def fp8():
 
 
 REFUSED = {
-    "fp16 on a CPU": (fp16_that_is_float32, h.bert_classifier, r"fp16 on the device cpu.*float32.*enable_fp16_on_cpu.*bf16 or no"),
+    "fp16 on a CPU": (
+        fp16_that_is_float32,
+        h.bert_classifier,
+        r"fp16 is not supported on the device cpu.*bf16 or no.*enable_fp16_on_cpu",
+    ),
     "fp16 without a scaler": (fp16_without_scaler, h.bert_classifier, r"scaler None.*enable_fp16_on_cpu"),
-    "fp8": (fp8, h.bert_classifier, r"fp8, which is not supported yet"),
+    "fp8": (fp8, h.bert_classifier, r"mixed precision fp8 is not supported"),
     "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, some are torch\.bfloat16"),
     "fp16 weights": (make_accelerator, lambda: h.bert_classifier().half(), r"float32, some are torch\.float16"),
 }

@@ -159,7 +159,7 @@ def test_the_coefficient_is_the_heads_own():
     model.router_aux_loss_coef = 0.0
     assert not isinstance(hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter)
     assert module.load_balancing_loss_func is before
-    assert Router(h.bert_classifier()).is_possible is False
+    assert Router(h.bert_classifier()).owners == []
 
 
 @h.seeded

@@ -281,7 +281,7 @@ def test_an_optimizer_prepared_before_the_scaler_is_refused():
     training = Training(accelerator)
     enable_fp16_on_cpu(accelerator)
     (window,) = loader(points(WINDOW))
-    with pytest.raises(hf_ga.ConfigError, match="before enable_fp16_on_cpu"):
+    with pytest.raises(hf_ga.ConfigError, match="behind enable_fp16_on_cpu"):
         training.step(window)
 
 

@@ -236,7 +236,7 @@ REFUSED = {
     ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
-    "no loss": (lambda: head(no_loss), h.class_samples, "returned no loss.*labels, or pass loss_fn"),
+    "no loss": (lambda: head(no_loss), h.class_samples, "without one. Let it return.*labels, or pass loss_fn"),
     "no samples": (h.gpt2, lambda n: [], "needs samples"),
 }
 

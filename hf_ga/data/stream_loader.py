@@ -12,7 +12,6 @@ from accelerate import Accelerator
 
 from hf_ga.data.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.backend import gather_rows
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
@@ -106,7 +105,7 @@ class StreamLoader(BaseLoader):
             self._check_same(request.index, samples)
             self.num_consumed += 1
             self.fetcher.keep_first(samples)
-            window = Window(request, self.fetcher.of(samples), batches, None, self.state, self.splitter)
+            window = Window(request, self.fetcher.of(samples), batches, self.state, self.splitter)
             del request, samples, batches  # what the caller releases is not held here
             yield window
             del window
@@ -135,7 +134,8 @@ class StreamLoader(BaseLoader):
         """One small exchange a window (index -1: the end): processes that read different streams would train on samples twice."""
         if self.layout.num_processes == 1 or not torch.distributed.is_initialized():
             return
-        rows = gather_rows(self.accelerator, [self.epoch, index, len(samples), samples.digest])
+        row = torch.tensor([[self.epoch, index, len(samples), samples.digest]], dtype=torch.float64, device=self.accelerator.device)
+        rows = self.accelerator.gather(row).cpu()
         if (rows != rows[0]).any():
             listed = "; ".join(f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows))
             raise DataError(

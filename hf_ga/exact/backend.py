@@ -6,22 +6,21 @@ none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import compress
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather, gather_object
+from accelerate.utils import DistributedType, gather_object, reduce
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
-from hf_ga.exact.memory import Size, TooLarge
-from hf_ga.exact.precision import sum_dtype
+from hf_ga.exact.memory import TooLarge
 from hf_ga.exact.window import Window
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
@@ -37,14 +36,12 @@ class RankStatus:
         counts: targets, one number for each mean of the loss.
         has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient of it.
         failure: what went wrong on this rank.
-        too_large: size of the micro-batch for which memory ran out.
     """
 
     loss: Tensor
     counts: Counts
     has_gradient: Sequence[bool] = ()
     failure: Exception | None = None
-    too_large: Size | None = None
 
 
 class Backend:
@@ -88,21 +85,23 @@ class Backend:
         Raises:
             The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: memory ran out on a rank.
         """
+        own = status.failure
         if self.accelerator.num_processes == 1:
-            if status.failure is not None:
-                raise status.failure
-            if status.too_large is not None:
-                raise TooLarge(status.too_large)
+            if own is not None:
+                raise own
             return status
-        flags = [status.failure is not None, status.too_large is not None, 0.0]
+        can_be_cut = isinstance(own, TooLarge)
+        flags = [own is not None and not can_be_cut, can_be_cut, 0.0]
         row = torch.tensor([*flags, *status.counts, *status.has_gradient], dtype=torch.float64, device=self.accelerator.device)
         row[2] = status.loss
         dist.all_reduce(row)
         failed, too_large, _, *numbers = row.tolist()
         if failed:
-            _raise_on_all_ranks(self.accelerator, status.failure)
+            _raise_on_all_ranks(None if can_be_cut else own)
         if too_large:
-            raise TooLarge(_smallest(self.accelerator, status.too_large))
+            smallest = torch.tensor(own.num_elements if can_be_cut else torch.inf, dtype=row.dtype, device=row.device)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            raise TooLarge(int(smallest))
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
         self.check_use(given)
         return replace(status, loss=row[2], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
@@ -116,10 +115,9 @@ class Backend:
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The sum over all ranks, of a tensor that each computed in the window so far."""
-        if self.accelerator.num_processes > 1:
+        if not self.is_sharded:  # where a rank that fails ends at once
             self.all_reduce_status(status)  # a rank that failed meanwhile takes part in this collective instead
-            dist.all_reduce(tensor)
-        return tensor
+        return reduce(tensor, "sum")
 
     def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
         """Sum the gradients over all ranks. unused: names of parameters without a gradient in the proof."""
@@ -145,20 +143,16 @@ def check_supported(accelerator: Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched > 1:
         raise ConfigError(
-            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}, so each would train alone. On a "
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}, so each would train alone: on a "
             "machine without a GPU use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
         )
     sizes = getattr(accelerator, "parallelism_config", None)
-    if any((getattr(sizes, f"{name}_size", 1) or 1) > 1 for name in ("tp", "cp", "sp")):
+    shared = [name for name in ("tp_size", "cp_size", "sp_size") if (getattr(sizes, name, 1) or 1) > 1]
+    if shared or accelerator.distributed_type not in SUPPORTED:
         raise ConfigError(
-            "unsupported: tensor, context and sequence parallelism need the same samples on several processes, but hf_ga splits "
-            "windows over all of them. Leave tp_size, cp_size and sp_size at 1."
-        )
-    if accelerator.distributed_type not in SUPPORTED:
-        raise ConfigError(
-            f"unsupported: Accelerate runs under {accelerator.distributed_type.value}, which averages gradients over processes and "
-            f"steps instead of targets. Supported: {', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards "
-            "weights and optimizer as ZeRO does)."
+            f"unsupported: {', '.join(shared) or accelerator.distributed_type.value}. hf_ga splits windows over all processes and "
+            f"averages over targets: use {', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards weights and "
+            "optimizer as ZeRO does), and leave tp_size, cp_size and sp_size at 1."
         )
 
 
@@ -175,32 +169,22 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
     """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves. Waits for the device."""
     if accelerator.num_processes == 1:
         return tuple(numbers)
-    sums = torch.tensor(numbers, dtype=sum_dtype(accelerator.device), device=accelerator.device)
-    dist.all_reduce(sums)
-    return tuple(sums.tolist())
-
-
-def gather_rows(accelerator: Accelerator, numbers: Sequence[float]) -> np.ndarray:
-    """As many numbers from every rank. Returns float64, shape (ranks, len(numbers)). Waits for the device."""
-    row = torch.tensor([numbers], dtype=torch.float64, device=accelerator.device)
-    return gather(row).cpu().numpy()
+    return tuple(reduce(torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum").tolist())
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Replace each `.grad` by its sum over all ranks, in float32 buckets; a rank without one adds zero.
+    """Replace each `.grad` by its sum over all ranks, in the buckets of DDP; a rank without one adds zero.
 
     The gradients become views of the buckets that were sent, so nothing is copied back.
 
     Args:
         parameters: the same on all ranks, in the same order. has_gradient: of each, whether any rank has a gradient.
-
-    Raises:
-        ConfigError: a sparse gradient.
     """
-    used = [parameter for parameter, given in zip(parameters, has_gradient, strict=True) if given]
+    used = [*compress(reversed(parameters), reversed(has_gradient))]  # backward makes the last gradients first
     under_way = []
-    for bucket in _buckets(used, bucket_bytes):
-        flat = torch.cat([_flat_gradient(parameter) for parameter in bucket])
+    for indices in dist._compute_bucket_assignment_by_size(used, [bucket_bytes])[0] if used else []:
+        bucket = [used[i] for i in indices]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         under_way.append(dist.all_reduce(flat, async_op=True))
         for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
@@ -208,37 +192,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
         work.wait()
 
 
-def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one type up to a size, the last ones first: backward makes those first."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in reversed(parameters):
-        if bucket and (size + parameter.nbytes > bucket_bytes or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.nbytes
-    if bucket:
-        yield bucket
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad.layout != torch.strided:
-        raise ConfigError(
-            "gradients are summed over ranks as dense tensors, but one is sparse: use nn.Embedding(..., sparse=False)."
-        )
-    return parameter.grad.reshape(-1)
-
-
-def _smallest(accelerator: Accelerator, size: Size | None) -> Size:
-    """Of the micro-batches that did not fit."""
-    rows = gather_rows(accelerator, (np.inf, np.inf) if size is None else size)
-    return Size(*map(int, min(rows.tolist())))
-
-
-def _raise_on_all_ranks(accelerator: Accelerator, failure: Exception | None) -> None:
+def _raise_on_all_ranks(failure: Exception | None) -> None:
     """Every rank raises: its own failure, or the message of the first rank that failed."""
     text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # whatever can be printed
     messages = gather_object([None if failure is None else text])

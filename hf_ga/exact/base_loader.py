@@ -67,8 +67,8 @@ class BaseLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the iteration: epoch, windows consumed, what makes the order, and the memory limit if there is one."""
-        memory = {} if self.state.memory.elements is None else {"memory": self.state.memory.state_dict()}
-        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity(), **memory}
+        limit = {} if self.state.max_elements is None else {"max_elements": self.state.max_elements}
+        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity(), **limit}
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
         """Continue at a `state_dict()`, also one of another layout.
@@ -85,8 +85,7 @@ class BaseLoader:
             listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
             raise ConfigError(f"this position belongs to another order of windows: {listed}")
         self.epoch, self.num_consumed = state["epoch"], self._carried_over(state) if changed else state["num_consumed"]
-        if "memory" in state:
-            self.state.memory.load_state_dict(state["memory"])
+        self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
     def _carried_over(self, state: dict[str, Any]) -> int:
         """How many of this loader's windows the samples fill that were consumed in another order."""

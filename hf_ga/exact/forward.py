@@ -1,7 +1,7 @@
 """One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,54 +36,41 @@ def callable_module(model: nn.Module) -> nn.Module:
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
 
-    A transformers model names all its inputs; its `**kwargs` are for settings, so other columns stay out of them.
+    A transformers model's `**kwargs` are for settings, so other columns stay out of them. Its inputs are those that its forward
+    names and, as long as each hands `**kwargs` on, the forwards of its base classes.
     """
     model = unwrapped(model)
-    forward = getattr(model, "_original_forward", model.forward)
+    forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
-        named = _named_arguments(forward, type(model))
-    else:
-        parameters = inspect.signature(forward).parameters.values()
-        if any(p.kind == p.VAR_KEYWORD for p in parameters):
-            return dict
-        named = _names(parameters)
-    return lambda batch: {name: value for name, value in batch.items() if name in named}
-
-
-def _named_arguments(forward: Callable, model_class: type) -> set[str]:
-    """Those of its forward and, as long as each hands `**kwargs` on, of the forwards of its base classes."""
-    forwards = [forward, *(vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))]
+        forwards += [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
     named: set[str] = set()
-    for function in forwards:
-        parameters = inspect.signature(function).parameters.values()
-        named |= _names(parameters)
+    for forward in forwards:
+        parameters = inspect.signature(forward).parameters.values()
+        named |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            break
-    return named - {"self"}
+            return lambda batch: {name: value for name, value in batch.items() if name in named}
+    return dict
 
 
-def _names(parameters: Iterable[inspect.Parameter]) -> set[str]:
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+def output_of(outputs: Any, name: str) -> Any:
+    """An entry or attribute of what a model returned; None if there is none."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """The loss that the model's own head computed, a scalar: `outputs.loss`, `outputs["loss"]`, or a scalar output itself.
-
-    One in half precision comes as float32: it is going to be weighted and scaled.
+    """The loss that the model's own head computed, a scalar of at least float32: `outputs.loss`, `outputs["loss"]`, or a scalar
+    output itself.
 
     Raises:
         LossNotAdditive: there is none, or it is not one number.
     """
-    loss = outputs if isinstance(outputs, Tensor) and outputs.numel() == 1 else None
-    if loss is None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
+    loss = outputs if isinstance(outputs, Tensor) else output_of(outputs, "loss")
+    if loss is None or loss.numel() != 1:
+        found = f"a {type(outputs).__name__} without one" if loss is None else f"shape {list(loss.shape)}"
         raise LossNotAdditive(
-            f"the model returned no loss (but a {type(outputs).__name__}). Let it return a dict with a loss, give it labels, or "
-            "pass loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+            f"the model's loss must be one number, got {found}. Let it return a dict with a loss, give it labels, or pass "
+            "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
         )
-    if loss.numel() != 1:
-        raise LossNotAdditive(f"the model's loss has shape {list(loss.shape)}, but must be one number: pass loss_fn.")
     return at_least_float32(loss.reshape(()))
 
 

@@ -36,10 +36,6 @@ class Call:
     window_key: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     weight: int = 1
 
-    def __len__(self) -> int:
-        """Samples."""
-        return len(self.micro_batch)
-
     def on_device(self, window: Window, device: torch.device) -> "Call":
         """The same with its batch and keys on the device."""
         keys = sample_keys(window.seed, window.epoch, self.micro_batch.positions)
@@ -63,24 +59,6 @@ class Hook:
         """Before the forward of `call`."""
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What the proof knows of a model before it tries speed-ups.
-
-    Attributes:
-        model: unwrapped. dropout: its `KeyedDropout`. has_loss_fn: the loss is the user's. sum_of_means: it is a sum of means
-            (`sums_of_means.py`).
-        has_router: the head adds a router's balancing loss. draws_unkeyed: some draws depend on the split, as the user allowed.
-    """
-
-    model: nn.Module
-    dropout: Hook
-    has_loss_fn: bool
-    sum_of_means: bool
-    has_router: bool
-    draws_unkeyed: bool
-
-
 class SpeedUp(Hook):
     """A hook that must change neither loss nor gradient. The proof compares both with and without it, and leaves it out if they
     differ.
@@ -91,8 +69,14 @@ class SpeedUp(Hook):
 
     name = ""
 
-    def attach(self, traits: Traits) -> str:
-        """Attach to a model. Returns why it is not tried on this one; "" if it is."""
+    def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
+        """Attach to a model. Returns why it is not tried on this one; "" if it is.
+
+        Args:
+            model: unwrapped. dropout: its `KeyedDropout`.
+            reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a sum of means).
+            has_router: the head adds a router's balancing loss.
+        """
         return ""
 
     @contextmanager
@@ -103,6 +87,3 @@ class SpeedUp(Hook):
     def verdict(self) -> str:
         """After the probe with it: why it had no effect; "" if it had one."""
         return ""
-
-    def learn_counts(self, counts: Counts) -> None:
-        """The targets of the probe, by the rule that was proven."""

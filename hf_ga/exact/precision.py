@@ -15,16 +15,14 @@ def check_precision(accelerator: Accelerator) -> None:
     Raises:
         ConfigError: fp8, or mixed precision that Accelerate leaves out (fp16 on a CPU).
     """
-    asked = accelerator.mixed_precision
-    if asked == "fp8":
-        raise ConfigError("mixed precision must be no, bf16 or fp16, but is fp8, which is not supported yet: choose one of them.")
-    if asked == "no" or (accelerator.native_amp and (asked != "fp16" or accelerator.scaler is not None)):
-        return
-    raise ConfigError(
-        f"mixed precision must be computed as asked for, but it is {asked} on the device {accelerator.device.type}, where "
-        f"Accelerate computes in float32 (autocast {accelerator.native_amp}, scaler {accelerator.scaler}). Call "
-        "hf_ga.parallel.prepare.enable_fp16_on_cpu(accelerator) before prepare, or use mixed precision bf16 or no."
-    )
+    asked, scaler = accelerator.mixed_precision, accelerator.scaler
+    computes = asked in ("bf16", "fp16") and accelerator.native_amp and (asked == "bf16" or scaler is not None)
+    if asked != "no" and not computes:
+        raise ConfigError(
+            f"mixed precision {asked} is not supported on the device {accelerator.device.type} by this Accelerator (autocast "
+            f"{accelerator.native_amp}, scaler {scaler}): use bf16 or no, or for fp16 on a CPU call "
+            "hf_ga.parallel.prepare.enable_fp16_on_cpu(accelerator) before prepare."
+        )
 
 
 def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
@@ -36,9 +34,8 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     if accelerator.scaler is None or getattr(optimizer, "scaler", None) is accelerator.scaler:
         return
     raise ConfigError(
-        "under fp16 the optimizer must remove the loss scale from the gradients, but this "
-        f"{type(optimizer).__name__} does not know the accelerator's scaler: it was not prepared by this accelerator, or before "
-        "enable_fp16_on_cpu. Call model, optimizer = accelerator.prepare(model, optimizer)."
+        f"under fp16 the optimizer must remove the loss scale from the gradients, but this {type(optimizer).__name__} does not "
+        "know the accelerator's scaler: call model, optimizer = accelerator.prepare(model, optimizer), behind enable_fp16_on_cpu."
     )
 
 

@@ -13,102 +13,71 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.precision import sum_dtype
 
 FUNCTION = "load_balancing_loss_func"  # in the modules of all these families, with one meaning
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
-@dataclass
-class RouterCounts:
-    """What one call of the balancing loss counts, summed over tokens and layers.
-
-    Attributes:
-        chosen: float32, shape (experts,): how often each expert was among the chosen. No gradient.
-        probability: float32, shape (experts,): the sum of the router's probabilities.
-        num_tokens: float32 scalar: tokens times layers.
-        value: what the head got for its loss: a scalar zero, whose gradient is the head's coefficient.
-    """
-
-    chosen: Tensor
-    probability: Tensor
-    num_tokens: Tensor
-    value: Tensor
-
-    def flat(self) -> Tensor:
-        """float64, shape (2 x experts + 1,): additive over tokens."""
-        return torch.cat([self.chosen, self.probability, self.num_tokens.reshape(1)]).to(sum_dtype(self.chosen.device))
-
-
 class Router:
-    """The balancing loss of one model. While `patched`, the head's own is zero and its calls are kept for `take`.
+    """The balancing loss of one model. While `patched`, the head's own is zero and what its calls count is kept for `take`.
 
     Attributes:
-        coefficients: of each call of a forward, how much the head weighs it. num_experts: how many experts it counts.
+        owners: modules of Python that have such a loss; none where the model's family knows none.
+        coefficients: of each call of a forward, how much the head weighs it.
+        sizes: of each call, the numbers that it adds to what `take` returns: two for each expert and one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self._owners = [module for module in modules if hasattr(module, FUNCTION)]
-        self._calls: list[RouterCounts] = []
+        self.owners = [module for module in modules if hasattr(module, FUNCTION)]
+        self._calls: list[tuple[Tensor, Tensor]] = []  # what was counted; what the head got, whose gradient is its coefficient
         self.coefficients: list[float] = []
-        self.num_experts: list[int] = []
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the model's family has such a loss at all."""
-        return bool(self._owners)
+        self.sizes: list[int] = []
 
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The head's balancing loss is zero, and its calls are kept."""
-        originals = [getattr(owner, FUNCTION) for owner in self._owners]
+        originals = [getattr(owner, FUNCTION) for owner in self.owners]
         try:
-            for owner, original in zip(self._owners, originals, strict=True):
+            for owner, original in zip(self.owners, originals, strict=True):
                 known = list(inspect.signature(original).parameters) == ARGUMENTS
                 setattr(owner, FUNCTION, self._count if known else _unsupported(owner.__name__))
             yield
         finally:
-            for owner, original in zip(self._owners, originals, strict=True):
+            for owner, original in zip(self.owners, originals, strict=True):
                 setattr(owner, FUNCTION, original)
             self._calls.clear()
 
-    def take(self) -> list[RouterCounts]:
-        """The calls of the last forward."""
+    def take(self) -> Tensor:
+        """What the calls of the last forward counted, one after the other, float32; it adds up over micro-batches.
+
+        For each call, how often each expert was among the chosen, the sums of the router's probabilities (with a gradient), and the
+        number of tokens times layers.
+        """
         calls, self._calls = self._calls, []
-        return calls
+        return torch.cat([counted for counted, _ in calls])
 
     def find_coefficients(self) -> None:
         """After forward and backward of one batch: what the head multiplies each call's loss with."""
-        calls = self.take()
-        self.coefficients = [0.0 if call.value.grad is None else float(call.value.grad) for call in calls]
-        self.num_experts = [len(call.chosen) for call in calls]
+        self.coefficients = [0.0 if zero.grad is None else float(zero.grad) for _, zero in self._calls]
+        self.sizes = [len(counted) for counted, _ in self._calls]
+        self._calls.clear()
 
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers that each call adds to `flat_counts`."""
-        return [2 * experts + 1 for experts in self.num_experts]
+    def loss(self, own: Tensor, window: Tensor) -> Tensor:
+        """The balancing loss with the probabilities of `own` and the choices and tokens of `window`, both as of `take`.
 
-    def term(self, calls: Sequence[RouterCounts], totals: Tensor) -> Tensor:
-        """What a forward adds to the window's loss. totals: the sum of `flat_counts` over the window."""
+        What a micro-batch adds to the loss of its window; with `own` the window's, the loss itself.
+        """
         terms = []
-        for coefficient, call, part in zip(self.coefficients, calls, totals.float().split(self.sizes), strict=True):
-            chosen, num_tokens = part[: len(call.chosen)], part[-1]
-            terms.append(coefficient * len(chosen) * (chosen / num_tokens) @ (call.probability / num_tokens))
-        return torch.stack(terms).sum()
-
-    def mean(self, totals: Tensor) -> Tensor:
-        """The balancing loss of everything that `totals` counts, a scalar in the type of `totals`."""
-        terms = []
-        for coefficient, experts, part in zip(self.coefficients, self.num_experts, totals.split(self.sizes), strict=True):
-            shares = part[:-1] / part[-1]
-            terms.append(coefficient * experts * shares[:experts] @ shares[experts:])
+        for coefficient, mine, whole in zip(self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True):
+            experts, num_tokens = len(whole) // 2, whole[-1]
+            probability = mine[experts:-1]
+            terms.append(coefficient * experts * (whole[:experts] / num_tokens) @ (probability / num_tokens))
         return torch.stack(terms).sum()
 
     def _count(
@@ -120,20 +89,16 @@ class Router:
     ) -> Tensor | int:
         if not isinstance(gate_logits, tuple) or not gate_logits:
             return 0
-        self._calls.append(_count_choices(gate_logits, top_k, attention_mask))
-        return self._calls[-1].value
+        counted = _count_choices(gate_logits, top_k, attention_mask)
+        self._calls.append((counted, torch.zeros((), device=counted.device, requires_grad=True)))
+        return self._calls[-1][1]
 
 
-def flat_counts(calls: Sequence[RouterCounts]) -> Tensor:
-    """The counts of all calls of a forward in one float64 vector, which adds up over micro-batches."""
-    return torch.cat([call.flat() for call in calls])
-
-
-def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None) -> RouterCounts:
-    """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts)."""
+def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None) -> Tensor:
+    """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts). For the result see `Router.take`."""
     device, num_experts = gate_logits[0].device, gate_logits[0].shape[-1]
     chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
-    num_tokens = torch.zeros((), device=device)
+    num_tokens = torch.zeros(1, device=device)
     for logits in gate_logits:
         probabilities = logits.to(device).softmax(-1)  # in the type in which the head itself chooses
         choices = probabilities.detach().topk(top_k, dim=-1).indices.reshape(-1)
@@ -144,7 +109,7 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
         chosen = chosen.scatter_add(0, choices, counted.repeat_interleave(top_k))
         probability = probability + counted @ probabilities.float()
         num_tokens = num_tokens + counted.sum()
-    return RouterCounts(chosen, probability, num_tokens, torch.zeros((), device=device, requires_grad=True))
+    return torch.cat([chosen, probability, num_tokens])
 
 
 def _unsupported(module_name: str) -> Callable:

@@ -8,7 +8,7 @@ import numpy as np
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.memory import MemoryLimit, size_of
+from hf_ga.exact.memory import num_elements
 from hf_ga.exact.plan import split_evenly
 
 
@@ -17,12 +17,12 @@ class LoaderState:
     """What a loader shares with its windows.
 
     Attributes:
-        memory: the limit of a micro-batch.
+        max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory never ran out.
         proofs: (model, identity of its loss function, what was proven of them), for all models trained on these windows.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a proven loss needs it.
     """
 
-    memory: MemoryLimit = field(default_factory=MemoryLimit)
+    max_elements: int | None = None
     proofs: list[tuple[Any, Any, Any]] = field(default_factory=list)
     pad_to_window: bool = False
 
@@ -41,7 +41,6 @@ class Window:
         micro_batches: this process's micro-batches.
         epoch, index: which window of which epoch (0-based). seed: the loader's.
         num_samples: samples in the window over all processes.
-        expected_targets: targets of the window over all processes, where the loader was given `target_counts`.
         state: what all windows of a loader share.
         splitter: plans the window again where it must be padded to one width.
     """
@@ -49,7 +48,6 @@ class Window:
     request: WindowRequest
     fetcher: Fetcher
     batches: list[dict[str, Any]]
-    expected_targets: int | None = None
     state: LoaderState = field(default_factory=LoaderState)
     splitter: WindowPlanner | None = None
 
@@ -84,10 +82,6 @@ class Window:
     @property
     def num_samples(self) -> int:
         return len(self.request.positions)
-
-    @property
-    def memory(self) -> MemoryLimit:
-        return self.state.memory
 
     def samples(self) -> list[Any]:
         """All samples of the window, not collated."""
@@ -128,8 +122,8 @@ class Window:
 
     def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
         """Offsets in the window of each part that fits. One sample is never cut."""
-        offsets, size, limit = micro_batch.positions - self.positions[0], size_of(micro_batch), self.memory.elements
-        if limit is None or size.elements <= limit:
+        offsets, limit = micro_batch.positions - self.positions[0], self.state.max_elements
+        if limit is None or num_elements(micro_batch) <= limit:
             return [offsets]
-        samples = max(1, limit * size.samples // size.elements)
-        return [offsets[part] for part in split_evenly(size.samples, -(-size.samples // samples))]
+        samples = max(1, limit * len(micro_batch) // num_elements(micro_batch))
+        return [offsets[part] for part in split_evenly(len(micro_batch), -(-len(micro_batch) // samples))]

@@ -34,7 +34,6 @@ class WindowLoader(BaseLoader):
         lengths: tokens of each sample, shape (len(dataset),): windows are planned by them (`plan_by_length`), or by `planner`. Left
             out, they are taken from a `length` or `input_ids` column if there is one (`find_lengths`); without lengths, windows are
             split evenly by number.
-        target_counts: targets of each sample, shape (len(dataset),): every step checks its own count against them.
         max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
             `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are.
@@ -61,14 +60,13 @@ class WindowLoader(BaseLoader):
         seed: int = 0,
         shuffle: bool = True,
         lengths: Sequence[int] | np.ndarray | None = None,
-        target_counts: Sequence[int] | np.ndarray | None = None,
         max_tokens_per_micro_batch: int | None = None,
         planner: Planner | None = None,
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
-        self.num_samples = _checked_length(dataset, lengths, target_counts)
+        self.num_samples = _checked_length(dataset, lengths)
         known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
         known = None if known is None else np.asarray(known)
         super().__init__(
@@ -86,7 +84,6 @@ class WindowLoader(BaseLoader):
         )
         self.shuffle = shuffle
         self.lengths = np.ones(self.num_samples, np.int64) if known is None else known
-        self.target_counts = None if target_counts is None else np.asarray(target_counts)
         self.fetcher = Fetcher(dataset, collate_fn)
         if not len(self):
             raise DataError(_NOTHING_LEFT.format(self.num_samples, self.layout.window_size))
@@ -102,9 +99,7 @@ class WindowLoader(BaseLoader):
         sampler, pin_memory = _remembered(self.requests(), in_flight), self.device.type == "cuda"
         for batches in load_items(self.fetcher, num_workers=self.num_workers, pin_memory=pin_memory, sampler=sampler):
             self.num_consumed += 1
-            request = in_flight.pop(0)
-            targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
-            yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
+            yield Window(in_flight.pop(0), self.fetcher, batches, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
 
     def epochs_done(self, window: Window) -> float:
@@ -130,7 +125,7 @@ def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) ->
         yield request
 
 
-def _checked_length(dataset: Any, lengths: Any, target_counts: Any) -> int:
+def _checked_length(dataset: Any, lengths: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
@@ -138,9 +133,6 @@ def _checked_length(dataset: Any, lengths: Any, target_counts: Any) -> int:
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: there is nothing to train on.")
-    for name, values in (("lengths", lengths), ("target_counts", target_counts)):
-        if values is not None and len(values) != len(dataset):
-            raise ConfigError(f"{name} must have one entry a sample: {len(values)} {name}, {len(dataset)} samples.")
-    if target_counts is not None and not np.any(target_counts):
-        raise DataError(f"none of the {len(dataset)} samples has a target: there is nothing to learn from.")
+    if lengths is not None and len(lengths) != len(dataset):
+        raise ConfigError(f"lengths must have one entry a sample: {len(lengths)} lengths, {len(dataset)} samples.")
     return len(dataset)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -105,12 +104,6 @@ class ShardedBackend(Backend):
                 "newer, FSDP1 or DDP."
             )
 
-    def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """A rank that fails ends at once, so no status is exchanged."""
-        if self.accelerator.num_processes > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
     def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
         """FSDP has reduced them; zeros that it made for parameters of no use are removed, or the optimizer would decay those."""
         if not unused:
@@ -145,21 +138,13 @@ class ShardedBackend(Backend):
 
 
 def _stand_in(window: Window, loss: Loss) -> Call:
-    """The first sample of the window that has targets: its loss is a number.
-
-    Raises:
-        ConfigError: none has, although target_counts say so.
-    """
+    """The first sample of the window that has targets, whose loss is a number; the last one if none has."""
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]
-        if loss.counts_in_forward:
-            return Call(micro_batch)
-        if any(counts := loss.count(micro_batch.batch, 1)):
-            return Call(micro_batch, counts=counts)
-    raise ConfigError(
-        f"window {window.index} of epoch {window.epoch} has no targets, but target_counts say {window.expected_targets}: correct "
-        "target_counts, or leave them out."
-    )
+        call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))
+        if not call.counts or any(call.counts):
+            break
+    return call
 
 
 def _own_name(name: str) -> str:

@@ -21,6 +21,7 @@ from hf_ga.exact.forward import (
     own_loss,
     restored_buffers,
     restored_modes,
+    run_forward,
     unwrapped,
 )
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
@@ -94,8 +95,7 @@ class Prober:
         """A forward on equal samples; what the collate function draws is not the model's doing."""
         with preserved_random_states():
             batch = self._on_device(self.collate([self.by_length[-1]] * num_samples))
-        outputs = self.model(**self._accepted(batch))
-        _ = head_loss(outputs) if self.loss_fn is None else own_loss(self.loss_fn, outputs, batch)
+        run_forward(self.model, batch, self.loss_fn)
 
     def _rows_with_targets(self) -> dict[str, Any]:
         """The probe samples: of the candidates some that have targets, as different as can be; few are repeated. They are of the
@@ -137,7 +137,7 @@ class Prober:
 
     def _value(self, outputs: Any, call: Call, totals: Counts | None) -> tuple[Tensor, float]:
         if totals is not None:
-            return torch.as_tensor(self.loss.term(outputs, call, totals)[0]), 0.0
+            return torch.as_tensor(self.loss.mean(self.loss.sums(outputs, call)[0], totals)), 0.0
         return (head_loss(outputs), 0.0) if self.loss_fn is None else own_loss(self.loss_fn, outputs, call.batch)
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.forward import LossFunction, gradients_apart, head_loss
-from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import kind_of
@@ -56,7 +56,7 @@ class Prover(Prober):
     def find_router(self) -> None:
         """Learn whether the head adds a router's balancing loss, and how much it weighs."""
         router = Router(self.model)
-        if self.loss_fn is not None or not router.is_possible:
+        if self.loss_fn is not None or not router.owners:
             return
         with router.patched(), gradients_apart(self.parameters):
             head_loss(self._outputs(self._call(self._rows_with_targets(), ALL_ROWS))).backward()
@@ -73,32 +73,25 @@ class Prover(Prober):
         """
         separated = self._separated(self._rows_with_targets())
         batch = take_rows(separated, TRIAL_ROWS, self.entries)
-        traits = Traits(
-            model=self.model,
-            dropout=self.dropout,
-            has_loss_fn=self.loss_fn is not None,
-            sum_of_means=kind_of(self._accepted(batch)) is not None,
-            has_router=self.router is not None,
-            draws_unkeyed=bool(self.dropout.unkeyed),
-        )
         with ExitStack() as active:
             with self._without_router():
                 plain = self._probe(self._call(batch, TRIAL_ROWS))
                 tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
                 for speed_up in candidates:
-                    if reason := speed_up.attach(traits) or self._try(speed_up, batch, plain, tolerance):
+                    if reason := self._try(speed_up, batch, plain, tolerance):
                         self.left_out[speed_up.name] = reason
                         continue
                     self.speed_ups.append(speed_up)
                     active.enter_context(speed_up.trial())
                     active.enter_context(speed_up.scope(self.model))
             yield
-            for speed_up in self.speed_ups:
-                if self.loss_fn is None:
-                    speed_up.learn_counts(self.loss.count(batch, len(TRIAL_ROWS)))
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """Why it does not pass; "" if it does."""
+        reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
+        is_routed = self.router is not None
+        if reason := speed_up.attach(self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed):
+            return reason
         self.speed_ups.append(speed_up)
         try:
             with speed_up.trial(), speed_up.scope(self.model):
@@ -163,7 +156,7 @@ class Prover(Prober):
     def _sum_of_terms(self, calls: list[Call]) -> Probe:
         totals = tuple(map(sum, zip(*(call.counts for call in calls), strict=True)))
         with self._without_router():
-            self.loss.prepare(calls, self._outputs, lambda counts: counts, self.device)
+            totals = self.loss.prepare(calls, totals, self._outputs, lambda counts: counts, self.device)
             losses, gradients = [], None
             for call in calls:
                 loss, _, found = self._probe(call, totals)
@@ -228,8 +221,9 @@ class Prover(Prober):
 
     def _probe_alone(self, batch: Batch) -> Probe:
         """A sample by itself. One without targets of some mean has no loss of the head's own: then by the terms."""
-        call = self._counted(batch, np.arange(1)) if self.loss.num_means > 1 else self._call(batch, np.arange(1))
-        return self._probe(call, call.counts or None)
+        if self.loss.num_means > 1:
+            return self._sum_of_terms([self._counted(batch, np.arange(1))])
+        return self._probe(self._call(batch, np.arange(1)))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
         """What rounding is here: the same samples in reverse order give the same mean, in another order of summation."""

@@ -145,18 +145,15 @@ def _search(case: Case, *, backward: bool) -> Found:
 
 def _repeat(case: Case, window: Window, *, backward: bool) -> list[Repeated]:
     """The window's forwards on this rank, with their own dropout. Gradients are left behind."""
-    calls = [Call(m) for m in window.micro_batches]
-    if not case.loss.counts_in_forward:
-        calls = [Call(m, counts=case.loss.count(m.batch, len(m))) for m in window.micro_batches]
-        calls = [call for call in calls if case.loss.contributes(call.counts)]
+    calls = [Call(m, counts=case.loss.count(m.batch, len(m))) for m in window.micro_batches]
+    calls = [call for call in calls if case.loss.contributes(call.counts)]
     forward, repeated = Forward(case.backend.accelerator, case.model, window, (case.loss, case.dropout)), []
     with forward.scope(), _watched(case.model) as modules, torch.set_grad_enabled(backward):
         for planned in case.backend.equalize(window, calls, case.loss):
             modules.clear()
             with case.backend.accelerator.autocast():
                 call, outputs = forward(planned)
-                tally = case.loss.tally(outputs, call)
-                loss = case.loss.mean_of(tally) if case.loss.targets_of(tally) else torch.zeros(())
+                loss = torch.as_tensor(case.loss.mean(*case.loss.sums(outputs, call)))
             one = Repeated(call, _is_finite(loss), list(modules))
             if backward and loss.requires_grad:
                 one.parameter = _bad_gradient(case.model, loss * call.weight)
@@ -232,7 +229,7 @@ def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
     if parameter is not None:
         parts.append(f"the gradient of {parameter} is not finite")
     if samples and module is None and parameter is None:
-        parts.append(f"the outputs of all modules are finite, so it is {case.loss.name if case.loss.has_own_count else 'the loss'}")
+        parts.append(f"the outputs of all modules are finite, so it is the loss ({case.loss.name})")
     if weights := list(dict.fromkeys(name for found in everybody for name in found.weights)):
         parts.append(f"before this step {', '.join(weights[:MAX_NAMED])} held numbers that are not finite")
     parts += [f"the search on process {i} failed: {f.failure}" for i, f in enumerate(everybody) if f.failure is not None]

@@ -16,20 +16,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import OutOfMemory
-from hf_ga.exact.backend import Backend, gather_rows
+from hf_ga.exact.backend import Backend
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import LossFunction, restored_modes
-from hf_ga.exact.hooks import Call, Counts, Hook
-from hf_ga.exact.loss import Loss, OwnSum
-from hf_ga.exact.memory import is_out_of_memory, size_of, too_large_for
+from hf_ga.exact.hooks import Call, Hook
+from hf_ga.exact.loss import Loss, OwnSum, Sums
+from hf_ga.exact.memory import is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.metrics import METRICS, entries_per_sample, predictions_and_references
 from hf_ga.speed.lazy_logits import ChunkedLoss
@@ -116,9 +117,7 @@ def evaluate(
     if not chosen or (reader and reader.predicts_tokens):
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     results |= _computed(chosen, shares)
-    if accelerator.num_processes > 1:  # those of the main process: another kind of machine may round otherwise
-        results = dict(zip(results, gather_rows(accelerator, list(results.values()))[0].tolist(), strict=True))
-    return results
+    return broadcast_from_main(accelerator, results)  # another kind of machine may round otherwise
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,12 @@ class _Share:
 
     Attributes:
         positions: int64, shape (n,): of its samples.
-        tally: what `Loss.mean_of` needs, float64; on the host once all micro-batches are computed.
+        tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
         owners: int64: the position that each prediction belongs to. predictions, references: as many.
     """
 
     positions: np.ndarray
-    tally: Tensor
+    tally: Sums
     owners: np.ndarray
     predictions: Sequence[Any]
     references: Sequence[Any]
@@ -156,7 +155,8 @@ class _Evaluator:
                 for call in self._calls(window):
                     of_call = self._in_parts(window, call)
                     shares += of_call if call.weight else []
-            return [replace(share, tally=share.tally.cpu()) for share in shares]
+            on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
+            return [replace(share, tally=[*map(on_host, share.tally)]) for share in shares]
         except OutOfMemory as error:
             if self.backend.is_sharded:
                 raise
@@ -164,11 +164,11 @@ class _Evaluator:
 
     def _calls(self, window: Window) -> list[Call]:
         """Of this rank; under FSDP, where forwards are collectives, as many as of the rank that has most."""
-        calls = [Call(micro_batch, counts=self._counts(micro_batch)) for micro_batch in window.micro_batches]
+        calls = [self._call(micro_batch) for micro_batch in window.micro_batches]
         return self.backend.equalize(window, calls, self.loss)
 
-    def _counts(self, micro_batch: MicroBatch) -> Counts:
-        return () if self.loss.counts_in_forward else self.loss.count(micro_batch.batch, len(micro_batch))
+    def _call(self, micro_batch: MicroBatch) -> Call:
+        return Call(micro_batch, counts=self.loss.count(micro_batch.batch, len(micro_batch)))
 
     def _in_parts(self, window: Window, call: Call) -> list[_Share]:
         """Of a micro-batch; where it does not fit into memory, of its parts, on this rank alone.
@@ -181,14 +181,14 @@ class _Evaluator:
             micro_batch, *others = window.fitting_parts(pending.pop())
             pending += others
             try:
-                shares.append(self._share(window, replace(call, micro_batch=micro_batch, counts=self._counts(micro_batch))))
+                shares.append(self._share(window, replace(self._call(micro_batch), weight=call.weight)))
                 continue
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 if len(micro_batch) == 1 or self.backend.is_sharded:
-                    raise too_large_for(self.backend.accelerator.process_index, micro_batch, evaluating=True) from error
-            window.memory.after_failure(size_of(micro_batch))
+                    raise too_large_for(self.backend.accelerator.process_index, micro_batch) from error
+            window.state.max_elements = num_elements(micro_batch) // 2
             clear_device_cache(garbage_collection=True)  # now that no traceback holds its tensors
             pending.append(micro_batch)
         return shares
@@ -197,8 +197,8 @@ class _Evaluator:
         forward = Forward(self.backend.accelerator, self.model, window, (self.loss, *self.hooks))
         with forward.scope():  # not where a reader generates
             call, outputs = forward(call)
-            tally = self.loss.tally(outputs, call)
-        return _Share(call.micro_batch.positions, tally, *self.read(outputs, call.batch, call.micro_batch))
+            sums, counts = self.loss.sums(outputs, call)
+        return _Share(call.micro_batch.positions, (*sums, *counts), *self.read(outputs, call.batch, call.micro_batch))
 
 
 def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
@@ -214,13 +214,12 @@ def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """The mean over all targets, NaN without targets, and their number. Sums are exact, so they do not depend on the
-    micro-batches.
-    """
-    columns = zip(*(share.tally.tolist() for share in shares), strict=True)
-    total = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
-    number = loss.targets_of(total)
-    return {"loss": float(loss.mean_of(total)) if number else float("nan"), "num_targets": number}
+    """The mean over all targets, NaN without any, and their number. Sums are exact, whatever the micro-batches were."""
+    tallies = zip(*(share.tally for share in shares), strict=True)
+    totals = [torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy())) for parts in tallies]
+    sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+    number = float(sum(counts[: loss.num_means]))
+    return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
 
 
 def _no_comparison(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, list[Any], list[Any]]:

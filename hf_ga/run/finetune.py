@@ -227,7 +227,7 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
         "changes": progress.changes,
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
-        "most_tokens_in_a_micro_batch": run.windows.state.memory.elements,  # None: memory never ran out
+        "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: memory never ran out
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.proven),

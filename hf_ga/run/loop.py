@@ -84,8 +84,9 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
-    if 0 < run.windows.state.memory.num_retries == result.retries:  # for the first time in the run
-        _write(run, str(run.windows.state.memory))
+    if result.retries:
+        most = run.windows.state.max_elements
+        _write(run, f"out of memory: from now on at most {most} tokens (padding included) in a micro-batch; the update is the same")
     line = {
         "step": progress.step,
         "epoch": run.windows.epochs_done(window),

@@ -11,7 +11,7 @@ from hf_ga.errors import HfGaError, OutOfMemory
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.memory import is_out_of_memory, size_of
+from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.processes import print_on_main
@@ -31,10 +31,10 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
     Raises:
         OutOfMemory: a single sample does not fit or, under FSDP, the micro-batch.
     """
-    is_auto, memory = config.per_device_train_batch_size == AUTO, run.windows.state.memory
+    is_auto, state = config.per_device_train_batch_size == AUTO, run.windows.state
     if is_sharded(run.accelerator):
-        memory.elements = None  # of a checkpoint without FSDP: here nothing can be cut
-    elif not is_auto or memory.elements is not None:
+        state.max_elements = None  # of a checkpoint without FSDP: here nothing can be cut
+    elif not is_auto or state.max_elements is not None:
         return
     with restored_modes(run.model), restored_buffers(run.model), preserved_random_states(), _room_for_moments(run):
         run.model.train()
@@ -50,8 +50,9 @@ def find_limit(config: FinetuneConfig, run: Run, data: PreparedData) -> None:
         )
     run.model.zero_grad(set_to_none=True)
     if is_auto:
-        fits = f"micro-batches of {size_of(window.micro_batches[0])} fit into memory"
-        print_on_main(run.accelerator, f"per_device_train_batch_size auto: {fits if memory.elements is None else memory}")
+        samples = f"{window.num_samples // run.accelerator.num_processes} samples"
+        most = samples if state.max_elements is None else f"at most {state.max_elements} tokens (padding included)"
+        print_on_main(run.accelerator, f"per_device_train_batch_size auto: micro-batches of {most} fit into memory")
 
 
 @contextmanager

@@ -95,8 +95,6 @@ def _loader(
         global_batch_size=layout.window_size,
         seed=config.seed,
         lengths=planned_lengths(data),
-        # Masks differ from epoch to epoch, and heads count an answer as one target or as two, its begin and its end.
-        target_counts=None if data.is_masked or data.task.labels == "answers" else data.splits["train"]["num_targets"],
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
         drop_last_window=config.drop_last_window,
         num_workers=config.dataloader_num_workers,

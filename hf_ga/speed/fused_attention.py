@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_ga.exact.attention import bias_of, causal_bias, dropped_attention
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.hooks import SpeedUp, Traits
+from hf_ga.exact.hooks import SpeedUp
 
 
 class FusedAttention(SpeedUp):
@@ -25,8 +25,8 @@ class FusedAttention(SpeedUp):
     def __init__(self) -> None:
         self._was_used = False
 
-    def attach(self, traits: Traits) -> str:
-        self._dropout: KeyedDropout = traits.dropout
+    def attach(self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool) -> str:
+        self._dropout = dropout
         return "" if self._dropout.sites else "the model draws no dropout"
 
     @contextmanager

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_ga.exact.hooks import Call, Counts, SpeedUp, Traits
+from hf_ga.exact.batches import Batch
+from hf_ga.exact.hooks import Call, Hook, SpeedUp
+from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
 Forward = Callable[[Tensor], Tensor]
@@ -33,18 +35,16 @@ class ChunkedLoss(SpeedUp):
 
     def __init__(self) -> None:
         self._expected: int | None = None  # rows with a target in the next forward
-        self._counts_rows = False  # the head has one cross entropy, with as many targets as the proven rule counts
+        self._count: Callable[[Batch, int], int] | None = None  # counts on the host the targets of the head's only cross entropy
+        self._call: Call | None = None
         self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
-        self._trial_rows: list[int] = []
         self.was_read = False  # something else than the loss read logits
         self.rows_per_chunk: int | None = None  # None: as memory allows
 
-    def attach(self, traits: Traits) -> str:
-        if traits.has_loss_fn:
-            return "the loss is the user's own"
-        if traits.sum_of_means:  # computed after the forward, when under FSDP the layer is sharded again
-            return "its loss is a sum of means, which is computed from the logits"
-        self._model = traits.model
+    def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
+        if reads_logits:  # after the forward, when under FSDP the layer is sharded again
+            return "its loss is computed from the logits"
+        self._model = model
         return "" if self.layer is not None else "it has no plain linear output layer"
 
     @property
@@ -71,17 +71,17 @@ class ChunkedLoss(SpeedUp):
             self.rows_per_chunk = None
 
     def verdict(self) -> str:
-        self._trial_rows = list(self._rows)
         if not self._rows:
             return "its loss is not a cross entropy of the logits"
+        micro_batch = self._call.micro_batch
+        rules = (COUNTING_RULES[name] for name in ("shifted labels", "labels") if "labels" in micro_batch.batch)
+        self._count = next((rule for rule in rules if [rule(micro_batch.batch, len(micro_batch))] == self._rows), None)
         return "its logits are read beside the loss" if self.was_read else ""
 
-    def learn_counts(self, counts: Counts) -> None:
-        self._counts_rows = self._trial_rows == list(counts)
-
     def before(self, call: Call) -> None:
-        """Targets that were counted on the host need not be counted on the device."""
-        self._expected = call.counts[0] if self._counts_rows and call.counts else None
+        """Targets that can be counted on the host need not be counted on the device."""
+        self._call, micro_batch = call, call.micro_batch
+        self._expected = self._count(micro_batch.batch, len(micro_batch)) if self._count and call.counts else None
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:

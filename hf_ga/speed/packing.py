@@ -20,7 +20,7 @@ from transformers import AttentionInterface, Cache
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.dropout import DropoutSite, KeyedDropout
-from hf_ga.exact.hooks import Call, SpeedUp, Traits
+from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers that have a row for each token
@@ -41,18 +41,18 @@ class Packing(SpeedUp):
         self._was_packed = self._is_in_attention = False
         self._shared: list[tuple[Tensor, Tensor]] = []  # per-token arguments of this micro-batch, padded and packed
 
-    def attach(self, traits: Traits) -> str:
-        layers = find_stack(traits.model)
+    def attach(self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool) -> str:
+        layers = find_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
-        if traits.has_router:
+        if has_router:
             return "its router's balancing loss looks at padded batches"
-        if traits.draws_unkeyed:
+        if dropout.unkeyed:
             return "it draws random numbers that are not tied to samples"
-        config = getattr(traits.model, "config", None)
+        config = getattr(model, "config", None)
         if settings := [name for name in UNSUPPORTED if getattr(config, name, None)]:
             return f"its configuration has {settings[0]}"
-        self._dropout: KeyedDropout = traits.dropout
+        self._dropout: KeyedDropout = dropout
         self._layers = layers
         self._modules = frozenset(module for layer in layers for module in layer.modules())
         self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]

@@ -68,8 +68,7 @@ class TrainerLoss(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The model's output layer, for the speed-up that makes no full logits."""
-        get = getattr(self.model, "get_output_embeddings", None)
-        return None if get is None else get()
+        return getattr(self.model, "get_output_embeddings", lambda: None)()
 
     def prove(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> ProvenLoss:
         """The rule that counts the targets of this loss. An own loss that is no mean by itself may be one of the items' number."""
@@ -160,7 +159,7 @@ class WindowLoss:
         call = call.on_device(current.window, self.device)
         for hook in self.hooks:
             hook.before(call)
-        term, _ = loss.term(self.module(**inputs), replace(call, batch=inputs), current.totals)
+        term = loss.mean(loss.sums(self.module(**inputs), replace(call, batch=inputs))[0], current.totals)
         if not self._reaches_backward:
             self._reaches_backward = True
             term.register_hook(self._check_not_scaled)
@@ -173,10 +172,11 @@ class WindowLoss:
                 "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
                 "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
             )
-        if any(self.current.totals):
-            forward = Forward(self.trainer.accelerator, self.module, self.current.window, self.hooks)
+        current, loss = self.current, self.proven.loss
+        if any(current.totals):
+            forward = Forward(self.trainer.accelerator, self.module, current.window, self.hooks)
             with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
-                self.proven.loss.prepare(self.current.calls, forward, lambda counts: counts, self.device)
+                current.totals = loss.prepare(current.calls, current.totals, forward, lambda counts: counts, self.device)
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler
