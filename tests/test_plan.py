@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
-from hf_ga.exact.plan import plan_by_sizes, plan_window, split_evenly
+from hf_ga.exact.plan import plan_by_sizes, plan_window
 
 window_sizes, processes, limits = st.integers(0, 300), st.integers(1, 20), st.integers(1, 70)
 lengths_lists = st.lists(st.integers(1, 50), max_size=80)
@@ -24,16 +24,6 @@ def sizes_of(plan):
 
 def as_lists(plan):
     return [[micro_batch.tolist() for micro_batch in share] for share in plan]
-
-
-@pytest.mark.parametrize(
-    ("size", "parts", "expected"),
-    [(13, 4, [4, 3, 3, 3]), (12, 4, [3, 3, 3, 3]), (2, 3, [1, 1, 0]), (0, 2, [0, 0]), (5, 1, [5])],
-)
-def test_split_evenly_by_hand(size, parts, expected):
-    slices = split_evenly(size, parts)
-    assert [s.stop - s.start for s in slices] == expected
-    assert [i for s in slices for i in range(size)[s]] == list(range(size))
 
 
 @pytest.mark.parametrize(

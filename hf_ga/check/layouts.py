@@ -7,7 +7,6 @@ import numpy as np
 
 from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
-from hf_ga.exact.plan import split_evenly
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 
@@ -82,7 +81,7 @@ def _named(name: str, lengths: np.ndarray) -> CheckedLayout:
     if name == "uneven":
         sizes = [max(1, int(share * n)) for share in UNEVEN]
         return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
-    sizes = [part.stop - part.start for part in split_evenly(n, ACCUMULATION_STEPS)]
+    sizes = [len(part) for part in np.array_split(np.arange(n), ACCUMULATION_STEPS)]
     return _of_sizes(name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None)
 
 

@@ -131,14 +131,8 @@ def _even_in_width(cuts: np.ndarray, widths: np.ndarray) -> np.ndarray:
     starts = np.append(np.flatnonzero(np.append(True, of_width[1:] != of_width[:-1])), len(of_width)).tolist()
     runs = [np.empty(0, np.int64)]
     for first, last in pairwise(starts):
-        runs.append(_even_cuts(cuts[last] - cuts[first], last - first)[:-1] + cuts[first])
+        runs.append([part[0] for part in np.array_split(np.arange(cuts[first], cuts[last]), last - first)])
     return np.concatenate([*runs, cuts[-1:]]).astype(np.int64)
-
-
-def _even_cuts(size: int, parts: int) -> np.ndarray:
-    """0 ... size: parts that differ by at most one, larger ones first."""
-    small, larger = divmod(int(size), int(parts))
-    return np.append(0, np.cumsum(np.repeat([small + 1, small], [larger, parts - larger])))
 
 
 def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:

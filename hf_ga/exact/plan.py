@@ -12,16 +12,6 @@ Plan = list[list[np.ndarray]]
 Planner = Callable[[np.ndarray, int], Plan]
 
 
-def split_evenly(size: int, parts: int) -> list[slice]:
-    """Cut `size` things into `parts` consecutive slices whose sizes differ by at most one, larger ones first.
-
-    >>> [s.stop - s.start for s in split_evenly(13, 4)]
-    [4, 3, 3, 3]
-    """
-    sizes = _even_sizes(size, parts)
-    return [slice(end - size, end) for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)]
-
-
 def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> Plan:
     """Split a window evenly over processes, then every share into as few micro-batches as the limit allows.
 
@@ -39,10 +29,11 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
     Raises:
         ValueError: a size is below its least value.
     """
-    _check_sizes("plan_window", window_size, num_processes, micro_batch_size)
-    offsets = np.arange(window_size)
-    shares = [offsets[part] for part in split_evenly(window_size, num_processes)]
-    return [_cut(share, micro_batch_size) for share in shares]
+    if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
+        sizes = f"{window_size}, {num_processes}, {micro_batch_size}"
+        raise ValueError(f"plan_window needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, got {sizes}")
+    shares = np.array_split(np.arange(window_size), num_processes)  # larger ones first
+    return [np.array_split(share, -(-len(share) // micro_batch_size)) if len(share) else [] for share in shares]
 
 
 def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int]) -> Plan:
@@ -79,21 +70,3 @@ def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
         raise ConfigError(
             f"a plan must hold each of the offsets 0 ... {window_size - 1} once: the planner drops or repeats samples."
         )
-
-
-def _check_sizes(name: str, window_size: int, num_processes: int, micro_batch_size: int) -> None:
-    if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
-        raise ValueError(
-            f"{name} needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, got "
-            f"{window_size}, {num_processes}, {micro_batch_size}"
-        )
-
-
-def _even_sizes(size: int, parts: int) -> list[int]:
-    small, larger = divmod(size, parts)
-    return [small + (part < larger) for part in range(parts)]
-
-
-def _cut(offsets: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
-    parts = -(-len(offsets) // micro_batch_size)
-    return [offsets[part] for part in split_evenly(len(offsets), parts)] if parts else []

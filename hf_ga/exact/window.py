@@ -9,7 +9,6 @@ from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.memory import num_elements
-from hf_ga.exact.plan import split_evenly
 
 
 @dataclass
@@ -126,4 +125,4 @@ class Window:
         if limit is None or num_elements(micro_batch) <= limit:
             return [offsets]
         samples = max(1, limit * len(micro_batch) // num_elements(micro_batch))
-        return [offsets[part] for part in split_evenly(len(micro_batch), -(-len(micro_batch) // samples))]
+        return np.array_split(offsets, -(-len(micro_batch) // samples))
