@@ -324,10 +324,10 @@ def test_micro_batches_are_cut_where_memory_ran_out_before():
     rule, training = healthy_rule(model), Training(model)
     model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
     _, window, _ = windows_of(samples())
-    window.memory.elements = 24
+    window.state.memory.elements = 24
     training.step(window, targets=rule, on_nonfinite="skip")
     assert max(sizes) <= 24
-    window.memory.elements, sizes[:] = None, []  # the control
+    window.state.memory.elements, sizes[:] = None, []  # the control
     training.step(window, targets=rule, on_nonfinite="skip")
     assert max(sizes) > 24
 

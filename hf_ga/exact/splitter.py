@@ -1,6 +1,6 @@
 """One window and a plan -> the request for this rank's part of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,11 +38,3 @@ class Splitter:
         """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
         equal = whole_window and isinstance(self.planner, ByLength)
         return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
-
-    def padded_to_window(self, request: WindowRequest) -> WindowRequest:
-        """The same window with all micro-batches as wide as its longest sample: where it was planned by lengths, planned anew, as
-        micro-batches of many short samples would be too large now.
-        """
-        if request.lengths is None:
-            return replace(request, whole_window=True)
-        return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)

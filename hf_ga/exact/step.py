@@ -103,7 +103,7 @@ class Step:
         with torch.no_grad():
             for buffer, before in buffers:  # what counts samples must not count them twice
                 buffer.copy_(before)
-        window.memory.after_failure(size)
+        window.state.memory.after_failure(size)
         clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
         return None
 

@@ -1,6 +1,7 @@
 """WindowLoader: dataset + order + plan -> windows, with workers that prefetch the next ones."""
 
 from collections.abc import Iterator, Sequence
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,6 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Planner
 from hf_ga.exact.window import Window
 from hf_ga.exact.workers import load_items
-
-_NOTHING_LEFT = (
-    "drop_last_window leaves nothing: {} samples are less than one window of {}. Use a smaller global batch, or keep it."
-)
 
 
 class WindowLoader(BaseLoader):
@@ -68,28 +65,19 @@ class WindowLoader(BaseLoader):
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
-        self.num_samples = _checked_length(dataset, lengths, target_counts)
+        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, drop_last_window, num_workers)
+        self.num_samples, self.shuffle = _checked_length(dataset, lengths=lengths, target_counts=target_counts), shuffle
+        if not len(self):
+            raise DataError(
+                f"{self.num_samples} samples are less than one window of {self.layout.window_size}: the dataset is empty, or "
+                "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the last window."
+            )
         known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
-        known = None if known is None else np.asarray(known)
-        super().__init__(
-            accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed=seed,
-            planner=planner,
-            by_length=known is not None,
-            longest=None if known is None else int(known.max()),
-            max_tokens=max_tokens_per_micro_batch,
-            pad_to_window=pad_to_window,
-            drop_last_window=drop_last_window,
-            num_workers=num_workers,
-        )
-        self.shuffle = shuffle
-        self.lengths = np.ones(self.num_samples, np.int64) if known is None else known
+        self.lengths = np.ones(self.num_samples, np.int64) if known is None else np.asarray(known)
+        longest = None if known is None else int(self.lengths.max())
+        self.splitter = self._make_splitter(planner, known is not None, longest, max_tokens_per_micro_batch)
         self.target_counts = None if target_counts is None else np.asarray(target_counts)
         self.fetcher = Fetcher(dataset, collate_fn)
-        if not len(self):
-            raise DataError(_NOTHING_LEFT.format(self.num_samples, self.layout.window_size))
 
     def __len__(self) -> int:
         """Windows in an epoch."""
@@ -98,11 +86,10 @@ class WindowLoader(BaseLoader):
 
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
-        in_flight: list[WindowRequest] = []
-        sampler, pin_memory = _remembered(self.requests(), in_flight), self.device.type == "cuda"
-        for batches in load_items(self.fetcher, num_workers=self.num_workers, pin_memory=pin_memory, sampler=sampler):
+        requests, to_load = tee(self.requests())
+        loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
+        for batches, request in zip(loaded, requests, strict=True):
             self.num_consumed += 1
-            request = in_flight.pop(0)
             targets = None if self.target_counts is None else int(self.target_counts[request.sample_ids].sum())
             yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
@@ -123,24 +110,13 @@ class WindowLoader(BaseLoader):
         return {**super()._identity(), "num_samples": self.num_samples, "shuffle": int(self.shuffle)}
 
 
-def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) -> Iterator[WindowRequest]:
-    """Hand requests out and keep them in order: the loader returns their results in the same order."""
-    for request in requests:
-        seen.append(request)
-        yield request
-
-
-def _checked_length(dataset: Any, lengths: Any, target_counts: Any) -> int:
+def _checked_length(dataset: Any, **of_samples: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
             "without streaming, or take a StreamLoader."
         )
-    if len(dataset) == 0:
-        raise DataError("the dataset is empty: there is nothing to train on.")
-    for name, values in (("lengths", lengths), ("target_counts", target_counts)):
+    for name, values in of_samples.items():
         if values is not None and len(values) != len(dataset):
             raise ConfigError(f"{name} must have one entry a sample: {len(values)} {name}, {len(dataset)} samples.")
-    if target_counts is not None and not np.any(target_counts):
-        raise DataError(f"none of the {len(dataset)} samples has a target: there is nothing to learn from.")
     return len(dataset)

@@ -188,7 +188,7 @@ class _Evaluator:
                     raise
                 if len(micro_batch) == 1 or self.backend.is_sharded:
                     raise too_large_for(self.backend.accelerator.process_index, micro_batch, evaluating=True) from error
-            window.memory.after_failure(size_of(micro_batch))
+            window.state.memory.after_failure(size_of(micro_batch))
             clear_device_cache(garbage_collection=True)  # now that no traceback holds its tensors
             pending.append(micro_batch)
         return shares

@@ -122,7 +122,7 @@ def run_long_sample(folder: Path) -> None:
         said = f"{type(error).__name__}: {error}"
     device.fits = 30
     result = hf_ga.backward_window(accelerator, wrapped, window, targets=rule)
-    save(accelerator, folder, "long", None, said=said, sample=long, loss=result.loss, limit=window.memory.elements)
+    save(accelerator, folder, "long", None, said=said, sample=long, loss=result.loss, limit=window.state.memory.elements)
 
 
 def run_finetune(config: Path, first_failing: int) -> None:
