@@ -381,7 +381,7 @@ def test_the_order_is_that_of_the_buffer_in_every_layout():
             loader.set_epoch(1)
             windows = list(loader)
             assert flat(w.sample_ids.tolist() for w in windows) == expected
-            assert flat(w.positions.tolist() for w in windows) == list(range(50))
+            assert flat(w.request.positions.tolist() for w in windows) == list(range(50))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------
