@@ -103,10 +103,6 @@ class StreamLoader(BaseLoader):
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 
-    def epochs_done(self, window: Window) -> float:
-        """Whole passes before the window, for reports: how much of its own pass is done is not known."""
-        return float(window.epoch)
-
     def _reader(self) -> WindowReader:
         return WindowReader(
             self.dataset,

@@ -13,8 +13,7 @@ from hf_ga.exact.costs import cost_model
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.plan import Plan, Planner, plan_window
-from hf_ga.exact.splitter import Splitter
-from hf_ga.exact.window import LoaderState
+from hf_ga.exact.window import LoaderState, Splitter
 
 
 class BaseLoader:

@@ -7,9 +7,10 @@ import numpy as np
 
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.memory import MemoryLimit, size_of
-from hf_ga.exact.plan import split_evenly
-from hf_ga.exact.splitter import Splitter
+from hf_ga.exact.plan import Plan, Planner, check_plan, split_evenly
 
 
 @dataclass
@@ -25,6 +26,36 @@ class LoaderState:
     memory: MemoryLimit = field(default_factory=MemoryLimit)
     proofs: list[tuple[Any, Any, Any]] = field(default_factory=list)
     pad_to_window: bool = False
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Makes requests: which part of a window this process computes, from what all processes know."""
+
+    seed: int
+    layout: Layout
+    planner: Planner
+    process_index: int
+
+    def request(
+        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
+    ) -> WindowRequest:
+        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
+
+        Raises:
+            ConfigError: the planner drops or repeats samples.
+        """
+        plan = self.plan(lengths, whole_window)
+        check_plan(plan, len(sample_ids), self.layout.num_processes)
+        positions = index * self.layout.window_size + np.arange(len(sample_ids))
+        own, most = plan[self.process_index], max(map(len, plan))
+        known = lengths if isinstance(self.planner, ByLength) else None
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
+
+    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
+        equal = whole_window and isinstance(self.planner, ByLength)
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
 
 
 @dataclass

@@ -94,10 +94,6 @@ class WindowLoader(BaseLoader):
             yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
 
-    def epochs_done(self, window: Window) -> float:
-        """Passes over the dataset up to the end of the window, for reports."""
-        return window.epoch + (window.index + 1) / len(self)
-
     def requests(self) -> Iterator[WindowRequest]:
         """What the windows of the current epoch that are not consumed yet will be made of."""
         order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
