@@ -30,16 +30,16 @@ BUDGETS = {
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 # Rooms that are over their budgets today, and their lines: they may only shrink. An entry goes when its room fits.
 TODAY = {
-    "hf_ga/exact": 3496,
+    "hf_ga/exact": 3344,
     "hf_ga/speed": 964,
     "hf_ga/parallel": 558,
     "hf_ga/recovery": 887,
     "hf_ga/training.py": 248,
-    "hf_ga/data": 2664,
+    "hf_ga/data": 2643,
     "hf_ga/run": 3310,
     "hf_ga/check": 1691,
-    "hf_ga/trainer": 501,
-    "hf_ga": 15347,
+    "hf_ga/trainer": 495,
+    "hf_ga": 15168,
     "scripts": 3091,
 }
 # Strict: the mark must go with the commit that fulfils it.

@@ -42,9 +42,9 @@ class Call:
 
     def on_device(self, window: Window, device: torch.device) -> "Call":
         """The same with its batch and keys on the device."""
-        seed, epoch = window.request.seed, window.epoch
-        keys = sample_keys(seed, epoch, self.micro_batch.positions)
-        shared = window_key(seed, epoch, window.index)
+        request = window.request
+        keys = sample_keys(request.seed, request.epoch, self.micro_batch.positions)
+        shared = window_key(request.seed, request.epoch, request.index)
         return replace(
             self,
             batch=send_to_device(self.micro_batch.batch, device, non_blocking=True),

@@ -11,7 +11,6 @@ from hf_ga.errors import DataError, NonFinite, RunStopped
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
 from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.latest import newest
 from hf_ga.recovery.signals import StopRequest, stop_requests
@@ -87,10 +86,9 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         raise DataError(_why_skipped(window, result))
     if 0 < run.windows.state.memory.num_retries == result.retries:  # for the first time in the run
         _write(run, str(run.windows.state.memory))
-    done = (window.index + 1) / len(run.windows) if isinstance(run.windows, WindowLoader) else 0.0  # of this epoch
     line = {
         "step": progress.step,
-        "epoch": window.epoch + done,
+        "epoch": window.epoch + ((window.index + 1) / len(run.windows) if hasattr(run.windows, "__len__") else 0.0),
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,
