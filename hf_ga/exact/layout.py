@@ -58,9 +58,10 @@ class Layout:
         needed = -(-global_batch_size // (num_processes * micro_batch_size))
         if accumulation_steps not in (None, needed):
             raise ConfigError(
-                f"global_batch_size {global_batch_size} is not {num_processes} processes x {micro_batch_size} samples x "
-                f"{accumulation_steps} steps = {num_processes * micro_batch_size * accumulation_steps}. Leave "
-                f"gradient_accumulation_steps out (it would be {needed}), or change one of the sizes."
+                f"global_batch_size {global_batch_size} cannot be reached with gradient_accumulation_steps {accumulation_steps}: "
+                f"{num_processes} processes x {micro_batch_size} samples x {accumulation_steps} steps = "
+                f"{num_processes * micro_batch_size * accumulation_steps}. Leave gradient_accumulation_steps out (it would be "
+                f"{needed}), or change one of the sizes."
             )
         return cls(num_processes, micro_batch_size, needed, global_batch_size)
 
