@@ -234,7 +234,7 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
             "under FSDP1 a model must be proven before it is wrapped: proven = hf_ga.prove_targets(model, samples, collate_fn) "
             "before prepare, then targets=proven."
         )
-    samples = window.probe_samples(NUM_PROOF_SAMPLES)
+    samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
     proven = prove_targets(
         unwrapped(model),
         samples,

@@ -172,11 +172,11 @@ def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Wi
     micro_batches = window.micro_batches
     counts = np.array([proven.count(m.batch, len(m)) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
-    reported, for_window = 0.0, window_key(window.seed, window.epoch, window.index)
+    reported, for_window = 0.0, window_key(window.request.seed, window.epoch, window.index)
     optimizer.zero_grad()
     with proven.dropout.scope(model) if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            proven.dropout.set_keys(sample_keys(window.seed, window.epoch, micro_batch.positions), for_window)
+            proven.dropout.set_keys(sample_keys(window.request.seed, window.epoch, micro_batch.positions), for_window)
             loss = model(**micro_batch.batch).loss * float(weight)
             loss.backward()
             reported += loss.item()

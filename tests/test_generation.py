@@ -128,7 +128,7 @@ def test_smoothed_loss_against_torch(place):
     model_config = complete_config(load_base_config(config), config, data)
     run = build_run(config, accelerator, data, model_config, torch.float32)
     window = next(iter(run.windows))
-    batch = data.collate(window.samples())
+    batch = data.collate(window.fetcher.samples(window.request, np.arange(window.num_samples)))
     plain = tf.T5ForConditionalGeneration.from_pretrained(place / "job-t5-still").train()
     logits, labels = plain(**batch).logits, batch["labels"]
     flat = logits.flatten(0, 1), labels.flatten()

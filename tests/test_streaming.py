@@ -111,12 +111,17 @@ def seen(windows):
         (
             w.epoch,
             w.index,
-            w.seed,
+            w.request.seed,
             w.num_samples,
             [(m.positions.tolist(), m.sample_ids.tolist(), {k: v.tolist() for k, v in m.batch.items()}) for m in w.micro_batches],
         )
         for w in windows
     ]
+
+
+def samples_of(window):
+    """All samples of a window, not collated."""
+    return window.fetcher.samples(window.request, np.arange(window.num_samples))
 
 
 # -- the windows of a list --------------------------------------------------------------------------------------------------
@@ -156,7 +161,7 @@ def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
         assert [w.num_samples for w in windows] == [8, 8, 8, 8, 5]
         assert seen(windows) == seen(expected)
         assert seen(w.padded_to_window() for w in windows) == seen(w.padded_to_window() for w in expected)
-        assert flat(w.samples() for w in windows) == samples
+        assert flat(samples_of(w) for w in windows) == samples
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -206,17 +211,17 @@ def test_samples_are_kept_from_collators_that_take_entries_out():
 
     (window,) = make_loader(Numbers(4), popping)
     assert ids_of(window.split([np.arange(3), np.arange(3, 4)])) == [[0, 1, 2], [3]]
-    assert window.samples() == [{"x": i} for i in range(4)]
+    assert samples_of(window) == [{"x": i} for i in range(4)]
 
 
 def test_a_proof_gets_short_and_long_samples_of_the_beginning():
     samples = [{"input_ids": list(range(3 + i % 50))} for i in range(300)]
     for num_workers in (0, 1):
         window = next(iter(make_loader(Listed(samples), h.pad_right, num_workers=num_workers)))
-        probes = window.probe_samples(64)
+        probes = window.fetcher.probe_samples(window.request, 64)
         lengths = [len(s["input_ids"]) for s in probes]
         assert len(probes) == 64 and min(lengths) == 3 and max(lengths) == 52 and len(set(lengths)) > 40
-        assert len(window.probe_samples(5)) == 5
+        assert len(window.fetcher.probe_samples(window.request, 5)) == 5
 
 
 def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
@@ -376,7 +381,7 @@ def test_the_order_is_that_of_the_buffer_in_every_layout():
             loader.set_epoch(1)
             windows = list(loader)
             assert flat(w.sample_ids.tolist() for w in windows) == expected
-            assert flat(w.positions.tolist() for w in windows) == list(range(50))
+            assert flat(w.request.positions.tolist() for w in windows) == list(range(50))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------
@@ -460,7 +465,7 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
     options = {"shuffle_buffer_size": 6, "seed": 2}
     found = [
         [
-            flat([s["x"], s["y"], s["draw"]] for s in w.samples())
+            flat([s["x"], s["y"], s["draw"]] for s in samples_of(w))
             for w in make_loader(streamed(), num_workers=n, accelerator=p, **options)
         ]
         for n, p in [(0, None), (1, None), (0, process(1, 2))]
@@ -468,7 +473,7 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
     assert found[0] == found[1] == found[2]
     assert sum(len(window) for window in found[0]) == 3 * 48
     loader = make_loader(streamed(), **options)
-    epochs = [[s["x"] for w in loader for s in w.samples()] for _ in range(2)]
+    epochs = [[s["x"] for w in loader for s in samples_of(w)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
 

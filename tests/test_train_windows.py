@@ -73,7 +73,7 @@ def test_a_window_that_must_have_one_width_is_planned_anew():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, got 0"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch 0 is less than the longest sample's 120 tokens"),
         ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens.* Allow at least 120"),
         ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no planner of your own"),
     ],

@@ -226,7 +226,7 @@ def test_global_random_states_do_not_move(num_workers):
     before = h.global_random_states()
     loader = make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=3, num_workers=num_workers)
     for window in loader:
-        window.samples()
+        window.fetcher.probe_samples(window.request, 5)
         window.padded_to_window()
     assert h.global_random_states() == before
     stack_with_noise([Augmented(1)[0]])  # the control
@@ -252,8 +252,10 @@ def test_split_again_keeps_samples_and_draws():
         again = window.split(parts)
         rows = dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
         for micro_batch, offsets in zip(again.micro_batches, parts, strict=True):
-            assert micro_batch.positions.tolist() == window.positions[offsets].tolist()
-        assert stack(window.samples())["draws"].tolist() == rows_of(window, "draws")
+            assert micro_batch.positions.tolist() == window.request.positions[offsets].tolist()
+        assert stack(window.fetcher.samples(window.request, np.arange(window.num_samples)))["draws"].tolist() == rows_of(
+            window, "draws"
+        )
         rows_again = zip(rows_of(again, "draws"), rows_of(again, "noise"), strict=True)
         assert dict(zip(flat(ids_of(again)), rows_again, strict=True)) == rows
 
@@ -283,7 +285,7 @@ class OnlyIterable:
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "message"),
     [
-        (Numbers(0), {}, hf_ga.DataError, "empty"),
+        (Numbers(0), {}, hf_ga.DataError, "0 samples .* the dataset is empty"),
         (Streaming(), {}, hf_ga.DataError, "Streaming has no length .*take a StreamLoader"),
         (OnlyIterable(), {}, hf_ga.DataError, "OnlyIterable has no length"),
         (Numbers(5), {"lengths": [1, 2]}, hf_ga.ConfigError, "2 lengths, 5 samples"),

@@ -65,8 +65,8 @@ def keyed_dropout(dropout: KeyedDropout, window: Window, micro_batch: MicroBatch
     """One forward and backward with the masks of these samples."""
     device = device_of(dropout.model)
     with dropout.scope(dropout.model):
-        keys = sample_keys(window.seed, window.epoch, micro_batch.positions)
-        dropout.set_keys(keys.to(device), window_key(window.seed, window.epoch, window.index).to(device))
+        keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions)
+        dropout.set_keys(keys.to(device), window_key(window.request.seed, window.epoch, window.index).to(device))
         yield
 
 

@@ -82,26 +82,15 @@ class StreamLoader(BaseLoader):
             raise ConfigError(
                 f"num_workers {num_workers}: a stream is read in order, by at most one worker, which reads ahead. Use 1, or 0."
             )
-        super().__init__(
-            accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed=seed,
-            planner=planner,
-            by_length=length_of is not None,
-            longest=None,
-            max_tokens=max_tokens_per_micro_batch,
-            pad_to_window=pad_to_window,
-            drop_last_window=drop_last_window,
-            num_workers=num_workers,
-        )
-        self.accelerator, self.shuffle_buffer_size, self.length_of = accelerator, shuffle_buffer_size, length_of or sample_length
+        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, drop_last_window, num_workers)
+        self.splitter = self._make_splitter(planner, length_of is not None, None, max_tokens_per_micro_batch)
+        self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of or sample_length
         self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)
 
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current pass that are not consumed yet; after the last one the next pass begins."""
         reader = self._reader()
-        for request, samples, batches in load_items(reader, num_workers=self.num_workers, pin_memory=self.device.type == "cuda"):
+        for request, samples, batches in load_items(reader, self.num_workers, self.accelerator.device):
             self._check_same(request.index, samples)
             self.num_consumed += 1
             self.fetcher.keep_first(samples)
@@ -112,10 +101,6 @@ class StreamLoader(BaseLoader):
             reader.pad_to_window = self.state.pad_to_window  # without a worker; a worker's windows are padded by the step
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
-
-    def epochs_done(self, window: Window) -> float:
-        """Whole passes before the window, for reports: how much of its own pass is done is not known."""
-        return float(window.epoch)
 
     def _reader(self) -> WindowReader:
         return WindowReader(

@@ -4,6 +4,7 @@ import copy
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_ga.errors import DataError
 from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
-from hf_ga.exact.splitter import Splitter
+from hf_ga.exact.window import Splitter
 
 Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
 NUM_READ_FOR_PROOF, NUM_KEPT_FOR_PROOF = 256, 64  # from the beginning of the stream
@@ -71,26 +72,19 @@ class StreamFetcher(Fetcher):
         return [copy.copy(self.first[i]) for i in _evenly(len(self.first), count)]
 
 
+@dataclass(eq=False)
 class WindowReader(IterableDataset):
     """Reads one pass, in the main process or in a worker, and collates this process's share of each window."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        fetcher: StreamFetcher,
-        splitter: Splitter,
-        *,
-        epoch: int,
-        num_consumed: int,
-        shuffle_buffer_size: int,
-        length_of: Callable[[Any], int],
-        pad_to_window: bool,
-        drop_last_window: bool,
-    ) -> None:
-        self.dataset, self.fetcher, self.splitter = dataset, fetcher, splitter
-        self.epoch, self.num_consumed = epoch, num_consumed
-        self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of
-        self.pad_to_window, self.drop_last_window = pad_to_window, drop_last_window
+    dataset: Any
+    fetcher: StreamFetcher
+    splitter: Splitter
+    epoch: int
+    num_consumed: int
+    shuffle_buffer_size: int
+    length_of: Callable[[Any], int]
+    pad_to_window: bool
+    drop_last_window: bool
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         # Now a worker reads as the main process does. `datasets` draws its own shuffles from other generators in a worker.

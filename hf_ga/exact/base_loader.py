@@ -13,8 +13,7 @@ from hf_ga.exact.costs import cost_model
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.plan import Plan, Planner, plan_window
-from hf_ga.exact.splitter import Splitter
-from hf_ga.exact.window import LoaderState
+from hf_ga.exact.window import LoaderState, Splitter
 
 
 class BaseLoader:
@@ -31,35 +30,40 @@ class BaseLoader:
         accelerator: Accelerator,
         per_device_batch_size: int,
         global_batch_size: int | None,
-        *,
         seed: int,
-        planner: Planner | None,
-        by_length: bool,
-        longest: int | None,
-        max_tokens: int | None,
         pad_to_window: bool,
         drop_last_window: bool,
         num_workers: int,
     ) -> None:
-        """by_length: lengths are known. longest: the longest sample's. The others: see `WindowLoader`."""
-        accumulation = accelerator.gradient_accumulation_steps if global_batch_size is None else None
+        steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, accumulation, global_batch_size=global_batch_size
+            accelerator.num_processes, per_device_batch_size, steps, global_batch_size=global_batch_size
         )
-        if max_tokens is not None:
-            _check_max_tokens(max_tokens, planner, by_length)
-            check_limit(max_tokens, longest or 0, "the longest sample's")
-        if planner is None and by_length:
-            cost = cost_model(accelerator.device.type)
-            limit = max_tokens or (None if longest is None else per_device_batch_size * int(cost.widths(np.array(longest))))
-            in_step = accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
-            planner = ByLength(per_device_batch_size, limit, cost, in_step)
-        planner = planner or partial(_plan_by_count, micro_batch_size=per_device_batch_size)
-        self.splitter = Splitter(seed, self.layout, planner, accelerator.process_index)
-        self.device = accelerator.device
-        self.seed, self.drop_last_window, self.num_workers = seed, drop_last_window, num_workers
+        self.accelerator, self.seed = accelerator, seed
+        self.drop_last_window, self.num_workers = drop_last_window, num_workers
         self.epoch, self.num_consumed = 0, 0
         self.state = LoaderState(pad_to_window=pad_to_window)
+
+    def _make_splitter(self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None) -> Splitter:
+        """by_length: lengths are known. longest: the longest sample's, where that is known. The others: see `WindowLoader`.
+
+        Raises:
+            ConfigError: a limit of tokens that the plan cannot keep.
+        """
+        if max_tokens is not None and (planner is not None or not by_length):
+            raise ConfigError(
+                f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned by length: give lengths (of a "
+                "stream, length_of) and no planner of your own, or leave it out."
+            )
+        check_limit(max_tokens, longest or 1, "the longest sample's")
+        size = self.layout.micro_batch_size
+        if planner is None and by_length:
+            cost = cost_model(self.accelerator.device.type)
+            limit = max_tokens or (None if longest is None else size * int(cost.widths(np.array(longest))))
+            in_step = self.accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
+            planner = ByLength(size, limit, cost, in_step)
+        planner = planner or partial(_plan_by_count, micro_batch_size=size)
+        return Splitter(self.seed, self.layout, planner, self.accelerator.process_index)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
@@ -108,16 +112,6 @@ def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
         raise ConfigError(
             f"max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} tokens: every sample must fit into a "
             f"micro-batch. Allow at least {longest}, or cut samples shorter (max_length)."
-        )
-
-
-def _check_max_tokens(max_tokens: int, planner: Planner | None, by_length: bool) -> None:
-    if max_tokens < 1:
-        raise ConfigError(f"max_tokens_per_micro_batch must be at least 1, got {max_tokens}.")
-    if planner is not None or not by_length:
-        raise ConfigError(
-            f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned by length: give lengths (of a stream, "
-            "length_of) and no planner of your own, or leave it out."
         )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_ga.errors import DataError
@@ -36,7 +35,7 @@ class MicroBatch:
 def sample_length(sample: Any) -> int:
     """The longest list, array or vector in a sample (tokens, usually); 1 if it holds numbers only."""
     values = sample.values() if isinstance(sample, Mapping) else [sample]
-    return max((len(v) for v in values if isinstance(v, Sized) and not isinstance(v, str) and _has_length(v)), default=1)
+    return max((len(v) for v in values if isinstance(v, Sized) and not isinstance(v, str) and getattr(v, "ndim", 1)), default=1)
 
 
 def as_batch(collated: Any) -> dict[str, Any]:
@@ -82,13 +81,10 @@ def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> f
 
 def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]) -> dict[str, Any]:
     """Some samples of a collated batch: the entries in `names` (see `entries_of_samples`) are indexed, the others stay."""
-    taken = dict(batch)
+    taken, rows = dict(batch), np.array(rows)  # a copy: torch knows no negative strides
     for name in names:
         value = batch[name]
-        if isinstance(value, Tensor):
-            taken[name] = value[torch.as_tensor(np.array(rows))]  # a copy: torch knows no negative strides
-        else:
-            taken[name] = value[np.asarray(rows)] if isinstance(value, np.ndarray) else [value[int(row)] for row in rows]
+        taken[name] = value[rows] if isinstance(value, Tensor | np.ndarray) else [value[row] for row in rows]
     return taken
 
 
@@ -117,10 +113,6 @@ def count_tokens(batch: Batch, num_samples: int) -> int:
     if isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()
     return num_samples
-
-
-def _has_length(value: Any) -> bool:
-    return not (isinstance(value, Tensor | np.ndarray) and value.ndim == 0)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

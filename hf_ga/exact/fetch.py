@@ -63,23 +63,25 @@ class Fetcher:
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof."""
+        """About `count` samples from all over the dataset, for a proof: one window's may be too few or too alike."""
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
-        return self.samples(replace(request, positions=ids, sample_ids=ids), np.arange(len(ids)))
+        with preserved_random_states():
+            return self.samples(replace(request, positions=ids, sample_ids=ids), np.arange(len(ids)))
 
     def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
-        if not request.whole_window:
-            batches = [self._micro_batch(request, offsets) for offsets in request.micro_batches]
-            if all(batch is not None for batch in batches):
-                return batches
-        return self._cut_from_whole_window(request)
+        batches = None if request.whole_window else self._one_by_one(request)
+        return self._cut_from_whole_window(request) if batches is None else batches
 
-    def _micro_batch(self, request: WindowRequest, offsets: np.ndarray) -> dict[str, Any] | None:
+    def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:
         """None where the collate function drew random numbers: then its result depends on the split."""
-        samples = self.samples(request, offsets)
-        before = random_states()
-        batch = as_batch(self.collate_fn(samples))
-        return None if moved_generators(before) else batch
+        batches = []
+        for offsets in request.micro_batches:
+            samples = self.samples(request, offsets)
+            before = random_states()
+            batches.append(as_batch(self.collate_fn(samples)))
+            if moved_generators(before):
+                return None
+        return batches
 
     def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""

@@ -38,8 +38,9 @@ class Call:
 
     def on_device(self, window: Window, device: torch.device) -> "Call":
         """The same with its batch and keys on the device."""
-        keys = sample_keys(window.seed, window.epoch, self.micro_batch.positions)
-        shared = window_key(window.seed, window.epoch, window.index)
+        request = window.request
+        keys = sample_keys(request.seed, request.epoch, self.micro_batch.positions)
+        shared = window_key(request.seed, request.epoch, request.index)
         return replace(
             self,
             batch=send_to_device(self.micro_batch.batch, device, non_blocking=True),

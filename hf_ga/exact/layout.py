@@ -54,13 +54,12 @@ class Layout:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
         if global_batch_size is None:
-            steps = accumulation_steps or 1
-            return cls(num_processes, micro_batch_size, steps, num_processes * micro_batch_size * steps)
+            global_batch_size = num_processes * micro_batch_size * (accumulation_steps or 1)
         needed = -(-global_batch_size // (num_processes * micro_batch_size))
-        if accumulation_steps is not None and accumulation_steps != needed:
+        if accumulation_steps not in (None, needed):
             raise ConfigError(
-                f"global_batch_size {global_batch_size} cannot be reached with gradient_accumulation_steps "
-                f"{accumulation_steps}: {num_processes} processes x {micro_batch_size} samples x {accumulation_steps} steps = "
+                f"global_batch_size {global_batch_size} cannot be reached with gradient_accumulation_steps {accumulation_steps}: "
+                f"{num_processes} processes x {micro_batch_size} samples x {accumulation_steps} steps = "
                 f"{num_processes * micro_batch_size * accumulation_steps}. Leave gradient_accumulation_steps out (it would be "
                 f"{needed}), or change one of the sizes."
             )

@@ -1,14 +1,16 @@
 """The samples of one optimizer step."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.generators import preserved_random_states
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.memory import num_elements
+from hf_ga.exact.plan import Plan, Planner, check_plan
 
 
 @dataclass
@@ -26,10 +28,34 @@ class LoaderState:
     pad_to_window: bool = False
 
 
-class WindowPlanner(Protocol):
-    """What a window needs of `splitter.Splitter`; see there."""
+@dataclass(frozen=True)
+class Splitter:
+    """Makes requests: which part of a window this process computes, from what all processes know."""
 
-    def padded_to_window(self, request: WindowRequest) -> WindowRequest: ...
+    seed: int
+    layout: Layout
+    planner: Planner
+    process_index: int
+
+    def request(
+        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
+    ) -> WindowRequest:
+        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
+
+        Raises:
+            ConfigError: the planner drops or repeats samples.
+        """
+        plan = self.plan(lengths, whole_window)
+        check_plan(plan, len(sample_ids), self.layout.num_processes)
+        positions = index * self.layout.window_size + np.arange(len(sample_ids))
+        own, most = plan[self.process_index], max(map(len, plan))
+        known = lengths if isinstance(self.planner, ByLength) else None
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
+
+    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
+        equal = whole_window and isinstance(self.planner, ByLength)
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
 
 
 @dataclass
@@ -38,8 +64,8 @@ class Window:
 
     Attributes:
         micro_batches: this process's micro-batches.
-        epoch, index: which window of which epoch (0-based). seed: the loader's.
-        num_samples: samples in the window over all processes.
+        epoch, index: which window of which epoch (0-based).
+        sample_ids, num_samples: of the samples of the window over all processes.
         state: what all windows of a loader share.
         splitter: plans the window again where it must be padded to one width.
     """
@@ -48,7 +74,7 @@ class Window:
     fetcher: Fetcher
     batches: list[dict[str, Any]]
     state: LoaderState = field(default_factory=LoaderState)
-    splitter: WindowPlanner | None = None
+    splitter: Splitter | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -67,38 +93,16 @@ class Window:
         return self.request.index
 
     @property
-    def seed(self) -> int:
-        return self.request.seed
-
-    @property
-    def positions(self) -> np.ndarray:
-        return self.request.positions
-
-    @property
     def sample_ids(self) -> np.ndarray:
         return self.request.sample_ids
 
     @property
     def num_samples(self) -> int:
-        return len(self.request.positions)
+        return len(self.request.sample_ids)
 
-    def samples(self) -> list[Any]:
-        """All samples of the window, not collated."""
-        with preserved_random_states():
-            return self.fetcher.samples(self.request, np.arange(self.num_samples))
-
-    def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset (of a stream: from its beginning), not collated, for a proof: this
-        window's may be too few or too alike.
-        """
-        with preserved_random_states():
-            return self.fetcher.probe_samples(self.request, count)
-
-    def split(self, micro_batches: list[np.ndarray], whole_window: bool | None = None) -> "Window":
+    def split(self, micro_batches: list[np.ndarray]) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
-        whole = self.request.whole_window if whole_window is None else whole_window
-        request = replace(self.request, micro_batches=micro_batches, whole_window=whole, lengths=None)
-        return replace(self, request=request, batches=self.fetcher[request])
+        return self._collated(replace(self.request, micro_batches=micro_batches, lengths=None))
 
     def fitting(self) -> "Window":
         """With this rank's micro-batches over the memory limit cut into even parts, each collated anew."""
@@ -111,17 +115,22 @@ class Window:
         return [micro_batch] if len(parts) == 1 else self.split(parts).micro_batches
 
     def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample: the same ones, unless they were planned by lengths."""
-        if self.request.whole_window:
+        """With all micro-batches padded to the window's longest sample. A window planned by lengths is planned anew, as
+        micro-batches of many short samples would be too large now.
+        """
+        request = self.request
+        if request.whole_window:
             return self
-        if self.splitter is None:
-            return self.split(self.request.micro_batches, whole_window=True)
-        request = self.splitter.padded_to_window(self.request)
+        if request.lengths is None:
+            return self._collated(replace(request, whole_window=True))
+        return self._collated(self.splitter.request(request.epoch, request.index, request.sample_ids, request.lengths, True))
+
+    def _collated(self, request: WindowRequest) -> "Window":
         return replace(self, request=request, batches=self.fetcher[request])
 
     def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
         """Offsets in the window of each part that fits. One sample is never cut."""
-        offsets, limit = micro_batch.positions - self.positions[0], self.state.max_elements
+        offsets, limit = micro_batch.positions - self.request.positions[0], self.state.max_elements
         if limit is None or num_elements(micro_batch) <= limit:
             return [offsets]
         samples = max(1, limit * len(micro_batch) // num_elements(micro_batch))

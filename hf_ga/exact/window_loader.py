@@ -1,6 +1,7 @@
 """WindowLoader: dataset + order + plan -> windows, with workers that prefetch the next ones."""
 
 from collections.abc import Iterator, Sequence
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,6 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Planner
 from hf_ga.exact.window import Window
 from hf_ga.exact.workers import load_items
-
-_NOTHING_LEFT = (
-    "drop_last_window leaves nothing: {} samples are less than one window of {}. Use a smaller global batch, or keep it."
-)
 
 
 class WindowLoader(BaseLoader):
@@ -66,27 +63,18 @@ class WindowLoader(BaseLoader):
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
-        self.num_samples = _checked_length(dataset, lengths)
-        known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
-        known = None if known is None else np.asarray(known)
-        super().__init__(
-            accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed=seed,
-            planner=planner,
-            by_length=known is not None,
-            longest=None if known is None else int(known.max()),
-            max_tokens=max_tokens_per_micro_batch,
-            pad_to_window=pad_to_window,
-            drop_last_window=drop_last_window,
-            num_workers=num_workers,
-        )
-        self.shuffle = shuffle
-        self.lengths = np.ones(self.num_samples, np.int64) if known is None else known
-        self.fetcher = Fetcher(dataset, collate_fn)
+        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, drop_last_window, num_workers)
+        self.num_samples, self.shuffle = _checked_length(dataset, lengths), shuffle
         if not len(self):
-            raise DataError(_NOTHING_LEFT.format(self.num_samples, self.layout.window_size))
+            raise DataError(
+                f"{self.num_samples} samples are less than one window of {self.layout.window_size}: the dataset is empty, or "
+                "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the last window."
+            )
+        known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
+        self.lengths = np.ones(self.num_samples, np.int64) if known is None else np.asarray(known)
+        longest = None if known is None else int(self.lengths.max())
+        self.splitter = self._make_splitter(planner, known is not None, longest, max_tokens_per_micro_batch)
+        self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
         """Windows in an epoch."""
@@ -95,16 +83,12 @@ class WindowLoader(BaseLoader):
 
     def __iter__(self) -> Iterator[Window]:
         """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
-        in_flight: list[WindowRequest] = []
-        sampler, pin_memory = _remembered(self.requests(), in_flight), self.device.type == "cuda"
-        for batches in load_items(self.fetcher, num_workers=self.num_workers, pin_memory=pin_memory, sampler=sampler):
+        requests, to_load = tee(self.requests())
+        loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
+        for batches, request in zip(loaded, requests, strict=True):
             self.num_consumed += 1
-            yield Window(in_flight.pop(0), self.fetcher, batches, self.state, self.splitter)
+            yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
-
-    def epochs_done(self, window: Window) -> float:
-        """Passes over the dataset up to the end of the window, for reports."""
-        return window.epoch + (window.index + 1) / len(self)
 
     def requests(self) -> Iterator[WindowRequest]:
         """What the windows of the current epoch that are not consumed yet will be made of."""
@@ -131,8 +115,6 @@ def _checked_length(dataset: Any, lengths: Any) -> int:
             f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
             "without streaming, or take a StreamLoader."
         )
-    if len(dataset) == 0:
-        raise DataError("the dataset is empty: there is nothing to train on.")
     if lengths is not None and len(lengths) != len(dataset):
         raise ConfigError(f"lengths must have one entry a sample: {len(lengths)} lengths, {len(dataset)} samples.")
     return len(dataset)

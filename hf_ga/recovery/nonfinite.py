@@ -129,7 +129,7 @@ def _search(case: Case, *, backward: bool) -> Found:
         _exchange_parameters(case.model, repeated)  # what is bad of a gradient in shards may lie on another rank
     bad = [one for one in repeated if one.is_bad]
     if not case.backend.is_sharded:
-        offsets = [offset for one in bad for offset in one.call.micro_batch.positions - case.window.positions[0]]
+        offsets = [offset for one in bad for offset in one.call.micro_batch.positions - case.window.request.positions[0]]
         singles = _repeat(case, case.window.split([np.array([o]) for o in offsets]), backward=backward) if offsets else []
         repeated += singles
         bad = [single for single in singles if single.is_bad] or bad  # or the samples are bad only together

@@ -89,7 +89,7 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         _write(run, f"out of memory: from now on at most {most} tokens (padding included) in a micro-batch; the update is the same")
     line = {
         "step": progress.step,
-        "epoch": run.windows.epochs_done(window),
+        "epoch": window.epoch + ((window.index + 1) / len(run.windows) if hasattr(run.windows, "__len__") else 0.0),
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,

@@ -15,7 +15,7 @@ from hf_ga.exact.costs import cost_model
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import plan_window
-from hf_ga.exact.splitter import Splitter
+from hf_ga.exact.window import Splitter
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss

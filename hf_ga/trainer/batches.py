@@ -9,7 +9,6 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 
 Item = tuple[WindowRequest, int]  # a window, and which of its micro-batches
@@ -102,12 +101,6 @@ class WindowedDataLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Trainer calls it at the beginning of each epoch."""
         self.batch_sampler.set_epoch(epoch)
-
-
-def probe_samples(windows: WindowLoader, count: int) -> list[Any]:
-    """About `count` samples from all over the dataset, for the proof."""
-    request = next(windows.requests())
-    return Window(request, windows.fetcher, []).probe_samples(count)
 
 
 def _only(items: list[WindowBatch]) -> WindowBatch:

@@ -34,7 +34,7 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.precision import full_precision
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader, probe_samples
+from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import check_trainer
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
@@ -103,7 +103,8 @@ class WindowLoss:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
         self.module = TrainerLoss(trainer)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
-            self.proven = self.module.prove(probe_samples(windows, NUM_PROOF_SAMPLES), windows.fetcher.collate_fn)
+            samples = self.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
+            self.proven = self.module.prove(samples, self.fetcher.collate_fn)
         windows.state.pad_to_window = self.proven.pad_to_window
         self.hooks = (self.proven.loss, *self.proven.hooks)
         self.current: CountedWindow | None = None
