@@ -296,12 +296,12 @@ UNDECODED = {
     "half a line": (
         "jsonl",
         texts(9, '{"text": "some'),
-        ["rows.jsonl: ArrowInvalid: JSON parse error: Missing a closing quotation mark", "in row"],
+        ["rows.jsonl: ArrowInvalid: JSON parse error", "in row"],
     ),
     "half a file": (
         "jsonl",
         texts(9, '{"text": "a"}')[:-9],
-        ["rows.jsonl: ArrowInvalid: JSON parse error: Missing a closing quotation mark", "in row"],
+        ["rows.jsonl: ArrowInvalid: JSON parse error", "in row"],
     ),
     "a line that is a list": (
         "jsonl",
