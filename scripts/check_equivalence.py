@@ -24,7 +24,6 @@ from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
-from hf_ga.run.optimizers import OPTIMIZERS
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # of the arms in a report
 MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
@@ -38,8 +37,6 @@ class CheckConfig(FinetuneConfig):
     compare: str = option("trainer,accelerate", f"Other steps to check too, of: {', '.join(ARMS)}; or none, which is faster.")
     check_layouts: str = option("auto", f"Layouts, with commas between: auto (all), or of {', '.join(AUTO)}.")
     quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
-    parameters: list[str] | None = option(None, "Name patterns of the parameters whose gradients are compared. Default: all.")
-    max_memory_gib: float | None = option(None, "Memory for the references. Default: 70 percent of what is free.")
     assert_passed: bool = field(
         default=False,
         metadata={
@@ -89,9 +86,6 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         loss_fn=loss_fn,
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         seed=config.seed,
-        parameters=config.parameters,
-        max_memory_gib=config.max_memory_gib,
-        optimizer=lambda parameters: OPTIMIZERS[config.optim](parameters, lr=config.learning_rate or 1e-3),
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):

@@ -48,10 +48,9 @@ TIME_LIMIT = 300.0  # seconds for a run, which takes a few
 
 @dataclass
 class Tally:
-    """What has happened so far. `phases`: in which runs were killed. `ended`: how the other process ended."""
+    """What has happened so far. `phases`: in which runs were killed."""
 
     phases: Counter = field(default_factory=Counter)
-    ended: Counter = field(default_factory=Counter)
     different: int = 0
 
 
@@ -73,7 +72,8 @@ def main() -> int:
     print(f"undisturbed: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second run is the same to the bit")
     for number in tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True):
         kill_and_compare(runs, tally, random, number)
-    report(tally, flags.kills, flags.processes)
+    print("kills by phase: " + ", ".join(f"{phase} {tally.phases[phase]}" for phase in PHASES))
+    print(f"{tally.different} of {flags.kills} differ")
     return 1 if tally.different else 0
 
 
@@ -109,18 +109,17 @@ class Runs:
         if wrong := wrong or differences(self.folder / "undisturbed", self.folder / "again"):
             raise SystemExit(f"two undisturbed runs are not the same: {'; '.join(wrong)}")
 
-    def kill(self, output: Path, watches: list[Watch], victim: int, instant: float, tally: Tally) -> bool:
+    def kill(self, output: Path, watches: list[Watch], victim: int, instant: float) -> bool:
         """Kill a process after so many seconds, unless it kills itself; False: the run had ended by then."""
         processes = self.start(output, watches)
         killed = processes.pop(victim)
         killed.join(instant)
         killed.kill()  # nothing, where it has ended
         killed.join()
-        ended = [end_as_a_launcher_would(process) for process in processes]
+        for process in processes:
+            end_as_a_launcher_would(process)
         if killed.exitcode not in (0, -signal.SIGKILL):
             raise SystemExit(f"{output} failed before it was killed: {last_line(output)}")
-        if killed.exitcode:
-            tally.ended.update(ended)
         return killed.exitcode != 0
 
 
@@ -150,18 +149,13 @@ def joined(processes: list[Any]) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def end_as_a_launcher_would(process: Any) -> str:
-    """Returns what ended it."""
+def end_as_a_launcher_would(process: Any) -> None:
+    """Wait, then SIGTERM, at last SIGKILL."""
     process.join(SURVIVES)
-    if process.exitcode is not None:
-        return "by itself"
-    process.terminate()
+    process.terminate()  # nothing, where it has ended
     process.join(SURVIVES)
-    if process.exitcode is not None:
-        return "by SIGTERM"
     process.kill()
     process.join()
-    return "by SIGKILL"
 
 
 def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, number: int) -> None:
@@ -177,7 +171,7 @@ def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, numb
             watches[victim].die_at = 1 + int(random.integers(max(1, int(reach * runs.operations[victim]))))
         else:
             instant = float(random.uniform(0, reach * runs.seconds))
-        if runs.kill(output, watches, victim, instant, tally):
+        if runs.kill(output, watches, victim, instant):
             break
         shutil.rmtree(output)
         reach /= 2
@@ -204,14 +198,6 @@ def lost_or_different(runs: Runs, output: Path) -> list[str]:
     if has_checkpoint and "starts anew" in log.read_text(errors="replace"):
         found.append("the work of a checkpoint was lost: the run started anew")
     return found
-
-
-def report(tally: Tally, kills: int, processes: int) -> None:
-    """One line a fact."""
-    print("kills by phase: " + ", ".join(f"{phase} {tally.phases[phase]}" for phase in PHASES))
-    if processes > 1:
-        print("the other process ended: " + ", ".join(f"{count} {how}" for how, count in sorted(tally.ended.items())))
-    print(f"{tally.different} of {kills} differ")
 
 
 def differences(reference: Path, output: Path) -> list[str]:

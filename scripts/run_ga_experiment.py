@@ -1,11 +1,10 @@
 """Train the same 100 optimizer steps in several layouts and compare: `accelerate launch scripts/run_ga_experiment.py`.
 
-Prints a table, writes it as experiment.md with experiment.json and experiment.png to --output_dir, and exits with code 1 where a
-layout differs from 64 x 1 by more than the stated limits.
+Prints a table, writes it as experiment.md with experiment.png to --output_dir, and exits with code 1 where a layout differs from
+64 x 1 by more than the stated limits.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def main() -> int:
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     table, failures = make_table(results), broken_limits(results)
     (flags.output_dir / "experiment.md").write_text(table + "\n")
-    (flags.output_dir / "experiment.json").write_text(json.dumps(as_json(results), indent=2) + "\n")
     plot(results, flags.output_dir / "experiment.png")
     print(table)
     limits = ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
@@ -76,22 +74,6 @@ def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
                 if not value <= LIMITS[name]
             ]
     return lines
-
-
-def as_json(results: dict[str, list[ArmResult]]) -> list[dict]:
-    """All figures of all runs."""
-    return [
-        {
-            "run": result.arm.name,
-            "group": group,
-            "train_losses": result.train_losses,
-            "validation_loss": result.validation_loss,
-            "steps_per_second": result.steps_per_second,
-            "relative_differences": differences(result, reference_of(results, group)),
-        }
-        for group, members in results.items()
-        for result in members
-    ]
 
 
 def plot(results: dict[str, list[ArmResult]], path: Path) -> None:

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import math
 from collections import Counter
 
 import datasets
@@ -322,12 +321,6 @@ TASK_COLUMNS = {  # task: columns of a dataset (L: of lists, M: of messages, i: 
         {},
         {"question": "question", "context": "context", "A_answers": "A_answers"},
     ),
-    "flat answers": (
-        "question-answering",
-        "question context answer i_answer_start",
-        {},
-        {"question": "question", "context": "context", "answer": "answer", "answer_start": "i_answer_start"},
-    ),
     "answers by flags": (
         "question-answering",
         "q passage A_found question",
@@ -383,7 +376,7 @@ for first, second in [
 
 
 def plain(name: str) -> str:
-    return name.removeprefix("M_").removeprefix("A_").replace("i_answer", "answer")
+    return name.removeprefix("M_").removeprefix("A_")
 
 
 def empty_splits(columns: str, *splits: str) -> DatasetDict:
@@ -436,12 +429,6 @@ MISSING = {
     "questions": ("question-answering", "query context A_answers", {}, "text_column 'question' is not in.*--text_column"),
     "contexts": ("question-answering", "question text A_answers", {}, "text_pair_column 'context' is not.*--text_pair_column"),
     "answers": ("question-answering", "question context", {}, "label_column 'answers' is not in.*--label_column"),
-    "places of answers": (
-        "question-answering",
-        "question context answer",
-        {},
-        "column 'answer_start' is not in the train rows",
-    ),
     "choices": ("multiple-choice", "question label", {}, "choices_column 'choices' is not in.*--choices_column"),
     "named choices": ("multiple-choice", "question label", {"choices_column": "x"}, "choices_column 'x' is not in"),
     "right choice": (
@@ -478,14 +465,6 @@ def test_columns_that_one_split_lacks():
     rows = DatasetDict(train=empty_splits("text")["train"], validation=empty_splits("body")["train"])
     with pytest.raises(DataError, match="text_column 'text' is not in the validation rows, which have: body"):
         choose_columns(rows, config, TASKS["causal-lm"])
-
-
-def test_majority_class_is_that_of_validation(tmp_path):
-    """Not of training, and counted by id: 2 of 3 are z, the last name."""
-    train = write(tmp_path / "d.jsonl", [{"text": "a", "label": label} for label in "xxxyz"])
-    other = write(tmp_path / "v.jsonl", [{"text": "a", "label": label} for label in "zyz"])
-    data = prepared(train, task="text-classification", validation_file=other)
-    assert data.facts == ["majority class of validation: z, 66.7%"]
 
 
 # Samples
@@ -526,13 +505,6 @@ def test_classification_rows_are_cut_between_their_special_tokens(tmp_path):
         "train: 1 of 3 rows truncated to 4 tokens",
         "train: 1 of 3 rows left out because they are empty",
     ]
-
-
-def test_unigram_entropy_is_that_of_the_training_tokens(tmp_path):
-    train, other = write(tmp_path / "d.jsonl", [{"text": "a a b"}, {"text": "a"}]), write(tmp_path / "v.jsonl", [{"text": "j j"}])
-    counts = [3, 1, 2]  # a, b and the end of the two rows
-    expected = -sum(c / 6 * math.log(c / 6) for c in counts)
-    assert prepared(train, validation_file=other).unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
 def test_tokenizer_without_padding_token_pads_with_the_end(tmp_path):
@@ -590,7 +562,7 @@ CHAT_TEMPLATE = (
 
 
 def test_completions(tmp_path):
-    """`a b` asks, `c <eos>` answers; cut at 4 the second row keeps no target, and unigram entropy is of the targets alone."""
+    """`a b` asks, `c <eos>` answers; cut at 4 the second row keeps no target."""
     rows = [{"prompt": "a b", "completion": " c"}, {"prompt": "a b c d", "completion": " e"}, {"prompt": "", "completion": ""}]
     file = write(tmp_path / "d.jsonl", [*rows, {"prompt": "a", "completion": " c c"}])
     data = prepared(file, validation_file=file, max_length=4)
@@ -602,8 +574,6 @@ def test_completions(tmp_path):
         "train: 1 of 4 rows left out because they are empty",
         "train: 1 of 4 rows kept although they have no target (they add nothing)",
     ]
-    counts = [3, 2]  # c, <eos>
-    assert data.unigram_entropy == pytest.approx(-sum(c / 5 * math.log(c / 5) for c in counts), rel=1e-12)
     batch = data.collate([data.splits["train"][0], data.splits["train"][2]])
     assert batch["labels"].tolist() == [[-100, -100, 5, 1], [-100, 5, 5, 1]]
     with pytest.raises(DataError, match=r"none of the 3 train rows has a target.*a completion that max_length does not cut off"):
@@ -631,8 +601,6 @@ def test_masked_lm(tmp_path):
     cls, sep = (data.tokenizer.convert_tokens_to_ids(token) for token in ("<cls>", "<sep>"))
     assert data.splits["train"]["input_ids"][:] == [[cls, 3, 4, 5, sep], [cls, 2, 3, sep]]
     assert data.splits["train"]["num_targets"][:] == [3, 1] and data.is_masked and not data.labels
-    counts = [2, 1, 1]  # a, b, c
-    assert data.unigram_entropy == pytest.approx(-sum(c / 4 * math.log(c / 4) for c in counts), rel=1e-12)
     assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
     nothing = write(tmp_path / "n.jsonl", [{"text": "<unk>"}])
     with pytest.raises(DataError, match="none of the 1 train rows has a target"):
@@ -690,7 +658,6 @@ def test_token_classification(tmp_path):
         "train: 1 of 2 rows left out because they are empty",
         "validation: 1 of 2 rows truncated to 5 tokens",
         "validation: 1 of 2 rows left out because they are empty",
-        "majority class of validation: N, 50.0%",
     ]
 
 
@@ -880,7 +847,7 @@ def test_pairs_to_predict(tmp_path):
     _, _, named, samples = to_predict("regression", rows, train, tmp_path, **flags, max_length=6)
     assert samples["input_ids"][:] == [[13, 3, 4, 14, 6, 14], []]
     assert named.to_list() == [{"text": "a b c", "text_pair": "d d"}, {"text": None, "text_pair": None}]
-    with pytest.raises(DataError, match=r"predict_file .*p.jsonl lacks the column 'two' \(text_pair\); it has: one"):
+    with pytest.raises(DataError, match="text_pair_column 'two' is not in the predict rows, which have: one"):
         to_predict("regression", [{"one": "a"}], train, tmp_path, **flags)
 
 
@@ -939,7 +906,7 @@ def test_prompts_to_continue(name, alone, tmp_path):
 
 
 def test_prompts_that_lack_a_column(tmp_path):
-    with pytest.raises(DataError, match=r"lacks the column 'prompt' \(prompt\); it has: text"):
+    with pytest.raises(DataError, match="column 'prompt' is not in the predict rows, which have: text"):
         to_predict("causal-lm", [{"text": "a"}], HASHED["causal-lm"], tmp_path)
     with pytest.raises(DataError, match=r"text_column 'text' is not in the predict rows, which have: i, j.*--text_column"):
         to_predict("causal-lm", [{"i": 1, "j": 2}], None, tmp_path)
@@ -1000,13 +967,7 @@ def test_facts_of_answers(tmp_path):
         "train: 1 of 5 rows trained as unanswerable, as max_length truncates their answer",
     ]
     assert not {"context", "answers", "starts", "ends", "no_answer", "answer_is_lost"} & set(data.samples("train").column_names)
-    assert data.unigram_entropy is None and data.labels == []
-
-
-def test_unigram_entropy_of_generated_texts(tmp_path):
-    file = write(tmp_path / "t.jsonl", [{"source": "a b c d e f", "target": "g"}, {"source": "a", "target": "h"}])
-    data = prepared(file, letter_tokenizer(), task="seq2seq", validation_file=file)  # targets: g <eos> h <eos>
-    assert data.unigram_entropy == pytest.approx(1.5 * math.log(2), rel=1e-9)
+    assert data.labels == []
 
 
 @pytest.mark.parametrize("label", [-1, "", None])

@@ -44,10 +44,9 @@ def test_a_mistake_breaks_the_limits(results, script):
     assert script.broken_limits({"layouts": [results["layouts"][0], results["mistakes"][1]], "dropout 0": []})
 
 
-def test_table_json_and_plot(results, script, tmp_path):
+def test_table_and_plot(results, script, tmp_path):
     table = script.make_table(results).splitlines()
     assert len(table) == 2 + len(LAYOUTS) + len(WITHOUT_DROPOUT) + len(MISTAKES)
     assert len({line.count("|") for line in table}) == 1
     script.plot(results, tmp_path / "experiment.png")
     assert (tmp_path / "experiment.png").read_bytes().startswith(b"\x89PNG")
-    assert len(script.as_json(results)) == len(table) - 2

@@ -35,12 +35,8 @@ TODAY = {
     "hf_ga/parallel": 543,
     "hf_ga/recovery": 884,
     "hf_ga/training.py": 248,
-    "hf_ga/data": 2664,
-    "hf_ga/run": 3309,
-    "hf_ga/check": 1691,
-    "hf_ga/trainer": 501,
-    "hf_ga": 15063,
-    "scripts": 3091,
+    "hf_ga/run": 3306,
+    "hf_ga": 14980,
 }
 # Strict: the mark must go with the commit that fulfils it.
 unmet = pytest.mark.xfail(strict=True, reason="the room is over its budget")

@@ -135,13 +135,6 @@ def test_answers_of_all_shapes():
     ]
     expected = [(["d", "d e"], [2, 2]), ([], []), ([], []), ([], [])]
     assert list(zip(*(encoded(*rows)[name] for name in ("answer_texts", "answer_starts")), strict=True)) == expected
-    flat = [{"question": "q", "context": "c d", "answer": "d", "answer_start": 2}]
-    flat += [{"question": "q", "context": "c", "answer": "", "answer_start": None}]
-    as_csv = [{**row, "answer_start": start} for row, start in zip(flat, (2.0, None), strict=True)]
-    assert encoded(*as_csv)["answer_starts"][:] == [[2], []]
-    assert encoded(*flat)["answer_texts"][:] == [["d"], []] and set(encoded(*flat).column_names) == {
-        *("question", "context", "answer_texts", "answer_starts")
-    }
 
 
 PLACE, SHAPE = "answers must stand in their contexts", "answers must be {"

@@ -498,7 +498,6 @@ ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num
     [
         (Numbers(0), {}, hf_ga.DataError, "the stream is empty in epoch 0"),
         (iter([{"x": 1}]), {}, hf_ga.DataError, "can be read only once"),
-        (7, {}, hf_ga.DataError, "a int cannot be iterated over"),
         (Listed(["text"]), {}, hf_ga.DataError, r"sample 0 of the stream is a str \('text'\)"),
         (Listed([{"x": 1}, None]), {}, hf_ga.DataError, "sample 1 of the stream is a NoneType"),
         (datasets.IterableDatasetDict({"train": ROWS}), {}, hf_ga.DataError, "name the split"),

@@ -1,7 +1,6 @@
 """check_equivalence(): is every split of a window the full batch, for this model, and if not, why?"""
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from tqdm.auto import tqdm
 from hf_ga.check.diagnosis import explain
 from hf_ga.check.judging import Reference, compute_reference, judge
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
-from hf_ga.check.reference import estimate_memory, find_dropout
+from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
 from hf_ga.check.subjects import (
@@ -26,7 +25,7 @@ from hf_ga.check.subjects import (
     run_step,
     working_copy,
 )
-from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import unwrapped
@@ -53,13 +52,13 @@ def check_equivalence(
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of these names, or
             {name: sizes of the micro-batches}.
         steps: name -> another `step(model, micro_batches)`: it gets a copy of the model and the window's collated micro-batches
-            (dicts on the model's device), and leaves the window's gradient in `.grad`, or makes the update; a number that it
-            returns is taken for the window's mean loss. If it names the arguments `accumulation_steps` (micro-batches of a
-            full window) or `precision`, it gets these too. See `hf_ga.check.arms`.
+            (dicts on the model's device), and leaves the window's gradient in `.grad`; a number that it returns is taken for
+            the window's mean loss. If it names the arguments `accumulation_steps` (micro-batches of a full window) or
+            `precision`, it gets these too. See `hf_ga.check.arms`.
         settings: `precision="bf16"` and more, see `CheckSettings`.
 
     Raises:
-        ConfigError: bad arguments, several processes, or a full batch that does not fit the memory limit.
+        ConfigError: bad arguments, several processes, or a full batch that cannot be computed in float64.
 
     Example:
         report = check_equivalence(model, [dataset[i] for i in range(64)], collate_fn)
@@ -75,14 +74,11 @@ def _check(
     model: nn.Module, samples: list[Any], collate_fn: Collate, layouts: Any, steps: Mapping[str, Step], settings: CheckSettings
 ) -> EquivalenceReport:
     chosen = choose_layouts(layouts, np.array([sample_length(sample) for sample in samples]))
-    copied = working_copy(model, _matching(model, settings.parameters))
+    copied = working_copy(model)
     subject = Subject(copied, samples, collate_fn, make_accelerator(copied, settings.precision), settings)
     _prove(subject)
-    memory = estimate_memory(subject)
-    _check_memory(subject, memory)
     rows = _rows(subject, chosen, steps)
-    shown = {name: getattr(settings, name) for name in ("precision", "seed", "parameters", "max_grad_norm")}
-    shown |= {"num_samples": len(samples), "bytes": memory}
+    shown = {name: getattr(settings, name) for name in ("precision", "seed", "max_grad_norm")} | {"num_samples": len(samples)}
     return EquivalenceReport(type(model).__name__, rows, _facts(subject), shown, versions())
 
 
@@ -120,7 +116,7 @@ def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, r
             raise
         row.refused = f"raised {type(error).__name__}: {error}"  # the other arms' figures shall not be lost
     else:
-        judge(row, outcome, reference, subject)
+        judge(row, *outcome, reference)
     return row
 
 
@@ -144,44 +140,12 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
         module.training = False
 
 
-def _check_memory(subject: Subject, memory: dict[str, int]) -> None:
-    if memory["full batch"] > memory["limit"]:
-        raise ConfigError(
-            f"the full batch of {len(subject.samples)} samples must fit the memory limit, but needs about "
-            f"{_gib(memory['full batch'])} of {_gib(memory['limit'])}: pass fewer samples, name some parameters, "
-            "or raise max_memory_gib."
-        )
-    if memory["in float64"] > memory["limit"]:
-        subject.without_float64 = "float64 does not fit the memory limit"
-
-
 def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
-    reference = "reference: one forward and backward of all samples at once, in float64"
-    if subject.without_float64:
-        own = "its own error is that of the same samples in reverse order"
-        reference = f"reference: the full batch in {subject.settings.precision}, as {subject.without_float64}; {own}"
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
     num_sites = len(subject.dropout.sites)
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
-        reference,
+        "reference: one forward and backward of all samples at once, in float64",
         f"{counted}; keyed dropout at {num_sites} sites",
     ]
-
-
-def _matching(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str] | None:
-    if patterns is None:
-        return None
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [name for name in trainable if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not names:
-        raise ConfigError(
-            f"parameters must match some trainable parameter, but {patterns} match none of this {type(model).__name__}."
-        )
-    return names
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -8,21 +8,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.gradients import Gradients, norms, one_step, total
+from hf_ga.check.gradients import Gradients, norms, total
 from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error, rounded_sum
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
 from hf_ga.check.subjects import Step, Subject, run_ours, run_step
 from hf_ga.check.switches import SWITCHES, Switch
-from hf_ga.exact.loss import COUNTING_RULES
+from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
 
 # All names that a cause may have.
 CAUSES = (
     *(switch.name for switch in SWITCHES),
     *("normalisation", "last window", "labels counted unshifted", "accumulation precision", "precision", "frozen parameter"),
-    *("cross-batch loss", "several means", "clipping per micro-batch", "randomness", "no gradients", "not finite"),
+    *(
+        "cross-batch loss",
+        "auxiliary loss",
+        "several means",
+        "clipping per micro-batch",
+        "randomness",
+        "no gradients",
+        "not finite",
+    ),
     *("reported loss", "unknown"),
 )
 MOST_ELEMENTS = 16_000_000  # of all micro-batches' gradients together that are compared: every so many
@@ -61,7 +69,7 @@ def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayo
     simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
     uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
     for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1]]:
-        if row.judged_by == "gradient" and row.refused is None and row.share <= 1:
+        if row.refused is None and row.share <= 1:
             text = "the gradient is right, but the number that the step returns is not the mean loss"
             row.causes = [Cause("reported loss", text)]
         else:
@@ -91,7 +99,7 @@ class Diagnosis:
             return [Cause("randomness", self.refused)]
         quiet = self._trial()
         if not quiet.arm.any():
-            return [Cause("no gradients", "the step left no gradient in any parameter")]
+            return [Cause("no gradients", "the step left no gradient in any parameter: it shall leave it in .grad, and not update")]
         if not quiet.arm.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
         rule = min(quiet.counts, key=quiet.additivity)
@@ -142,6 +150,8 @@ class Diagnosis:
         if residual <= self.match:
             return []
         text, seen = "the loss of the window is no weighted mean of its micro-batches' losses", f"residual {residual:.1e}"
+        if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
+            return [Cause("auxiliary loss", "the router's auxiliary loss is a product of means over the micro-batch", seen)]
         if self.subject.rule is not None:
             return [Cause("several means", f"{text}: it is a sum of several means, each over targets of its own", seen)]
         text += ", with all else switched off: it goes across samples (in-batch negatives)"
@@ -157,7 +167,7 @@ class Diagnosis:
             keyed = "dropout" not in off
             whole = window.split([np.arange(window.num_samples)])
             reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
-            arm = reference if self.refused else self._arm(window, reference)
+            arm = reference if self.refused else self._arm(window)
             frozen = _frozen_parameters(arm, reference)
             names = [name for name in reference if name not in frozen and name not in leave_out]
             stride = -(-len(self.layout.offsets) * sum(reference[name].numel() for name in names) // MOST_ELEMENTS) or 1
@@ -169,16 +179,10 @@ class Diagnosis:
         counts = _counts(window) if counted[0] is None else {"loss_fn": np.array(counted)}
         return Trial(_flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen)
 
-    def _arm(self, window: Window, reference: Gradients) -> Gradients:
-        """The arm's gradients; of one that updates by itself, taken from its update where the optimizer is linear (SGD)."""
+    def _arm(self, window: Window) -> Gradients:
         if self.step is None:
-            return run_ours(self.subject, window).gradients
-        outcome = run_step(self.step, self.subject, window, self.layout.accumulation_steps)
-        if outcome.update is None:
-            return outcome.gradients
-        expected = one_step(self.subject.model, reference, self.subject.settings.optimizer)
-        rate = total(norms(expected)) / total(norms(reference))
-        return {name: -change / rate for name, change in outcome.update.items()}
+            return run_ours(self.subject, window)[1]
+        return run_step(self.step, self.subject, window, self.layout.accumulation_steps)[1]
 
 
 def _unevenness(row: Row) -> int:
@@ -212,9 +216,6 @@ def _low_precision(trial: Trial, candidates: list[Hypothesis], match: Hypothesis
             if plain < 0.1 and relative_error(rounded, trial.arm) < 0.2 * plain:
                 text = f"gradients of the micro-batches are added up in {name} (relative error {plain:.1e})"
                 return [*candidate.causes, Cause("accumulation precision", text)]
-        if torch.equal(trial.arm.to(dtype).to(trial.arm.dtype), trial.arm) and error < 0.1:
-            text = f"every element of the gradient is a {name} number: it is computed or added up in {name}"
-            return [*match.causes, Cause("accumulation precision", f"{text} (relative error {error:.1e})")]
     return []
 
 

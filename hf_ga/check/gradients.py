@@ -1,12 +1,9 @@
-"""Gradients by parameter name: norms, relative errors, clipping, and the optimizer step that they make."""
-
-from collections.abc import Callable
+"""Gradients by parameter name: norms, relative errors, clipping."""
 
 import torch
 from torch import Tensor, nn
 
 Gradients = dict[str, Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def norms(gradients: Gradients) -> dict[str, float]:
@@ -48,20 +45,3 @@ def take_gradients(model: nn.Module) -> Gradients:
             taken[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             parameter.grad = None
     return taken
-
-
-def one_step(model: nn.Module, gradients: Gradients, optimizer: MakeOptimizer) -> Gradients:
-    """What one optimizer step with these gradients adds to the weights, in the gradients' type; the model is left as it is."""
-    weights, update = dict(model.named_parameters()), {}
-    for name, gradient in gradients.items():  # one at a time: an optimizer's state is as large as several models
-        before = weights[name].detach().to(gradient.dtype)
-        parameter = nn.Parameter(before.clone())
-        parameter.grad = gradient.clone()
-        optimizer([parameter]).step()
-        update[name] = parameter.detach() - before
-    return update
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with a learning rate of 1e-3."""
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=parameters[0].device.type in ("cpu", "cuda"))

@@ -39,8 +39,7 @@ TEMPLATE = Template(
 {% endfor %}
 </table></div>
 <p>relative error: ||g - g64|| / ||g64|| over all parameters together; limit: twice that of the full batch in the same precision,
-plus 1e-6; worst parameter: the largest error of one parameter as a share of its own limit (floor taken of the norm over all);
-update error: relative error of what one optimizer step adds to the weights (AdamW amplifies rounding of gradients near zero).</p>
+plus 1e-6; worst parameter: the largest error of one parameter as a share of its own limit (floor taken of the norm over all).</p>
 <details><summary>Settings and versions</summary><pre>{{ details }}</pre></details></div>
 """,
     autoescape=True,

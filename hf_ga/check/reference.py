@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import restored_buffers, run_forward
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.window import Window
-from hf_ga.proof.precision import parameters_in
+from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.sites import find_dropout_sites
 
 
@@ -55,9 +54,12 @@ def plain_backward(
 def find_dropout(subject: Subject) -> KeyedDropout:
     """The model's dropout sites, also where some draws cannot be tied to a sample (see `unkeyed`)."""
     longest = max(subject.samples, key=sample_length)
-    return find_dropout_sites(
-        subject.model, lambda count: run_forward(*_repeated(subject, longest, count)), allow_split_dependent_randomness=True
-    )
+
+    def forward(count: int) -> None:
+        batch = as_batch(subject.collate_fn([longest] * count))
+        run_forward(subject.model, send_to_device(batch, device_of(subject.model)), subject.settings.loss_fn)
+
+    return find_dropout_sites(subject.model, forward, allow_split_dependent_randomness=True)
 
 
 @contextmanager
@@ -91,48 +93,6 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Parameters, buffers and the model's own casts in float64 for a while; then each tensor holds its own values again."""
-    buffers = [(b, b.data) for b in model.buffers() if b.is_floating_point()]
-    with parameters_in(model, torch.float64), _InFloat64():
-        try:
-            for buffer, data in buffers:
-                buffer.data = data.double()
-            yield
-        finally:
-            for buffer, data in buffers:
-                buffer.data = data
-
-
-def estimate_memory(subject: Subject) -> dict[str, int]:
-    """Bytes that the full batch needs beside the weights, from what autograd keeps of one forward of the longest sample.
-
-    Returns:
-        "full batch": activations, and the gradient beside two others that it is compared with. "in float64": the same in float64,
-        and the weights. "limit": of both.
-    """
-    model, limit = subject.model, subject.settings.max_memory_gib
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    pair = _repeated(subject, max(subject.samples, key=sample_length), 2)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), restored_buffers(model):
-        run_forward(*pair)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    activations = sum(size for pointer, size in kept.items() if pointer not in own) * len(subject.samples) // 2
-    weights = sum(p.nbytes for p in model.parameters())
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    available = int(limit * 2**30) if limit is not None else int(0.7 * _free_bytes(device_of(model)))
-    in_double = 2 * activations + 2 * weights + 5 * gradients
-    return {"full batch": activations + 3 * gradients, "in float64": in_double, "limit": available}
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def _repeated(subject: Subject, sample: Any, count: int) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Arguments of `run_forward` for a batch of one sample, several times."""
-    batch = as_batch(subject.collate_fn([sample] * count))
-    return subject.model, send_to_device(batch, device_of(subject.model)), subject.settings.loss_fn
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    with tensors_in(tensors, torch.float64), _InFloat64():
+        yield

@@ -25,7 +25,6 @@ class Row:
         own_error: that of the full batch in the same precision.
         norm_ratio: ||g|| / ||g64||.
         worst_parameter, worst_share: the parameter that is nearest to (or farthest above) its limit, and error / limit there.
-        update_error: of what one optimizer step adds to the weights, relative to the right update.
         parameter_errors: L2 of the difference of each, relative to the norm over all.
         loss: as the arm reports it; None where it reports none.
         refused: the message of the error with which the arm refused to run. causes: why it differs.
@@ -43,10 +42,8 @@ class Row:
     norm_ratio: float = float("nan")
     worst_parameter: str = ""
     worst_share: float = float("inf")
-    update_error: float = float("nan")
     loss: float | None = None
     loss_error: float | None = None
-    judged_by: str = "gradient"
     parameter_errors: dict[str, float] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
 
@@ -67,7 +64,6 @@ class Row:
             "limit": f"{self.limit:.1e}" if ran else "-",
             "norm ratio": f"{self.norm_ratio:.4f}" if ran else "-",
             "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
-            "update error": f"{self.update_error:.1e}" if ran else "-",
             "verdict": "refused" if not ran else "passed" if self.passed else "FAILED",
         }
 

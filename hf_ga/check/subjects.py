@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import Tensor, nn
 
-from hf_ga.check.gradients import Gradients, MakeOptimizer, adamw, clip, take_gradients
+from hf_ga.check.gradients import Gradients, clip, take_gradients
 from hf_ga.errors import ConfigError
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
@@ -39,10 +39,6 @@ class CheckSettings:
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets); wins over the head's own loss.
         precision: "fp32", "bf16" or "fp16", by autocast.
         seed: of dropout masks and of what a step draws by itself.
-        parameters: name patterns (`*.layer.0.*`); only the gradients of these parameters are computed and compared.
-        max_memory_gib: limit for the references. Default: 70 % of the free memory. Where float64 does not fit, the full batch in
-            the checked precision is the reference, and the report says so.
-        optimizer: list of parameters -> optimizer of the compared update.
         max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
         allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; they are switched off in the check.
     """
@@ -50,17 +46,12 @@ class CheckSettings:
     loss_fn: LossFunction | None = None
     precision: str = "fp32"
     seed: int = 0
-    parameters: str | list[str] | None = None
-    max_memory_gib: float | None = None
-    optimizer: MakeOptimizer = adamw
     max_grad_norm: float | None = None
     allow_split_dependent_randomness: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:
             raise ConfigError(f"precision must be one of {', '.join(DTYPES)}, got {self.precision!r}.")
-        if self.max_memory_gib is not None and not self.max_memory_gib > 0:
-            raise ConfigError(f"max_memory_gib must be greater than 0, got {self.max_memory_gib}.")
 
 
 @dataclass
@@ -70,7 +61,6 @@ class Subject:
     Attributes:
         rule: what was proven; None where hf_ga refuses the model. refused: why it does.
         dropout: the model's dropout sites, known in both cases.
-        without_float64: why there is no reference in float64; None where there is one.
     """
 
     model: nn.Module
@@ -81,7 +71,6 @@ class Subject:
     rule: ProvenLoss | None = None
     refused: str | None = None
     dropout: KeyedDropout = field(init=False)
-    without_float64: str | None = None
 
     @property
     def proof_arguments(self) -> dict[str, Any]:
@@ -92,33 +81,19 @@ class Subject:
         }
 
 
-@dataclass
-class Outcome:
-    """What an arm left.
-
-    Attributes:
-        loss: the window's mean loss, if the arm reports it. gradients: by name; zeros where it left none.
-        update: the change of the weights, of an arm that made the optimizer step itself and left no gradient.
-    """
-
-    loss: float | None
-    gradients: Gradients
-    update: Gradients | None = None
-
-
-def run_ours(subject: Subject, window: Window) -> Outcome:
-    """`backward_window`, then clipping once if asked for."""
+def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
+    """`backward_window`, then clipping once if asked for. Returns the window's mean loss and its gradients."""
     with restored_buffers(subject.model):
         result = backward_window(subject.accelerator, subject.model, window, targets=subject.rule, **subject.proof_arguments)
     gradients = take_gradients(subject.model)
     if subject.accelerator.scaler is not None:
         torch._foreach_div_(list(gradients.values()), subject.accelerator.scaler.get_scale())
     clip(gradients, subject.settings.max_grad_norm)
-    return Outcome(result.loss, gradients)
+    return result.loss, gradients
 
 
-def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: int) -> Outcome:
-    """Another step, on a copy of the model."""
+def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: int) -> tuple[float | None, Gradients]:
+    """Another step, on a copy of the model. Returns the loss, if it reports one, and the gradients; zeros where it left none."""
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
     if subject.settings.loss_fn is None:
@@ -127,14 +102,9 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
     seed_generators(subject.settings.seed)  # what it draws by itself is the same in every check
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
-    trainable = {name: p.detach() for name, p in subject.model.named_parameters() if p.requires_grad}
-    after = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in trainable}
-    if lost := trainable.keys() - after.keys():
-        raise ConfigError(f"a step must leave the model's parameters where they are, but {min(lost)} is gone.")
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in after.items()}
-    if any(p.grad is not None for p in after.values()) or all(torch.equal(p, trainable[name]) for name, p in after.items()):
-        return Outcome(_as_number(returned), gradients)
-    return Outcome(_as_number(returned), gradients, {name: p.detach() - trainable[name] for name, p in after.items()})
+    trainable = [name for name, p in subject.model.named_parameters() if p.requires_grad]
+    after = {name: model.get_parameter(name) for name in trainable}
+    return _as_number(returned), {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in after.items()}
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
@@ -173,17 +143,14 @@ def own_accelerate_state() -> Iterator[None]:
         yield
 
 
-def working_copy(model: nn.Module, parameters: list[str] | None) -> nn.Module:
-    """A copy in training mode without Accelerate's autocast; parameters outside of `parameters` (names) are frozen."""
+def working_copy(model: nn.Module) -> nn.Module:
+    """A copy in training mode, without gradients and without Accelerate's autocast."""
     model = copy.deepcopy(model)
     if "_original_forward" in model.__dict__:  # prepared under mixed precision: its wrapper would still call the caller's model
         model.forward = model.__dict__.pop("_original_forward")
     if not model.training:  # one that is in training mode keeps what was frozen in evaluation mode
         model.train()
-    for name, parameter in model.named_parameters():
-        parameter.grad = None
-        if parameters is not None and name not in parameters:
-            parameter.requires_grad_(False)
+    model.zero_grad()
     return model
 
 

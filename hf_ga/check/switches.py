@@ -1,7 +1,6 @@
 """Suspected causes that can be switched off, one at a time."""
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +15,6 @@ from hf_ga.check.subjects import Subject
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
 
-_COEFFICIENTS = re.compile(r"(router_)?(aux|z)_loss_(coef|alpha|weight)$|load_balancing_(coef|loss_weight)$")
 _DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -38,15 +36,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def without_batch_statistics(model: nn.Module) -> AbstractContextManager:
     """BatchNorm normalises by its running statistics, and leaves them."""
     return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
-
-
-@contextmanager
-def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """The coefficients of router losses are 0, in modules and configurations."""
-    with ExitStack() as stack:
-        for owner, name in _coefficients(model):
-            stack.enter_context(patch.object(owner, name, 0.0))
-        yield
 
 
 def without_clipping(model: nn.Module) -> AbstractContextManager:
@@ -87,12 +76,6 @@ SWITCHES = [
         lambda subject, window: any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()),
         without_batch_statistics,
     ),
-    Switch(
-        "auxiliary loss",
-        "the router's auxiliary loss is a product of means over the micro-batch",
-        lambda subject, window: bool(_coefficients(subject.model)),
-        without_auxiliary_loss,
-    ),
     Switch(  # switched off by the window: all its micro-batches are padded to one width
         "padding width",
         "the loss of a sample depends on the width to which its micro-batch is padded",
@@ -114,15 +97,3 @@ def _frozen_batch_norm(
     if mean is None:  # it keeps no running statistics
         mean, variance = torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x)
     return original(x, mean, variance, weight, bias, False, 0.0, kwargs.get("eps", args[2] if len(args) > 2 else 1e-5))
-
-
-def _coefficients(model: nn.Module) -> list[tuple[object, str]]:
-    """Owner and name of each coefficient of a router loss that is not 0."""
-    found = {}
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            for name, value in vars(owner).items() if owner is not None else ():
-                if _COEFFICIENTS.search(name) and isinstance(value, int | float) and value:
-                    found[id(owner), name] = (owner, name)
-    routed = any(getattr(getattr(m, "config", None), "output_router_logits", True) for m in model.modules() if hasattr(m, "config"))
-    return list(found.values()) if routed else []

@@ -58,8 +58,8 @@ def prompts(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> list[s
     texts = []
     for row in _rows(rows, names):
         with _explained(row):
-            row = {"completion": "", "output": "", **row}
-            texts.append(_prompt(_conversation(row)[0], tokenizer) if tokenizer.chat_template else _before(row))
+            asked = {**row, "completion": "", "output": ""}
+            texts.append(_prompt(_conversation(asked)[0], tokenizer) if tokenizer.chat_template else _plain(asked)[0])
     return texts
 
 
@@ -85,20 +85,30 @@ def _prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
     """The messages of a row, and the index of the first that may be a target."""
+    given, asked = _parts(row)
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}, {"role": "assistant", "content": asked}], 1
+    return given + asked, len(given)
+
+
+def _plain(row: dict[str, Any]) -> Rendered:
+    """Strings without a template."""
+    given, asked = _parts(row)
+    if not isinstance(given, str):
+        raise DataError("the tokenizer has no chat template for conversations: use one that has, or columns of strings")
+    given += "" if "prompt" in row else "\n\n"
+    return given + asked, [(len(given), len(given + asked))], False
+
+
+def _parts(row: dict[str, Any]) -> tuple[Any, Any]:
+    """What is given and what may be a target: two strings, or two lists of messages."""
     if "messages" in row:
-        return _messages(row["messages"]), 0
-    if isinstance(row.get("prompt"), list):
-        before = _messages(row["prompt"])
-        return before + _messages(row["completion"]), len(before)
-    question, answer = _question(row), row["completion" if "prompt" in row else "output"]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(answer)}], 1
-
-
-def _question(row: dict[str, Any]) -> str:
+        return [], _messages(row["messages"])
     if "prompt" in row:
-        return _text(row["prompt"])
-    given = row.get("input")
-    return _text(row["instruction"]) + ("" if given in (None, "") else f"\n\n{_text(given)}")
+        check = _messages if isinstance(row["prompt"], list) else _text
+        return check(row["prompt"]), check(row["completion"])
+    more = "" if row.get("input") in (None, "") else f"\n\n{_text(row['input'])}"
+    return _text(row["instruction"]) + more, _text(row["output"])
 
 
 def _messages(value: Any) -> list[Message]:
@@ -135,16 +145,3 @@ def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTok
             )
         spans.append((len(before), len(until)))
     return text, spans, True
-
-
-def _plain(row: dict[str, Any]) -> Rendered:
-    before = _before(row)
-    text = before + _text(row["completion" if "prompt" in row else "output"])
-    return text, [(len(before), len(text))], False
-
-
-def _before(row: dict[str, Any]) -> str:
-    """A prompt without a template."""
-    if "messages" in row or isinstance(row.get("prompt"), list):
-        raise DataError("the tokenizer has no chat template for conversations: use one that has, or columns of strings")
-    return _question(row) + ("" if "prompt" in row else "\n\n")

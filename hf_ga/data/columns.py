@@ -25,7 +25,7 @@ LABELS = {
     "number": ("label", "labels", "score"),
     "classes": ("labels", "label"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels", "label"),
-    "answers": ("answers", "answer"),
+    "answers": ("answers",),
     "choice": ("label", "answer", "answerKey", "labels"),
 }
 # Questions of multiple choice, and what begins each choice (SWAG, RACE).
@@ -48,15 +48,14 @@ FLAGS = {
     "context": "text_pair_column",
     "label": "label_column",
     "answers": "label_column",
-    "answer": "label_column",
     "choices": "choices_column",
     "target": "target_column",
 }
 
 
 def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_label: bool = True) -> dict[str, str]:
-    """Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers` (or `answer` and
-    `answer_start`), `choices` (or `choice0`, `choice1`, ...), `target`, or the names of the columns of a conversation.
+    """Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`,
+    `choices` (or `choice0`, `choice1`, ...), `target`, or the names of the columns of a conversation.
 
     Raises:
         DataError: a column that is named, or needed, is not in every split; two roles for one column.
@@ -65,16 +64,21 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
     chosen = _inputs(first, options, task, needs_completion=needs_label)
     if needs_label and task.labels != "none":
         chosen |= _learned(first, options, task, chosen)
-    for split, dataset in rows.items():
-        for role, column in chosen.items():
-            if column not in dataset.column_names:
-                has = ", ".join(dataset.column_names)
-                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
-                raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
+    check_columns(rows, chosen)
     if len(set(chosen.values())) < len(chosen):
         listed = " and ".join(FLAGS.get(role, role) for role in chosen)
         raise DataError(f"{listed} are not all different ({', '.join(map(repr, chosen.values()))}): name a column for each.")
     return chosen
+
+
+def check_columns(rows: DatasetDict, roles: dict[str, str]) -> None:
+    """Raise DataError for a column that is not in every split."""
+    for split, dataset in rows.items():
+        for role, column in roles.items():
+            if column not in dataset.column_names:
+                has = ", ".join(dataset.column_names)
+                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
+                raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
 
 
 def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
@@ -141,11 +145,7 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task, needs_completion
 def _learned(dataset: Dataset, options: DataOptions, task: Task, inputs: dict[str, str]) -> dict[str, str]:
     if task.labels == "target":
         return {"target": options.target_column or _target(dataset, inputs["text"])}
-    column = options.label_column or _first(dataset, LABELS[task.labels])
-    if task.labels != "answers":
-        return {"label": column}
-    is_flat = "answer_start" in dataset.column_names or isinstance(dataset.features.get(column), Value)
-    return {"answer": column, "answer_start": "answer_start"} if is_flat else {"answers": column}
+    return {"answers" if task.labels == "answers" else "label": options.label_column or _first(dataset, LABELS[task.labels])}
 
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:

@@ -77,17 +77,8 @@ def load_stdlib() -> DatasetDict:
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
     """
-    return split_rows(stdlib_rows())
-
-
-def split_rows(rows: Iterable[dict[str, str]]) -> DatasetDict:
-    """Return `rows` as splits train, validation and test, by `split_of` of a row's name.
-
-    Raises:
-        DataError: a split would have no row.
-    """
     by_split: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
-    for row in rows:
+    for row in stdlib_rows():
         by_split[split_of(row["name"])].append(row)
     if not all(by_split.values()):
         raise DataError(

@@ -13,14 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
-from hf_ga.data.columns import choose_columns, rename_columns
+from hf_ga.data.columns import check_columns, choose_columns, rename_columns
 from hf_ga.data.corpus import SPLITS
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions
 from hf_ga.data.sources import load_file, load_rows, reading
 from hf_ga.data.spans import encode_answers
-from hf_ga.data.statistics import content_hash, majority_class, unigram_entropy
 from hf_ga.data.streamed import StreamedSamples, load_streamed
 from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
@@ -29,7 +28,9 @@ from hf_ga.errors import DataError
 # Columns of samples that only metrics and predictions need; see the functions that tokenize.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
 # Roles of columns that a row to predict lacks.
-LEARNED = {"completion", "output", "label", "answers", "answer", "answer_start", "target"}
+LEARNED = {"completion", "output", "label", "answers", "target"}
+# Columns of a sample that are numbers, or lists of them, and determine what a model learns.
+_LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
 _FORMAT = 5  # part of the cache key: raise it whenever tokenization would give other samples
 
 
@@ -42,7 +43,6 @@ class PreparedData:
         columns: which column of the rows has which role.
         labels: names of the labels, in the order of their ids; empty for language models and regression.
         description: one line on where the rows come from. facts: lines on rows that were truncated, left out or have no target.
-        unigram_entropy: of the training tokens that may be targets, nats per token; None where tokens are not predicted.
         content_hash: of the training samples, wherever they came from.
         stream: all training samples, where they are read while training; then `train` holds the first ones.
     """
@@ -55,7 +55,6 @@ class PreparedData:
     description: str
     labels: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    unigram_entropy: float | None = None
     content_hash: str = ""
     stream: StreamedSamples | None = None
 
@@ -107,9 +106,8 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
         if split in rows and not (options.eval_only and split == "train"):
             data.splits[split] = _tokenized(rows[split], split, options, data)
     if "train" in data.splits:
-        _add_statistics(data)
+        data.content_hash = _content_hash(data.splits["train"], data.labels)
     if stream is not None:
-        data.unigram_entropy = None  # of the first samples only
         tokenize = _tokenizing(data.columns, options, data)
         data.stream = StreamedSamples(stream, options.dataset_name, data.columns, data.labels, tokenize)
     return data
@@ -126,14 +124,12 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
         DataError: the file cannot be read, or lacks a column.
     """
     rows = load_file(file)
-    columns = rows.flatten() if options.task == "seq2seq" else rows  # as `load_rows` does
+    columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # as `load_rows` does
     if not data.columns:  # nothing else was read
-        data.columns = choose_columns(DatasetDict(predict=columns), options, data.task, needs_label=False)
+        data.columns = choose_columns(columns, options, data.task, needs_label=False)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
-    for role, column in roles.items():
-        if column not in columns.column_names:
-            raise DataError(f"predict_file {file} lacks the column {column!r} ({role}); it has: {', '.join(columns.column_names)}.")
-    named = rename_columns(DatasetDict(predict=columns), roles)["predict"]
+    check_columns(columns, roles)
+    named = rename_columns(columns, roles)["predict"]
     if data.task.pipeline == "text-generation":  # prompts are tokenized when they are continued
         return rows, named, Dataset.from_dict({"length": [0] * len(named)})
     inputs = named
@@ -227,10 +223,17 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
     return [f"{split}: {count} of {len(dataset)} rows {what}" for what, count in counts.items() if count]
 
 
-def _add_statistics(data: PreparedData) -> None:
-    train, kind = data.splits["train"], data.task.labels
-    data.content_hash = content_hash(train, data.labels)
-    if kind in ("none", "target"):
-        data.unigram_entropy = unigram_entropy(train, data.tokenizer.all_special_ids if data.is_masked else ())
-    if kind in ("class", "tags"):
-        data.facts.append(majority_class(data.splits["validation"], data.labels))
+def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
+    """Of all numbers of the training samples and the names of the labels, wherever the rows came from."""
+    train = train.with_format("numpy")
+    parts: list[Any] = [list(labels)]
+    for name in (name for name in _LEARNED_FROM if name in train.column_names):
+        rows = [_flat(row) for row in train[name][:]]
+        parts += [name, np.concatenate(rows).tobytes(), np.array([len(row) for row in rows], np.int64).tobytes()]
+    return Hasher.hash(parts)
+
+
+def _flat(row: Any) -> np.ndarray:
+    """A number, a list of numbers or a list of such lists as one vector."""
+    array = np.asarray(row)
+    return np.concatenate([*map(_flat, array), []]) if array.dtype == object else np.ravel(array).astype(np.float64)

@@ -1,7 +1,6 @@
 """Where rows come from: the embedded corpus, files, folders, the hub. Splits are named train, validation and test."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -141,28 +140,11 @@ def reading(name: str) -> Iterator[None]:
 
 
 def unreadable(name: str, error: BaseException) -> DataError:
-    """What `datasets` raised, in one line; of a file of JSON lines the line that is broken."""
+    """What `datasets` raised, in one line."""
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
         return DataError(f"{name} has no rows.")
-    reason = broken_line(name) or f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-    return DataError(f"cannot read {name}: {reason}")
-
-
-def broken_line(name: str) -> str:
-    """The first line of a file of JSON lines that is not a JSON object in UTF-8, and why; empty if there is none."""
-    path = Path(name).expanduser()
-    if ".jsonl" not in path.suffixes:
-        return ""
-    with suppress(OSError, EOFError, zlib.error), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                value = json.loads(line.decode()) if line.strip() else {}
-            except ValueError as error:
-                return f"line {number} is not valid JSON ({error}). Fix the line, or remove it."
-            if not isinstance(value, dict):
-                return f"line {number} holds {type(value).__name__}, not an object. Fix the line, or remove it."
-    return ""
+    return DataError(f"cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}")
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:

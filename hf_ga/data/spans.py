@@ -29,7 +29,7 @@ class Answer:
 
 
 def encode_answers(rows: DatasetDict) -> DatasetDict:
-    """Replace `answers`, or `answer` and `answer_start`, by `answer_texts` and `answer_starts`: lists, empty where there is none.
+    """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty where there is none.
 
     Raises:
         DataError: another shape, or a text that does not stand in its context where it is said to.
@@ -38,18 +38,15 @@ def encode_answers(rows: DatasetDict) -> DatasetDict:
 
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
-    columns = [name for name in ("answers", "answer", "answer_start") if name in dataset.column_names]
-    rows = list(dataset)
-    values = [{column: row[column] for column in columns} for row in rows]
-    shape = 'answers must be {"text": [strings], "answer_start": [whole numbers]}, or a string and a whole number in two columns'
-    remedy = "Choose the column with --label_column, or fix these rows."
-    check_values(split, values, lambda value: _answers(value) is not None, shape, remedy)
-    answers = [_answers(value) or [] for value in values]
+    rows, remedy = list(dataset), "Choose the column with --label_column, or fix these rows."
+    rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
+    check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, remedy)
+    answers = [_answers(row["answers"]) or [] for row in rows]
     found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
     rule = "answers must stand in their contexts at the character answer_start, counted from 0"
     check_values(split, found, lambda pair: all(_stands(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
     texts, starts = ([[answer[i] for answer in of_row] for of_row in answers] for i in range(2))
-    dataset = dataset.remove_columns(columns).add_column("answer_texts", texts, feature=List(Value("string")))
+    dataset = dataset.remove_columns("answers").add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
@@ -57,19 +54,16 @@ def _stands(context: str, text: str, start: int) -> bool:
     return start >= 0 and context[start : start + len(text)] == text
 
 
-def _answers(row: dict[str, Any]) -> list[tuple[str, int]] | None:
-    """Texts with their starts; None where the columns hold something else."""
-    value = row.get("answers")
-    if "answers" not in row:
-        pairs = [] if row["answer"] in (None, "") else [(row["answer"], row["answer_start"])]
-    elif isinstance(value, dict) and len(value.get("text") or []) == len(value.get("answer_start") or []):
-        pairs = list(zip(value.get("text") or [], value.get("answer_start") or [], strict=True))
-    else:
-        pairs = None if value else []
-    # A column of a CSV file with empty cells holds 5.0, not 5.
-    if pairs is None or not all(isinstance(t, str) and isinstance(s, int | float) and s == s // 1 for t, s in pairs):
+def _answers(value: Any) -> list[tuple[str, int]] | None:
+    """Texts with their starts; None where the column holds something else."""
+    if not value:
+        return []
+    if not isinstance(value, dict) or len(value.get("text") or []) != len(value.get("answer_start") or []):
         return None
-    return [(text, int(start)) for text, start in pairs if text]
+    pairs = list(zip(value.get("text") or [], value.get("answer_start") or [], strict=True))
+    if not all(isinstance(text, str) and isinstance(start, int) for text, start in pairs):
+        return None
+    return [(text, start) for text, start in pairs if text]
 
 
 def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:

@@ -138,8 +138,6 @@ def _check_stream(dataset: Any) -> None:
         raise DataError(
             f"a {name} can be read only once, but every epoch reads the stream anew: give what makes it, with `__iter__`."
         )
-    if not hasattr(dataset, "__iter__"):
-        raise DataError(f"a {name} cannot be iterated over: a stream has `__iter__`.")
     part = getattr(dataset, "_distributed", None)  # of datasets.distributed.split_dataset_by_node
     if part is not None and part.world_size > 1:
         raise DataError(

@@ -87,7 +87,7 @@ class WindowLoader(BaseLoader):
         loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
         for batches, request in zip(loaded, requests, strict=True):
             self.num_consumed += 1
-            yield Window(request, self.fetcher, batches, targets, self.state, self.splitter)
+            yield Window(request, self.fetcher, batches, self.state, self.splitter)
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
@@ -100,13 +100,6 @@ class WindowLoader(BaseLoader):
 
     def _identity(self) -> dict[str, int]:
         return {**super()._identity(), "num_samples": self.num_samples, "shuffle": int(self.shuffle)}
-
-
-def _remembered(requests: Iterator[WindowRequest], seen: list[WindowRequest]) -> Iterator[WindowRequest]:
-    """Hand requests out and keep them in order: the loader returns their results in the same order."""
-    for request in requests:
-        seen.append(request)
-        yield request
 
 
 def _checked_length(dataset: Any, lengths: Any) -> int:

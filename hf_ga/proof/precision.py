@@ -20,7 +20,7 @@ def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         with parameters_in(model, torch.bfloat16):
             model.save_pretrained(folder)
     """
-    with _tensors_in([p for p in model.parameters() if p.is_floating_point()], dtype):
+    with tensors_in([p for p in model.parameters() if p.is_floating_point()], dtype):
         yield
 
 
@@ -28,12 +28,12 @@ def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def frozen_in_float32(model: nn.Module) -> Iterator[None]:
     """Frozen parameters and buffers of float16 or bfloat16 in float32 for a while; see `parameters_in`."""
     frozen = (p for p in model.parameters() if not p.requires_grad)
-    with _tensors_in([t for t in (*frozen, *model.buffers()) if t.dtype in LOW_PRECISION], torch.float32):
+    with tensors_in([t for t in (*frozen, *model.buffers()) if t.dtype in LOW_PRECISION], torch.float32):
         yield
 
 
 @contextmanager
-def _tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
     """Swaps what the tensor objects hold, so whatever shares an object goes on sharing it."""
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:

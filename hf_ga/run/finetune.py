@@ -94,11 +94,8 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
-    loss = [str(run.proven)]
-    if data.unigram_entropy is not None:
-        loss.append(f"unigram entropy of the training tokens: {data.unigram_entropy:.4f} nats per token")
     dropout = [f"keyed by sample at {len(run.proven.dropout.sites)} sites"]
-    _print_facts(accelerator, loss=loss, dropout=dropout, layout=[str(layout)])
+    _print_facts(accelerator, loss=[str(run.proven)], dropout=dropout, layout=[str(layout)])
     if config.torch_compile:
         _print_facts(accelerator, compiled=[f"{compile_layers(run.model, run.proven.dropout)} layers, in the first windows"])
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
@@ -220,7 +217,6 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
         "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
         **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
-        "unigram_entropy": run.data.unigram_entropy,
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
         "skipped_windows": progress.num_skipped,

@@ -17,15 +17,9 @@ Item = tuple[WindowRequest, int]  # a window, and which of its micro-batches
 class WindowBatch(dict):
     """A micro-batch: a plain dict of the model's arguments, which also knows its window and its place in it."""
 
-    request: WindowRequest
-    index: int
-
-    @classmethod
-    def of(cls, batch: dict[str, Any], item: Item) -> "WindowBatch":
-        """The collated `batch` of one item."""
-        made = cls(batch)
-        made.request, made.index = item
-        return made
+    def __init__(self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)) -> None:
+        super().__init__(batch)
+        self.request, self.index = item
 
     @property
     def positions(self) -> np.ndarray:
@@ -46,9 +40,9 @@ class MicroBatches(Dataset):
     def __getitem__(self, item: Item) -> WindowBatch:
         request, index = item
         if request.whole_window:
-            return WindowBatch.of(self._whole(request)[index], item)
+            return WindowBatch(self._whole(request)[index], item)
         alone = replace(request, micro_batches=[request.micro_batches[index]])
-        return WindowBatch.of(self.fetcher[alone][0], item)
+        return WindowBatch(self.fetcher[alone][0], item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
         """All micro-batches of a window that must be collated at once; its other micro-batches are asked for next."""

@@ -8,14 +8,14 @@ Trainer's loop, logging, evaluation, checkpoints and callbacks are used as they 
     training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's mean loss, not divided again
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -25,15 +25,14 @@ from transformers.trainer_utils import TrainOutput
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.forward import module_modes
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.hooks import Call
 from hf_ga.exact.lengths import find_lengths
-from hf_ga.exact.plan import Plan, plan_by_sizes, plan_window
+from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
 from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.precision import full_precision
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import check_trainer
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
@@ -44,22 +43,20 @@ BOOKKEEPING = ("_metrics", "_total_train_tokens")  # what TRL's compute_loss cou
 class TrainerLoss(nn.Module):
     """A trainer's loss as a model: the entries of a batch go in, the loss of `compute_loss` on this batch alone comes out.
 
-    Attributes:
-        gives_items: also say by what the user's own loss is to divide: the items of this batch, as in Trainer's evaluation.
+    A `compute_loss_func` gets the number of items of this batch, as in Trainer's evaluation.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self.model = trainer.model
         self.config = getattr(trainer.model, "config", None)
-        self.is_own = trainer.compute_loss_func is not None or type(trainer).compute_loss is not Trainer.compute_loss
-        self.gives_items = False
         self._compute_loss = trainer.compute_loss
         self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
+        self._needs_items = trainer.compute_loss_func is not None
 
     def forward(self, **batch: Any) -> Any:
         """The loss, a scalar; for a head whose loss is a sum of means the outputs with this loss."""
-        items = self._count_items([batch]) if self.gives_items else None
+        items = self._count_items([batch]) if self._needs_items else None
         if kind_of(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
         loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
@@ -70,44 +67,29 @@ class TrainerLoss(nn.Module):
         """The model's output layer, for the speed-up that makes no full logits."""
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
-    def prove(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> ProvenLoss:
-        """The rule that counts the targets of this loss. An own loss that is no mean by itself may be one of the items' number."""
-        self.model.train()  # as each training step does: the proof must see the modules as they will train
-        try:
-            return prove_targets(self, samples, collate_fn)
-        except (LossNotAdditive, TypeError):
-            if not self.is_own:
-                raise
-        self.gives_items = True
-        try:
-            return prove_targets(self, samples, collate_fn)
-        except LossNotAdditive as error:
-            error.add_note("A loss_fn is an argument of hf_ga.train_step. Here compute_loss (or compute_loss_func) is the loss.")
-            raise
-
-
-@dataclass
-class CountedWindow:
-    """A window with its calls, the targets of all of them, and how many were begun."""
-
-    window: Window
-    calls: list[Call]
-    totals: Counts
-    num_begun: int = 0
-
 
 class WindowLoss:
-    """The proven loss of a trainer: what each micro-batch adds to the mean loss over all targets of its window."""
+    """The proven loss of a trainer: what each micro-batch adds to the mean loss over all targets of its window.
+
+    Attributes:
+        forward, calls, totals: of the current window. num_begun: how many of its micro-batches were begun; None: no window.
+    """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
         self.module = TrainerLoss(trainer)
+        trainer.model.train()  # as each training step does: the proof must see the modules as they will train
+        samples = windows.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
-            samples = self.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
-            self.proven = self.module.prove(samples, self.fetcher.collate_fn)
+            try:
+                self.proven = prove_targets(self.module, samples, windows.fetcher.collate_fn)
+            except LossNotAdditive as error:
+                error.add_note(
+                    "A loss_fn is an argument of hf_ga.train_step. Here compute_loss (or compute_loss_func) is the loss."
+                )
+                raise
         windows.state.pad_to_window = self.proven.pad_to_window
-        self.hooks = (self.proven.loss, *self.proven.hooks)
-        self.current: CountedWindow | None = None
+        self.num_begun: int | None = None
         self._reaches_backward = False  # known once: reading a gradient waits for the device
 
     def begin_window(self, batches: list[WindowBatch]) -> None:
@@ -116,14 +98,16 @@ class WindowLoss:
         Raises:
             ConfigError: the batches are not one window, or the one before was not trained. DataError: no target under fp16.
         """
-        if len({(batch.request.epoch, batch.request.index) for batch in batches if isinstance(batch, WindowBatch)}) != 1:
+        if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError("get_batch_samples must return the micro-batches of one window as they came from the data loader.")
-        if self.current is not None and not self.current.num_begun:
+        if self.num_begun == 0:
             raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
         window = Window(replace(batches[0].request, seed=self.trainer.args.seed), self.fetcher, batches)
-        calls = [Call(m, counts=self.proven.loss.count(m.batch, len(m))) for m in window.micro_batches]
-        self.current = CountedWindow(window, calls, tuple(map(sum, zip(*(call.counts for call in calls), strict=True))))
-        if self.trainer.accelerator.scaler is not None and not any(self.current.totals):
+        self.calls = [Call(m, counts=self.proven.loss.count(m.batch, len(m))) for m in window.micro_batches]
+        self.totals = tuple(map(sum, zip(*(call.counts for call in self.calls), strict=True)))
+        self.forward = Forward(self.trainer.accelerator, self.module, window, (self.proven.loss, *self.proven.hooks))
+        self.num_begun = 0
+        if self.trainer.accelerator.scaler is not None and not any(self.totals):
             raise DataError("a window has no target at all, for which fp16 cannot scale a loss: leave such samples out.")
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
@@ -132,35 +116,23 @@ class WindowLoss:
         Raises:
             ConfigError: there is none, or it is not `inputs`, or the model is not the one that was proven.
         """
-        current = self.current
-        ended = current is None or current.num_begun == len(current.calls)
-        if ended or getattr(inputs, "index", current.num_begun) != current.num_begun:
+        index = self.num_begun
+        if index == len(self.calls) or inputs is not self.calls[index].micro_batch.batch:
             raise ConfigError("training_step must be called once for each micro-batch that get_batch_samples returned.")
         if model is not self.module.model:
             raise ConfigError(f"the model must be trained as it was proven, but it was wrapped in a {type(model).__name__}.")
-        current.num_begun += 1
-        return current.num_begun - 1
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Keyed dropout, speed-ups, and no balancing loss but the window's, in forwards and what `backward()` runs again."""
-        with ExitStack() as stack:
-            for hook in self.hooks:
-                stack.enter_context(hook.scope(self.module))
-            yield
+        self.num_begun += 1
+        return index
 
     def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
         """In place of `compute_loss` during a training step: what micro-batch `index` adds to the window's mean loss."""
-        current, loss = self.current, self.proven.loss
+        loss = self.proven.loss
         if index == 0:
             self._begin_forwards()
-        call = current.calls[index]
-        if not any(current.totals) or not loss.contributes(call.counts):
+        if not any(self.totals) or not loss.contributes(self.calls[index].counts):
             return torch.zeros((), device=self.device, requires_grad=True)
-        call = call.on_device(current.window, self.device)
-        for hook in self.hooks:
-            hook.before(call)
-        term = loss.mean(loss.sums(self.module(**inputs), replace(call, batch=inputs))[0], current.totals)
+        call, outputs = self.forward(self.calls[index])
+        term = loss.mean(loss.sums(outputs, call)[0], self.totals)
         if not self._reaches_backward:
             self._reaches_backward = True
             term.register_hook(self._check_not_scaled)
@@ -173,11 +145,9 @@ class WindowLoss:
                 "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
                 "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
             )
-        current, loss = self.current, self.proven.loss
-        if any(current.totals):
-            forward = Forward(self.trainer.accelerator, self.module, current.window, self.hooks)
+        if any(self.totals):
             with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
-                current.totals = loss.prepare(current.calls, current.totals, forward, lambda counts: counts, self.device)
+                self.totals = self.proven.loss.prepare(self.calls, self.totals, self.forward, lambda counts: counts, self.device)
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler
@@ -199,7 +169,7 @@ class ExactTrainerMixin:
     `dataloader_drop_last` leaves out the last window if it is short.
 
     Raises, when training begins:
-        ConfigError, DataError: what cannot be made exact (see `exact_checks`). LossNotAdditive, UnkeyedRandomness: see
+        ConfigError, DataError: what cannot be made exact (see `checks`). LossNotAdditive, UnkeyedRandomness: see
             `hf_ga.prove_targets`.
 
     Example:
@@ -229,7 +199,7 @@ class ExactTrainerMixin:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
-            planner=partial(_plan, micro_batch_size=args.per_device_train_batch_size),
+            planner=partial(plan_by_sizes, sizes=[args.per_device_train_batch_size]),  # as many micro-batches as Trainer takes
             lengths=find_lengths(theirs.dataset, theirs.collate_fn),
         )
         self._window_loss = WindowLoss(self, windows)
@@ -248,7 +218,8 @@ class ExactTrainerMixin:
         if index == 0:
             model.zero_grad()  # what is left of a window that a callback broke off
         before = random_states()
-        with _accumulation_unseen(self), loss.active(), _replaced(self, "compute_loss", partial(loss.part, index=index)):
+        part = partial(loss.part, index=index)
+        with _accumulation_unseen(self), loss.forward.scope(), patch.object(self, "compute_loss", part):
             result = super().training_step(model, inputs)
         if moved := moved_generators(before):
             raise UnkeyedRandomness(
@@ -262,31 +233,11 @@ class ExactTrainer(ExactTrainerMixin, Trainer):
     """`transformers.Trainer` with right gradient accumulation: see `ExactTrainerMixin`."""
 
 
-def _plan(lengths: np.ndarray, num_ranks: int, micro_batch_size: int) -> Plan:
-    """As many micro-batches as Trainer takes for a window. Where lengths are known, each holds samples of similar lengths."""
-    if len(lengths) and lengths.min() < lengths.max():
-        return plan_by_sizes(lengths, num_ranks, [micro_batch_size])
-    return plan_window(len(lengths), num_ranks, micro_batch_size)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the instance for a while."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if own is not None:
-            setattr(owner, name, own)
-
-
 @contextmanager
 def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
     """Trainer divides the loss by one of these numbers, a user's own loss may by the other: a part must not be divided again."""
     trainer.current_gradient_accumulation_steps = 1  # set anew for each window by the loop
-    with _replaced(trainer.args, "gradient_accumulation_steps", 1):
+    with patch.object(trainer.args, "gradient_accumulation_steps", 1):
         yield
 
 

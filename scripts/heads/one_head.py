@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 import hf_ga
 from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, WIDTHS, PaddingCollator, Sample, make_samples
+from hf_ga.check.arms import trainer_arm
 from hf_ga.exact.plan import plan_by_sizes
 
 TOLERANCE = 1e-5  # of the norm of the true gradient, over all parameters together
@@ -169,10 +170,10 @@ def hf_ga_gradient(
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
     """The gradient that `transformers.Trainer` hands to its optimizer, for the same samples in the same order."""
-    from heads.trainer import gradient_by_trainer
-
     model.zero_grad(set_to_none=True)
-    return gradient_by_trainer(model, samples, collate, MICRO_BATCH, ACCUMULATION)
+    micro_batches = [collate(samples[start : start + MICRO_BATCH]) for start in range(0, len(samples), MICRO_BATCH)]
+    trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
+    return taken_gradient(model)
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
