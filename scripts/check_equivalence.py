@@ -77,7 +77,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
     accelerator = Accelerator()
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
-    loss_fn = chosen_loss_fn(config, data)
+    loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss; beside another one they would only seem to be wrong.
     steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
     report = check_equivalence(
@@ -95,9 +95,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):
-        report.facts.append(
-            "nothing is compared: class_weights and label_smoothing_factor ask for another loss than the head's own"
-        )
+        report.facts.append("nothing is compared: label_smoothing_factor asks for another loss than the head's own")
     return report
 
 

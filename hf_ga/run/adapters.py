@@ -88,27 +88,28 @@ def is_lora(model: nn.Module) -> bool:
 
 
 class Part(nn.Module):
-    """Stands for some parameters of a model wherever something asks for its `state_dict`, or loads one.
-
-    Args:
-        trainable: those that are trained, with all buffers; or else the frozen ones.
+    """Stands for the trained parameters of a model, and all its buffers, where something asks for its `state_dict`, or loads
+    one.
     """
 
-    def __init__(self, model: nn.Module, trainable: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._whole = (model,)  # not as a module below this one
-        self.trainable = trainable
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        (model,) = self._whole
-        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        return {name: value for name, value in model.state_dict().items() if trainable.get(name, True) == self.trainable}
+        frozen = frozen_parameters(self._whole[0])
+        return {name: value for name, value in self._whole[0].state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         missing, unexpected = self._whole[0].load_state_dict(state_dict, strict=False)
         return [name for name in missing if name in self.state_dict()], unexpected
 
 
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name; a shared one goes by all its names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
 def part_to_keep(model: nn.Module) -> nn.Module:
     """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
-    return Part(unwrapped(model), trainable=True) if is_lora(model) else unwrapped(model)
+    return Part(unwrapped(model)) if is_lora(model) else unwrapped(model)

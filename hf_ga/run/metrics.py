@@ -1,4 +1,4 @@
-"""Metrics as `evaluate.Metric` classes that need no hub: scores of scikit-learn, seqeval, rouge-score and, of answers, SQuAD."""
+"""Metrics as functions (references, predictions) -> score: of scikit-learn, seqeval, rouge-score and, of answers, SQuAD's."""
 
 import re
 import string
@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 import seqeval.metrics
 import sklearn.metrics
@@ -16,31 +14,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from hf_ga.exact.batches import IGNORED_LABEL
 
-_INTEGER, _NUMBER, _TEXT = datasets.Value("int64"), datasets.Value("float32"), datasets.Value("string")
-_LIST_OF_TEXTS = datasets.Sequence(_TEXT)
-
-
-def _metric(name: str, score: Callable, value: Any, reference: Any = None) -> type[evaluate.Metric]:
-    """The metric `{name: score(references, predictions)}`.
-
-    Args:
-        value: type of a prediction. reference: of a reference, where it is another one.
-    """
-    features = datasets.Features({"predictions": value, "references": reference or value})
-
-    class ScoreMetric(evaluate.Metric):
-        def _info(self) -> evaluate.MetricInfo:
-            return evaluate.MetricInfo(description=name, citation="", features=features)
-
-        def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-            return {name: float(score(list(references), list(predictions)))}
-
-    return ScoreMetric
-
-
-def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Of sets of labels (rows of 0 and 1): the share of samples whose whole set is right."""
-    return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
+Metric = Callable[[Sequence[Any], Sequence[Any]], float]
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
@@ -90,49 +64,42 @@ def _rouge(kind: str, references: list[str], predictions: list[str]) -> float:
     return np.mean([scorer.score(true, given)[kind].fmeasure for true, given in zip(references, predictions, strict=True)])
 
 
-METRICS: dict[str, type[evaluate.Metric]] = {  # of `predictions_and_references`
-    "accuracy": _metric("accuracy", _accuracy, _INTEGER),
-    "f1": _metric("f1", partial(sklearn.metrics.f1_score, average="macro", zero_division=0), _INTEGER),
-    "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
-    "micro_f1": _metric("micro_f1", _micro_f1, datasets.Sequence(_INTEGER)),
-    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _NUMBER),
-    "pearson": _metric("pearson", _pearson, _NUMBER),
+METRICS: dict[str, Metric] = {  # of `predictions_and_references`
+    "accuracy": sklearn.metrics.accuracy_score,
+    "f1": partial(sklearn.metrics.f1_score, average="macro", zero_division=0),
+    "exact_match": sklearn.metrics.accuracy_score,  # of rows of 0 and 1: the share of samples whose whole set is right
+    "micro_f1": _micro_f1,
+    "mae": sklearn.metrics.mean_absolute_error,
+    "pearson": _pearson,
 }
-ENTITY_METRICS = {  # of tags such as B-PER, I-PER and O, one list a text: accuracy of tokens, F1 of whole entities
-    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _LIST_OF_TEXTS),
-    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _LIST_OF_TEXTS),
+ENTITY_METRICS: dict[
+    str, Metric
+] = {  # of tags such as B-PER, I-PER and O, one list a text: accuracy of tokens, F1 of whole entities
+    "accuracy": seqeval.metrics.accuracy_score,
+    "f1": partial(seqeval.metrics.f1_score, zero_division=0),
 }
-ANSWER_METRICS = {  # a reference is a list of right answers
-    "exact_match": _metric("exact_match", partial(_answers, list.__eq__), _TEXT, _LIST_OF_TEXTS),
-    "f1": _metric("f1", partial(_answers, words_f1), _TEXT, _LIST_OF_TEXTS),
+ANSWER_METRICS: dict[str, Metric] = {  # a reference is a list of right answers
+    "exact_match": partial(_answers, list.__eq__),
+    "f1": partial(_answers, words_f1),
 }
-TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
-    kind: _metric(kind, partial(_rouge, kind), _TEXT) for kind in ("rouge1", "rouge2", "rougeL")
+TEXT_METRICS: dict[str, Metric] = {"exact_match": _same_texts} | {
+    kind: partial(_rouge, kind) for kind in ("rouge1", "rouge2", "rougeL")
 }
 
 
-def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What metrics compare, by the shapes and types of a head's labels.
+def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What metrics compare, by the shapes and types of a head's labels; of each sample an array, to be concatenated.
 
     Args:
         logits: (samples, classes), (samples, width, classes) or, for a regression, (samples, 1).
         labels: integers of shape (samples,) or (samples, width), -100 ignored: classes, the largest logit is the prediction.
             Floats of shape (samples,): numbers. Floats of shape (samples, classes): sets, a logit above 0 is predicted.
     """
+    if labels.dtype.kind == "f" and labels.ndim == 1:
+        return list(logits.reshape(-1, 1).astype(np.float64)), list(labels.reshape(-1, 1).astype(np.float64))
     if labels.dtype.kind == "f":
-        if labels.ndim == 1:
-            return logits.reshape(labels.shape), labels
-        return (logits > 0).astype(np.int64), labels.astype(np.int64)
-    counted = labels != IGNORED_LABEL
-    return logits.argmax(-1)[counted], labels[counted]
-
-
-def entries_per_sample(labels: np.ndarray) -> np.ndarray:
-    """How many predictions of `predictions_and_references` each sample has: int64, shape (samples,).
-
-    >>> entries_per_sample(np.array([[-100, 2, 0], [-100, -100, 1]]))
-    array([2, 1])
-    """
-    if labels.dtype.kind == "f":
-        return np.ones(len(labels), np.int64)
-    return (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(axis=1)
+        return list((logits > 0).astype(np.int64)[:, None]), list(labels.astype(np.int64)[:, None])
+    labels = labels.reshape(len(labels), -1)
+    predicted, counted = logits.argmax(-1).reshape(labels.shape), labels != IGNORED_LABEL
+    predictions, references = ([row[own] for row, own in zip(rows, counted, strict=True)] for rows in (predicted, labels))
+    return predictions, references
