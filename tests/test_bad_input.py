@@ -88,7 +88,6 @@ FILES = {
     "bytes.json": b'{"seed": "\xff"}',
     "unknown_name.yaml": "learning_rates: 0.1\n",
     "used/metrics.jsonl": '{"step": 1}\n',
-    "used/notes.txt": "mine",
     "half/dataset_dict.json": '{"splits": ["train"]}',
     "no_weights/config.json": '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}',
     "no_folder/notes.txt": "no model here",
@@ -405,18 +404,10 @@ CASES = {
     # output
     "output of another run": (
         "--output_dir {d}/used",
-        ["used holds another run", "--resume_from_checkpoint", "--overwrite_output_dir"],
+        ["used holds another run", "--resume_from_checkpoint", "delete it"],
     ),
     "output is a file": ("--output_dir {d}/good.xyz", ["good.xyz is a file", "folder"]),
     "output below a file": ("--output_dir {d}/good.xyz/run", ["good.xyz", "is a file", "folder"]),
-    "overwriting what is no run": (
-        "--output_dir {d}/no_folder --overwrite_output_dir",
-        ["would delete", "no_folder", "metrics.jsonl"],
-    ),
-    "overwrite and resume": (
-        "--output_dir {d}/used --overwrite_output_dir --resume_from_checkpoint auto",
-        ["overwrite_output_dir would delete", "resume_from_checkpoint"],
-    ),
     "resume from no checkpoint": ("--resume_from_checkpoint {d}/used", ["used is not a checkpoint", "manifest.json"]),
     "resume from a missing folder": ("--resume_from_checkpoint {d}/absent", ["absent", "checkpoint"]),
 }

@@ -150,13 +150,6 @@ def test_skipped_windows_and_best_loss_survive_a_stop(place, tmp_path):
     assert without_speed(tmp_path / "out") == without_speed(tmp_path / "whole")
 
 
-def test_overwrite_starts_anew(place, undisturbed, tmp_path):
-    interrupted(place, tmp_path / "out", 5, seed=11)
-    summary = train(place, tmp_path / "out", overwrite_output_dir=True, save_total_limit=9)
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
-
-
 # Another run is refused
 
 

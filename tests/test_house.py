@@ -36,7 +36,6 @@ TODAY = {
     "hf_ga/recovery": 887,
     "hf_ga/training.py": 248,
     "hf_ga/data": 2664,
-    "hf_ga/run": 3310,
     "hf_ga/check": 1691,
     "hf_ga/trainer": 501,
     "hf_ga": 15347,

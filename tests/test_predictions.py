@@ -169,7 +169,7 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
         output = tmp_path / "run"
         summary = train_job(place, output, name, max_steps=3)
     before = content(output)
-    results = evaluate(place, output, name, output, per_device_eval_batch_size=5, overwrite_output_dir=True)
+    results = evaluate(place, output, name, output, per_device_eval_batch_size=5)
     assert json.loads((output / "evaluation.json").read_text()) == results
     measured = {k: v for k, v in results.items() if k.startswith(("eval_", "test_"))}
     off = {k: 1e-4 if "pearson" in k else 1e-6 for k in measured}  # hardly trained predictions hardly vary

@@ -33,7 +33,6 @@ from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
 FREE_TO_CHANGE = {
     "output_dir",
-    "overwrite_output_dir",
     "resume_from_checkpoint",
     "report_to",
     "predict_file",

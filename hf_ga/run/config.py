@@ -94,7 +94,6 @@ class FinetuneConfig(DataOptions):
     save_total_limit: int = option(2, "Checkpoints to keep.")
     report_to: str = option("none", "Trackers, with commas between: tensorboard, wandb, ...; `all` that are installed, or none.")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
-    overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
     resume_from_checkpoint: str | None = option(
         None, "`auto` (the newest in output_dir; starts anew where there is none) or the folder of a checkpoint."
     )
@@ -154,12 +153,7 @@ class FinetuneConfig(DataOptions):
 
     def check_output_dir(self) -> None:
         """A part of `check`: that the folder can be written, and that no run in it would be lost."""
-        check_output_dir(
-            self.output_dir,
-            overwrite=self.overwrite_output_dir,
-            resume_from=self.resume_from_checkpoint,
-            only_adds=self.eval_only,
-        )
+        check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
 
     def _check_task(self) -> None:
         """Flags and metrics that only some tasks know."""
@@ -186,8 +180,6 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
-        if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
-            raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
 
     def _check_streaming(self) -> None:
         """What cannot be done with rows that are read once, in order."""

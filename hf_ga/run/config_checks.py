@@ -77,12 +77,11 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
         raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")
 
 
-def check_output_dir(output_dir: str, *, overwrite: bool = False, resume_from: str | None = None, only_adds: bool = False) -> None:
+def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_adds: bool = False) -> None:
     """Check that a folder can be written, and that no run in it would be lost.
 
     Args:
-        overwrite: delete the run in it. resume_from: the checkpoint to go on from, or "auto".
-        only_adds: it may hold anything, since files are only added to it.
+        resume_from: the checkpoint to go on from, or "auto". only_adds: it may hold anything, since files are only added to it.
 
     Raises:
         ConfigError: it cannot be used.
@@ -95,14 +94,12 @@ def check_output_dir(output_dir: str, *, overwrite: bool = False, resume_from: s
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
     if only_adds or holds_nothing(folder):
         return
-    if overwrite and not (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"overwrite_output_dir would delete {folder}, which no run has made: it has no metrics.jsonl.")
-    if not overwrite and resume_from is None:
+    if resume_from is None:
         raise ConfigError(
-            f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
-            "--overwrite_output_dir, or name another folder."
+            f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, delete it, or name another "
+            "folder."
         )
-    if resume_from not in (None, "auto") and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
+    if resume_from != "auto" and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
         raise ConfigError(
             f"output_dir {folder} holds checkpoints of its own, and {resume_from} is none of them: a run that goes on from "
             "elsewhere would mix with them. Continue them with --resume_from_checkpoint auto, or name another folder."

@@ -9,9 +9,8 @@ from transformers.utils import CONFIG_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.files import delete, publish, tidy, write_json
+from hf_ga.recovery.files import publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
-from hf_ga.recovery.lock import LOCK
 from hf_ga.recovery.manifest import WEIGHTS, read_manifest
 from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora
@@ -20,11 +19,8 @@ from hf_ga.run.report import plot_curves, read_metrics
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
-    """Make the folder, without what a run that is overwritten or given up from this checkpoint on has left."""
+    """Make the folder, without what a run that goes on from this checkpoint has left of later steps."""
     folder = Path(config.output_dir)
-    if config.overwrite_output_dir:
-        for path in [path for path in folder.iterdir() if path.name != LOCK]:
-            delete(path)
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder, folder):
         tidy(folder)
