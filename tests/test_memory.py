@@ -286,7 +286,7 @@ def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short
     with small_device(60):
         resumed = train(place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"))
     assert resumed["weights_sha256"] == short_of_memory["weights_sha256"]
-    assert [line["step"] for line in lines_of(tmp_path / "out") if "retries" in line] == [1]  # as the first run wrote it
+    assert not any("retries" in line for line in lines_of(tmp_path / "out"))
 
 
 def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
