@@ -18,7 +18,6 @@ from hf_ga.check.subjects import Step, check_one_process
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
-from hf_ga.run.adapters import check_peft
 from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
@@ -72,7 +71,6 @@ class CheckConfig(FinetuneConfig):
 def run_check(config: CheckConfig) -> EquivalenceReport:
     """Build the model and a window of training samples as finetune would, and check them."""
     config.check()
-    check_peft(config)
     check_one_process()
     accelerator = Accelerator()
     base = load_base_config(config)

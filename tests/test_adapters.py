@@ -223,7 +223,7 @@ def test_lora_on_layers_by_name(place, tmp_path):
 
 
 def test_without_peft(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_ga.run.adapters.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
     with pytest.raises(hf_ga.ConfigError, match=r"lora_r needs the package peft: pip install 'hf_ga\[peft\]'"):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 

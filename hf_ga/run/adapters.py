@@ -4,7 +4,6 @@ import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -32,12 +31,6 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
             model.get_parameter(name).requires_grad = False
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"freeze {' '.join(patterns)} leaves nothing to train: all {len(names)} parameters match.")
-
-
-def check_peft(config: FinetuneConfig) -> None:
-    """Raise ConfigError where LoRA is asked for and PEFT is not installed."""
-    if config.lora_r is not None and find_spec("peft") is None:
-        raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
 
 
 def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:

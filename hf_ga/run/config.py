@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from hf_ga.data.options import DataOptions, option
@@ -172,6 +173,8 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("torch_compile and gradient_checkpointing are not supported together: leave one of them out.")
         if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
             raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
+        if self.lora_r is not None and find_spec("peft") is None:
+            raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
         if self.lora_r is not None and self.freeze:
             raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
         if self.resume_with_changes and self.resume_from_checkpoint is None:

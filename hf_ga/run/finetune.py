@@ -35,7 +35,6 @@ from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import versions
-from hf_ga.run.adapters import check_peft
 from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
@@ -63,7 +62,6 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """
     with main_process_reports_first():
         config.check()
-        check_peft(config)
         accelerator = _accelerator(config)
         if config.eval_only:  # only adds files of its own
             return _finetune(config, accelerator)
