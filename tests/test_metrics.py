@@ -67,8 +67,8 @@ def random_pairs(name, size, seed):
     if name in ("exact_match", "micro_f1"):
         references = rng.integers(0, 2, (size, 1 + seed % 4))
         return np.where(rng.random(references.shape) < 0.7, references, 1 - references), references
-    references = (10.0 ** (seed % 4) * rng.normal(size=size) + seed).astype(np.float32)
-    return (references * rng.normal() + rng.normal(size=size)).astype(np.float32), references
+    references = 10.0 ** (seed % 4) * rng.normal(size=size) + seed
+    return references * rng.normal() + rng.normal(size=size), references
 
 
 def test_every_metric_has_a_loop():

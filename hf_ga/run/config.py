@@ -102,7 +102,7 @@ class FinetuneConfig(DataOptions):
 
     def __post_init__(self) -> None:
         """Paths become strings, as they go into summary.json."""
-        for name, value in asdict(self).items():
+        for name, value in list(vars(self).items()):
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
 
