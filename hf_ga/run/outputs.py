@@ -9,7 +9,7 @@ from transformers.utils import CONFIG_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.files import publish, tidy, write_json
+from hf_ga.recovery.files import flush, flush_tree, publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.manifest import WEIGHTS, read_manifest
 from hf_ga.recovery.write_errors import filling, writing
@@ -62,11 +62,17 @@ def save_last(
             plain.save_pretrained(partial)
             publish(folder / "adapter")
         plain = plain.merge_and_unload(safe_merge=True)
-    with writing(folder / WEIGHTS, folder):
+    with filling(folder / "last", names=folder / WEIGHTS) as partial:
+        _save(partial, plain, dtype, weights)
+        data.tokenizer.save_pretrained(partial)
+        flush_tree(partial)
         for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # of a run that goes on, or ends again
             earlier.unlink(missing_ok=True)
-        _save(folder, plain, dtype, weights)
-        data.tokenizer.save_pretrained(folder)
+            flush(folder)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # config.json last: nothing loads by half
+            path.replace(folder / path.name)
+            flush(folder)
+        partial.rmdir()
 
 
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
