@@ -20,7 +20,6 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import prepare
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.run.batch_norm import replace_batch_norm
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 from hf_ga.run.plan_batch import BatchPlan, plan_batch
@@ -56,6 +55,5 @@ __all__ = [
     "plan_batch",
     "prepare",
     "prove_targets",
-    "replace_batch_norm",
     "train_step",
 ]

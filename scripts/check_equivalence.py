@@ -18,7 +18,6 @@ from hf_ga.check.subjects import Step, check_one_process
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
-from hf_ga.run.adapters import check_peft
 from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
@@ -69,12 +68,11 @@ class CheckConfig(FinetuneConfig):
 def run_check(config: CheckConfig) -> EquivalenceReport:
     """Build the model and a window of training samples as finetune would, and check them."""
     config.check()
-    check_peft(config)
     check_one_process()
     accelerator = Accelerator()
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
-    loss_fn = chosen_loss_fn(config, data)
+    loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss; beside another one they would only seem to be wrong.
     steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
     report = check_equivalence(
@@ -89,9 +87,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):
-        report.facts.append(
-            "nothing is compared: class_weights and label_smoothing_factor ask for another loss than the head's own"
-        )
+        report.facts.append("nothing is compared: label_smoothing_factor asks for another loss than the head's own")
     return report
 
 

@@ -2,8 +2,7 @@
 
     python scripts/plan_batch.py --global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10
 
-Prints the samples of each process, the command that gives this layout, and the learning rates for it and for the nearest global
-batches of full micro-batches.
+Prints the samples of each process and the command that gives this layout.
 """
 
 import argparse
@@ -20,8 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--devices_per_node", type=int, default=1, help="GPUs, or processes, on each machine (default: 1)")
     parser.add_argument("--per_device_train_batch_size", type=int, required=True, help="most samples in one micro-batch")
-    parser.add_argument("--learning_rate", type=float, default=1.0, help="peak rate to scale (default: print factors)")
-    parser.add_argument("--base_batch_size", type=int, help="global batch size that it was found with (default: the wanted one)")
     try:
         print(plan_batch(**vars(parser.parse_args(arguments))))
     except ConfigError as error:

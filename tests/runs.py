@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
-import evaluate
 import numpy as np
 import pytest
 import torch
@@ -55,13 +54,12 @@ def save_tiny_models(folder: Path) -> None:
 
 @contextmanager
 def filled_place(folder: Path) -> Iterator[Path]:
-    """Tiny models, train.jsonl and validation.jsonl; caches of datasets and evaluate go there too."""
+    """Tiny models, train.jsonl and validation.jsonl; the cache of datasets goes there too."""
     save_tiny_models(folder)
     write_rows(folder / "train.jsonl", ragged_rows(TRAIN, seed=1))
     write_rows(folder / "validation.jsonl", ragged_rows(VALIDATION, seed=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        patch.setattr(evaluate.config, "HF_METRICS_CACHE", folder / "metrics")
         yield folder
 
 
@@ -218,12 +216,7 @@ JOBS = {
     "numbers": ("bert", rows_of(of_text(lambda words: len(COLOURS[words[0]]) - 2.0)), {"task": "regression"}),
     "label sets": ("bert", rows_of(of_text(label_set, "labels")), {"task": "multi-label"}),
     "tags": ("bert", rows_of(tagged), {"task": "token-classification"}),
-    "class weights": ("bert", CLASSES, {"task": "text-classification", "class_weights": "0.5,3,1"}),
-    "smoothed and weighted tags": (
-        "bert",
-        rows_of(tagged),
-        {"task": "token-classification", "label_smoothing_factor": 0.2, "class_weights": "balanced"},
-    ),
+    "smoothed tags": ("bert", rows_of(tagged), {"task": "token-classification", "label_smoothing_factor": 0.2}),
     "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing_factor": 0.1}),
     "LoRA": ("gpt", rows_of(cycle), {"lora_r": 4, "lora_dropout": 0.1}),
     "answers": ("bert", rows_of(question), {"task": "question-answering", "max_length": 16}),

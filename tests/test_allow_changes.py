@@ -296,7 +296,7 @@ def test_a_changed_run_is_resumed_as_any_other(place, old_epochs, tmp_path):
     _, _, summary = go_on(place, tmp_path / "changed", old_epochs / f"checkpoint-{STOP}", **more)
     resumed = train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "changed" / f"checkpoint-{STOP + 2}"), **more)
     assert resumed["weights_sha256"] == summary["weights_sha256"] and resumed["steps"] == STOP + 5
-    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(tmp_path / "changed")]
+    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(tmp_path / "changed")[2:]]
 
 
 def test_a_stream_with_another_buffer(place, tmp_path):

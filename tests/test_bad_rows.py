@@ -225,8 +225,7 @@ def test_other_files(split, name, place, tmp_path, capsys):
 
 
 PREDICT = {
-    "causal-lm": ("text", 3, ["a column of strings", "1 of 12 predict rows hold 3"]),
-    "causal-lm, completions": ("prompt", 3, ["must be strings", "{'prompt': 3"]),
+    "text-classification": ("text", 3, ["a column of strings", "1 of 12 predict rows hold 3"]),
     "token-classification": ("tokens", ["a", None], ["1 of 12 predict rows hold ['a', None]"]),
     "question-answering": ("question", "why " * 60, ["leave no room for a context"]),
     "multiple-choice": ("choices", ["a"], ["the same number of choices"]),

@@ -37,7 +37,6 @@ OTHER = {
     "block_size": ("32", 32),
     "mlm_probability": ("0.3", 0.3),
     "label_smoothing_factor": ("0.1", 0.1),
-    "class_weights": ("1,2.5", "1,2.5"),
     "per_device_train_batch_size": ("3", 3),
     "gradient_accumulation_steps": ("5", 5),
     "global_batch_size": ("15", 15),
@@ -72,7 +71,6 @@ OTHER = {
     "save_steps": ("2", 2),
     "save_total_limit": ("3", 3),
     "output_dir": ("elsewhere", "elsewhere"),
-    "overwrite_output_dir": ("true", True),
     "resume_with_changes": ("true", True),
     "resume_from_checkpoint": ("auto", "auto"),
 }
@@ -215,10 +213,9 @@ def test_accumulation_of_the_launcher(launched, own, window, monkeypatch):
     config.check()
 
 
-def test_contradicting_accumulation_is_refused(monkeypatch):
+def test_accumulation_of_the_launcher_yields_to_the_flag(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(hf_ga.ConfigError, match="given twice"):
-        FinetuneConfig(gradient_accumulation_steps=2).check()
+    assert FinetuneConfig(gradient_accumulation_steps=2).layout(1).accumulation_steps == 2
     with pytest.raises(hf_ga.ConfigError, match="cannot be reached"):
         FinetuneConfig(per_device_train_batch_size=8, global_batch_size=64).check()
     FinetuneConfig(per_device_train_batch_size=8, global_batch_size=32).check()
@@ -234,16 +231,12 @@ def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
 
 
 def test_output_folder(tmp_path):
-    """An empty one is free; a used one is for overwriting or resuming."""
+    """An empty one is free; a used one is for resuming."""
     (tmp_path / "new").mkdir()
     FinetuneConfig(output_dir=str(tmp_path / "new")).check()
     (tmp_path / "new" / "file").touch()
     with pytest.raises(hf_ga.ConfigError, match="holds another run"):
         FinetuneConfig(output_dir=str(tmp_path / "new")).check()
-    with pytest.raises(hf_ga.ConfigError, match=r"would delete .*new, which no run has made"):
-        FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
-    (tmp_path / "new" / "metrics.jsonl").touch()
-    FinetuneConfig(output_dir=str(tmp_path / "new"), overwrite_output_dir=True).check()
     FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
 
 
@@ -253,11 +246,9 @@ def test_an_evaluation_needs_a_model(tmp_path):
 
 
 def test_an_evaluation_may_write_beside_a_run(tmp_path):
-    """Even a configuration file that would replace it: nothing is deleted."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    for more in ({}, {"overwrite_output_dir": True}):
-        FinetuneConfig(eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run"), **more).check()
+    FinetuneConfig(eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run")).check()
 
 
 def test_the_name_of_a_metric_may_be_that_of_the_log():

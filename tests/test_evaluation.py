@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import datasets
-import evaluate as evaluate_library
 import evaluation_worker
 import helpers
 import numpy as np
@@ -19,18 +17,6 @@ from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 3, 7, 1000]
-
-
-@pytest.fixture(autouse=True)
-def metrics_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluate_library.config, "HF_METRICS_CACHE", tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_progress_bars():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def causal_samples(count: int) -> list[dict]:

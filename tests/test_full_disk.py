@@ -34,7 +34,6 @@ CASES = {
     "metrics": (report.MetricsFile, "write", 5, 700, "metrics.jsonl", "checkpoint-3"),
     "last model": (finetune, "save_last", 1, 1_000, "model.safetensors", "checkpoint-8"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-8"),
-    "card": (outputs, "write_model_card", 1, 100, "README.md", "checkpoint-8"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-8"),
 }
 

@@ -2,12 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.data.labels import class_weights, encode_labels
+from hf_ga.data.labels import encode_labels
 
 
 def split(labels, **columns):
@@ -223,30 +222,3 @@ def test_numbers():
 def test_what_is_no_number(labels):
     with pytest.raises(DataError, match=r"labels of a regression must be finite float32 numbers.*validation rows.*--label_column"):
         encoded("number", [1.0, 2.0], split(labels))
-
-
-# Weights
-
-
-def test_balanced_weights():
-    """By hand: 6 targets, 3 classes: 6 / (3 x 1), 6 / (3 x 2), 6 / (3 x 3). Every class weighs 2 in total."""
-    counts = np.array([1, 2, 3])
-    weights = class_weights("balanced", ["a", "b", "c"], counts)
-    assert weights == [2.0, 1.0, 6 / 9] and all(isinstance(weight, float) for weight in weights)
-    assert np.allclose(counts * weights, 2.0)
-    with pytest.raises(DataError, match="class_weights balanced needs every class in training, but there is no b, c"):
-        class_weights("balanced", ["a", "b", "c"], np.array([4, 0, 0]))
-
-
-def test_given_weights():
-    counts = np.array([5, 0, 1])
-    assert class_weights("1, 2.5,0", ["a", "b", "c"], counts) == [1.0, 2.5, 0.0]
-    assert class_weights("1e-3,2,3", ["a", "b", "c"], counts) == [0.001, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    "text", ["1,2", "1,2,3,4", "1,2,-1", "0,0,0", "1,2,nan", "1,2,inf", "1,2,x", "1;2;3", "", "Balanced", "1,2,"]
-)
-def test_wrong_weights(text):
-    with pytest.raises(DataError, match="class_weights must be `balanced` or 3 numbers of at least 0, for a, b, c in turn; got"):
-        class_weights(text, ["a", "b", "c"], np.array([1, 1, 1]))

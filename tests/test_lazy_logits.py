@@ -18,7 +18,7 @@ import hf_ga
 from hf_ga.exact.hooks import Call
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import evaluation
-from hf_ga.run.losses import make_loss_fn
+from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits
@@ -421,7 +421,7 @@ def test_heads_that_need_their_logits_get_them(use, why):
 
 
 def test_an_own_loss_gets_its_logits():
-    rule = proven(h.gpt2(), loss_fn=make_loss_fn(0.1, None, shifted=True))
+    rule = proven(h.gpt2(), loss_fn=SmoothedCrossEntropy(0.1, shifted=True))
     assert not rule.speed_ups and "computed from the logits" in rule.left_out["chunked loss"]
 
 

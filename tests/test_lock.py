@@ -68,9 +68,7 @@ def test_the_second_run_is_refused(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}], ids=["new", "overwrites", "resumes"]
-)
+@pytest.mark.parametrize("more", [{}, {"resume_from_checkpoint": "auto"}], ids=["new", "resumes"])
 def test_a_run_in_a_folder_that_is_in_use(more, place, tmp_path, holder):
     """By a process of its own. Without the lock, the second run would delete or continue what is there."""
     out = tmp_path / "out"
@@ -88,10 +86,8 @@ def test_a_run_in_a_folder_that_is_in_use(more, place, tmp_path, holder):
     assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
 
 
-def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
-    """Right behind the deletion, another run is refused as before."""
+def test_a_run_holds_the_lock(place, tmp_path, monkeypatch):
     out, found, fit = tmp_path / "out", [], finetune.fit
-    train(place, out, max_steps=3)
 
     def tried(*args):
         found.extend(path.name for path in out.iterdir())
@@ -100,7 +96,7 @@ def test_overwriting_keeps_the_lock(place, tmp_path, monkeypatch):
         return fit(*args)
 
     monkeypatch.setattr(finetune, "fit", tried)
-    train(place, out, max_steps=3, overwrite_output_dir=True)
+    train(place, out, max_steps=3)
     assert found == [LOCK] and len(lines_of(out)) == 3
 
 

@@ -1,4 +1,4 @@
-"""Class weights and label smoothing against torch's own mean in float64 and plain Python, alone and over splits of a window."""
+"""Label smoothing against torch's own mean in float64 and plain Python, alone and over splits of a window."""
 
 import copy
 import math
@@ -13,39 +13,36 @@ from accelerate import Accelerator
 
 import hf_ga
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.run.losses import CrossEntropySum, make_loss_fn
+from hf_ga.run.losses import SmoothedCrossEntropy
 
 WINDOW = 16
-WEIGHTS = [0.3, 1.0, 4.0]
-SETTINGS = {"weights": (0.0, WEIGHTS), "smoothing": (0.1, None), "both": (0.2, WEIGHTS), "neither": (0.0, None)}
+SMOOTHINGS = (0.0, 0.1, 0.3)
 
 
-def computed(logits, labels, smoothing, weights, shifted=False):
-    tensor = None if weights is None else torch.tensor(weights)
-    loss_fn, batch = CrossEntropySum(smoothing, tensor, shifted), {"labels": labels}
+def computed(logits, labels, smoothing, shifted=False):
+    loss_fn, batch = SmoothedCrossEntropy(smoothing, shifted), {"labels": labels}
     loss, count = loss_fn(SimpleNamespace(logits=logits), batch)
-    assert loss_fn.count_targets(batch) == pytest.approx(float(count), rel=1e-6)
+    assert loss_fn.count_targets(batch) == float(count)
     return loss, float(count)
 
 
-def torch_mean(logits, labels, smoothing, weights, shifted=False):
+def torch_mean(logits, labels, smoothing, shifted=False):
     """torch's mean reduction in float64."""
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    weight = None if weights is None else torch.tensor(weights).double()  # float32 first, as in a model
-    return F.cross_entropy(logits.double().flatten(0, -2), labels.flatten(), weight, label_smoothing=smoothing)
+    return F.cross_entropy(logits.double().flatten(0, -2), labels.flatten(), label_smoothing=smoothing)
 
 
-def loop(logits, labels, smoothing, weights):
+def loop(logits, labels, smoothing):
     """(sum, count) by the formula, one target at a time."""
     total = count = 0.0
     for row, label in zip(logits.double().tolist(), labels.tolist(), strict=True):
         if label == h.IGNORED:
             continue
         log_sum = math.log(sum(math.exp(v) for v in row))
-        of_classes = [(1.0 if weights is None else weights[c]) * (log_sum - v) for c, v in enumerate(row)]
+        of_classes = [log_sum - v for v in row]
         total += (1 - smoothing) * of_classes[label] + smoothing * sum(of_classes) / len(row)
-        count += 1.0 if weights is None else weights[label]
+        count += 1.0
     return total, count
 
 
@@ -60,83 +57,45 @@ def data(shape, ignored_share=0.3, seed=0):
 # -- one batch ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize("shape", [(1,), (8, 9)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_sum_and_count(smoothing, weights, shape, dtype):
+def test_sum_and_count(smoothing, shape, dtype):
     logits, labels = data(shape)
     labels.view(-1)[0] = 1
     logits = logits.to(dtype)
-    loss, count = computed(logits, labels, smoothing, weights)
+    loss, count = computed(logits, labels, smoothing)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.dim() == 0
-    tolerance = 1e-6 if dtype != torch.float64 else 1e-7  # the weights are float32
-    by_loop = loop(logits.flatten(0, -2), labels.flatten(), smoothing, weights)
+    tolerance = 1e-6 if dtype != torch.float64 else 1e-7
+    by_loop = loop(logits.flatten(0, -2), labels.flatten(), smoothing)
     assert (float(loss), count) == (pytest.approx(by_loop[0], rel=tolerance), pytest.approx(by_loop[1], rel=1e-6))
     mean = float(loss.double()) / count
-    assert mean == pytest.approx(float(torch_mean(logits, labels, smoothing, weights)), rel=tolerance)
+    assert mean == pytest.approx(float(torch_mean(logits, labels, smoothing)), rel=tolerance)
 
 
-@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize("shape", [(8, 9), (1, 2)], ids=str)
-def test_shifted(smoothing, weights, shape):
+def test_shifted(smoothing, shape):
     logits, labels = data(shape)
     labels[0, 1] = 1
-    loss, count = computed(logits, labels, smoothing, weights, shifted=True)
-    assert float(loss) / count == pytest.approx(float(torch_mean(logits, labels, smoothing, weights, shifted=True)), rel=1e-6)
+    loss, count = computed(logits, labels, smoothing, shifted=True)
+    assert float(loss) / count == pytest.approx(float(torch_mean(logits, labels, smoothing, shifted=True)), rel=1e-6)
     labels[:, 0] = h.IGNORED  # never predicted: no matter
-    other = computed(logits, labels, smoothing, weights, shifted=True)
+    other = computed(logits, labels, smoothing, shifted=True)
     assert (float(other[0]), other[1]) == (float(loss), count)
     if shape[0] > 1:  # control
-        assert abs(float(loss) - float(computed(logits, labels, smoothing, weights)[0])) > 1
+        assert abs(float(loss) - float(computed(logits, labels, smoothing)[0])) > 1
 
 
-@pytest.mark.parametrize(("smoothing", "weights"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 @pytest.mark.parametrize(("shape", "shifted"), [((5,), False), ((3, 4), True), ((3, 1), True), ((0,), False)], ids=str)
-def test_no_target_at_all(smoothing, weights, shape, shifted):
+def test_no_target_at_all(smoothing, shape, shifted):
     logits, labels = data(shape, ignored_share=1.1)
     if shape == (3, 1):
         labels[:] = 1  # but nothing predicts column 0
-    loss, count = computed(logits.requires_grad_(), labels, smoothing, weights, shifted)
+    loss, count = computed(logits.requires_grad_(), labels, smoothing, shifted)
     loss.backward()
     assert (float(loss.detach()), count) == (0.0, 0.0) and (logits.grad == 0).all()
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_a_class_of_weight_0_is_as_if_ignored(smoothing):
-    logits, labels = data((40,))
-    weights = [0.0, 1.0, 2.0]
-    expected = computed(logits, labels.masked_fill(labels == 0, h.IGNORED), smoothing, weights)
-    assert (labels == 0).any() and [float(v) for v in computed(logits, labels, smoothing, weights)] == [float(v) for v in expected]
-    if not smoothing:
-        mean = float(torch_mean(logits, labels, 0.0, weights))
-        assert float(expected[0]) / expected[1] == pytest.approx(mean, rel=1e-6)
-    alone = computed(logits, torch.zeros(40, dtype=torch.long), smoothing, weights)
-    assert (float(alone[0]), alone[1]) == (0.0, 0.0)
-
-
-# -- the settings ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_defaults_leave_the_loss_to_the_head(shifted):
-    assert make_loss_fn(0.0, None, shifted=shifted) is None
-    logits, labels = data((8, 9))
-    for smoothing, weights in [(0.1, None), (0.0, WEIGHTS), (0.1, [1, 2, 3])]:
-        loss, count = make_loss_fn(smoothing, weights, shifted=shifted)(SimpleNamespace(logits=logits), {"labels": labels})
-        expected = float(torch_mean(logits, labels, smoothing, weights, shifted))
-        assert float(loss) / float(count) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_equal_weights_are_the_loss_of_the_head(shifted):
-    """Up to how much a target counts for."""
-    model, samples = (h.gpt2(), h.token_samples(5)) if shifted else (h.bert_token_classifier(), h.tag_samples(5))
-    batch = h.pad_right(samples)
-    outputs = model(**batch)
-    classes = outputs.logits.shape[-1]
-    loss, count = make_loss_fn(0.0, [2.0] * classes, shifted=shifted)(outputs, batch)
-    assert float(loss.detach()) / float(count) == pytest.approx(float(outputs.loss.detach()), rel=1e-6)
-    assert float(count) == 2 * h.num_targets(model, batch)
 
 
 # -- over the splits of a window --------------------------------------------------------------------------------------------------
@@ -147,7 +106,6 @@ LAYOUTS = {
     "16x1": h.by_number(1),
     "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3]),
 }
-SKEWED = [0.2 + 0.1 * (i % 7) ** 2 for i in range(h.VOCABULARY)]
 
 
 def few_targets():
@@ -156,15 +114,11 @@ def few_targets():
     return [h.without_targets(s) if 3 <= i < 8 else s for i, s in enumerate(samples)]
 
 
-# name: (builder, samples, smoothing, weights)
+# name: (builder, samples, smoothing)
 CASES = {
-    "classifier, weights": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.0, WEIGHTS),
-    "classifier, both": (h.bert_classifier, partial(h.class_samples, WINDOW), 0.1, WEIGHTS),
-    "tags, weights": (h.bert_token_classifier, partial(h.tag_samples, WINDOW), 0.0, WEIGHTS),
-    "tags, both, few targets": (h.bert_token_classifier, few_targets, 0.1, WEIGHTS),
-    "GPT-2, smoothing": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, None),
-    "GPT-2, both": (h.gpt2, partial(h.token_samples, WINDOW), 0.1, SKEWED),
-    "masked LM, smoothing": (h.bert_masked_lm, partial(h.token_samples, WINDOW), 0.1, None),
+    "tags, few targets": (h.bert_token_classifier, few_targets, 0.1),
+    "GPT-2": (h.gpt2, partial(h.token_samples, WINDOW), 0.1),
+    "masked LM": (h.bert_masked_lm, partial(h.token_samples, WINDOW), 0.1),
 }
 
 
@@ -176,25 +130,24 @@ def window_of(samples, layout):
     return window
 
 
-def of_torch(smoothing, weights, shifted):
+def of_torch(smoothing, shifted):
     """torch's own mean for the helpers, in the precision of the logits."""
 
     def loss_fn(outputs, batch):
         logits, labels = outputs.logits, batch["labels"]
         if shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        weight = None if weights is None else torch.tensor(weights).to(logits.dtype)
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weight, label_smoothing=smoothing), 1
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=smoothing), 1
 
     return loss_fn
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_of_any_split_is_the_full_batch(case):
-    build, make_samples, smoothing, weights = CASES[case]
+    build, make_samples, smoothing = CASES[case]
     model, samples = build(), make_samples()
     batch, shifted = h.pad_right(samples), isinstance(model, h.CAUSAL)
-    reference, loss_fn = of_torch(smoothing, weights, shifted), make_loss_fn(smoothing, weights, shifted=shifted)
+    reference, loss_fn = of_torch(smoothing, shifted), SmoothedCrossEntropy(smoothing, shifted)
     grads64 = h.full_batch_gradient(model, batch, loss_fn=reference)
     grads32 = h.full_batch_gradient(model, batch, torch.float32, loss_fn=reference)
     with torch.no_grad():
@@ -207,25 +160,8 @@ def test_gradient_of_any_split_is_the_full_batch(case):
         result = hf_ga.backward_window(Accelerator(gradient_accumulation_steps=4), model, window, loss_fn=loss_fn)
         h.assert_promise_1(h.gradients(model), grads32, grads64)
         assert result.loss == pytest.approx(mean, rel=1e-6)
-        assert result.num_targets == pytest.approx(len(counted) if weights is None else sum(weights[v] for v in counted))
+        assert result.num_targets == pytest.approx(len(counted))
         micro_batches = [m.batch for m in window.micro_batches if (m.batch["labels"] != h.IGNORED).any()]  # or the mean is 0 / 0
         naive = h.relative_error(h.naive_gradient(model, micro_batches, len(micro_batches), reference), grads64)
         # The control itself is right where there is nothing to go wrong.
         assert naive < 1e-5 if layout == "1x16" else naive > 1e-3
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("head", ["bert_classifier", "bert_token_classifier"])
-def test_a_class_of_weight_0_over_any_split(head, smoothing):
-    """One-sample micro-batches count for nothing then."""
-    model, weights = getattr(h, head)(), [0.0, 1.0, 3.0]
-    samples = (h.class_samples if head == "bert_classifier" else h.tag_samples)(WINDOW)
-    left_out = h.pad_right(samples)
-    left_out["labels"] = left_out["labels"].masked_fill(left_out["labels"] == 0, h.IGNORED)
-    reference, loss_fn = of_torch(smoothing, weights, False), make_loss_fn(smoothing, weights, shifted=False)
-    grads64 = h.full_batch_gradient(model, left_out, loss_fn=reference)
-    grads32 = h.full_batch_gradient(model, left_out, torch.float32, loss_fn=reference)
-    for layout in LAYOUTS:
-        model.zero_grad()
-        hf_ga.backward_window(Accelerator(), model, window_of(samples, layout), loss_fn=loss_fn)
-        h.assert_promise_1(h.gradients(model), grads32, grads64)

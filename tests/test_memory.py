@@ -17,17 +17,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import WINDOW as WINDOW_OF_RUNS
 from runs import filled_place, lines_of, relative_distance, train
 from torch import nn
 
 import hf_ga
-from hf_ga.errors import ConfigError, OutOfMemory
+from hf_ga.errors import OutOfMemory
 from hf_ga.exact import step
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import build
-from hf_ga.run.evaluation import evaluate, evaluation_windows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "workers"))
 from memory import ERRORS, Device, of_sample
@@ -224,30 +222,6 @@ def test_other_errors_are_no_lack_of_memory():
     assert not any(map(is_out_of_memory, [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory.")]))
 
 
-def evaluated(fits: float, head: str) -> tuple[dict, Device]:
-    build, make_samples = {"classes": (h.bert_classifier, h.class_samples), "one width": (h.xlnet_classifier, h.class_samples)}[
-        head
-    ]
-    accelerator, model, samples = accelerator_in(), build(), make_samples(40)
-    rule, device = hf_ga.prove_targets(model, samples, h.pad_right), Device(model, fits)
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=16, lengths=lengths, proven=rule)
-    return evaluate(accelerator, model, windows, rule, metrics=["accuracy"]), device
-
-
-@pytest.mark.parametrize("head", ["classes", "one width"])
-def test_evaluation_in_smaller_batches(head):
-    expected, whole = evaluated(np.inf, head)
-    results, device = evaluated(40, head)
-    assert results == pytest.approx(expected, rel=1e-6) and device.failures
-    assert device.take() == whole.take()
-
-
-def test_evaluation_of_a_sample_that_does_not_fit():
-    with pytest.raises(OutOfMemory, match=r"sample \d+ .* does not fit into the memory of process 0"):
-        evaluated(3, "classes")
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     with filled_place(tmp_path_factory.mktemp("memory")) as folder:
@@ -312,23 +286,7 @@ def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short
     with small_device(60):
         resumed = train(place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"))
     assert resumed["weights_sha256"] == short_of_memory["weights_sha256"]
-    assert [line["step"] for line in lines_of(tmp_path / "out") if "retries" in line] == [1]  # as the first run wrote it
-
-
-def test_auto(place, tmp_path, undisturbed, capsys):
-    """Where all fits, it is the run in one micro-batch, bit for bit: the probe leaves nothing behind. On a small device it is the
-    same run in parts, of which the first window fits already.
-    """
-    whole = train(place, tmp_path / "whole", per_device_train_batch_size=WINDOW_OF_RUNS)
-    roomy = train(place, tmp_path / "roomy", per_device_train_batch_size="auto")
-    assert roomy["weights_sha256"] == whole["weights_sha256"] and roomy["most_tokens_in_a_micro_batch"] is None
-    assert "per_device_train_batch_size auto: micro-batches of 16 samples fit into memory" in capsys.readouterr().out
-    with small_device(60):
-        small = train(place, tmp_path / "small", per_device_train_batch_size="auto")
-    said = capsys.readouterr().out
-    assert "auto: micro-batches of at most 48 tokens (padding included) fit into memory" in said and "out of memory" not in said
-    assert small["train_loss"] == pytest.approx(undisturbed["train_loss"], rel=1e-5) and small["most_tokens_in_a_micro_batch"] == 48
-    assert not any("retries" in line for line in lines_of(tmp_path / "small"))
+    assert not any("retries" in line for line in lines_of(tmp_path / "out"))
 
 
 def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
@@ -338,34 +296,3 @@ def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
         train(place, tmp_path / "out")
     assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(caught.value)
     assert str(caught.value).endswith(f"Then go on from {saved} with --resume_from_checkpoint auto.")
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({}, (64, 32, 1)),
-        ({"global_batch_size": 50}, (50, 25, 1)),
-        ({"global_batch_size": 1}, (1, 1, 1)),
-    ],
-)
-def test_window_of_auto(flags, expected):
-    layout = hf_ga.FinetuneConfig(per_device_train_batch_size="auto", **flags).layout(2)
-    assert (layout.window_size, layout.micro_batch_size, layout.accumulation_steps) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps 2 does not go with",
-        ),
-        ({"per_device_train_batch_size": "many"}, "must be a number of samples, or auto, got 'many'"),
-        ({"per_device_train_batch_size": "2.5"}, "must be a number of samples, or auto, got '2.5'"),
-        ({"per_device_train_batch_size": "0"}, "per_device_train_batch_size must be at least 1, got 0"),
-        ({"per_device_train_batch_size": "auto", "global_batch_size": 0}, "global_batch_size must be at least 1, got 0"),
-    ],
-)
-def test_batch_sizes_that_are_none(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        hf_ga.FinetuneConfig(**flags).check()

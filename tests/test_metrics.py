@@ -4,7 +4,6 @@ import math
 import random
 
 import datasets
-import evaluate
 import helpers as h
 import numpy as np
 import pytest
@@ -14,11 +13,6 @@ from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METR
 from hf_ga.run.readers import are_entities
 
 
-@pytest.fixture(autouse=True)
-def metrics_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_progress_bars():
     datasets.disable_progress_bars()
@@ -26,20 +20,14 @@ def no_progress_bars():
     datasets.enable_progress_bars()
 
 
-def computed(name, predictions, references, batch_sizes=None):
-    """In one call, or in batches of the given sizes, as evaluation does."""
-    metric = METRICS[name]()
-    if batch_sizes is None:
-        result = metric.compute(predictions=predictions, references=references)
-    else:
-        start = 0
-        for size in batch_sizes:
-            metric.add_batch(predictions=predictions[start : start + size], references=references[start : start + size])
-            start += size
-        assert start == len(references)
-        result = metric.compute()
-    assert list(result) == [name] and type(result[name]) is float
-    return result[name]
+def score(metric, references, predictions):
+    (value,) = metric(keep_in_memory=True).compute(predictions=predictions, references=references).values()
+    assert type(value) is float
+    return value
+
+
+def computed(name, predictions, references):
+    return score(METRICS[name], references, predictions)
 
 
 # -- one number at a time -------------------------------------------------------------------------------------------------------
@@ -93,8 +81,8 @@ def random_pairs(name, size, seed):
     if name in ("exact_match", "micro_f1"):
         references = rng.integers(0, 2, (size, 1 + seed % 4))
         return np.where(rng.random(references.shape) < 0.7, references, 1 - references), references
-    references = (10.0 ** (seed % 4) * rng.normal(size=size) + seed).astype(np.float32)
-    return (references * rng.normal() + rng.normal(size=size)).astype(np.float32), references
+    references = 10.0 ** (seed % 4) * rng.normal(size=size) + seed
+    return references * rng.normal() + rng.normal(size=size), references
 
 
 def test_every_metric_has_a_loop():
@@ -107,8 +95,7 @@ def test_against_plain_loops(name, size):
     for seed in range(6):
         predictions, references = random_pairs(name, size, seed)
         expected = pytest.approx(LOOPS[name](predictions.tolist(), references.tolist()), rel=1e-9, abs=1e-12)
-        for sizes in (None, [1] * size, [1, size - 1], [size]):
-            assert computed(name, predictions, references, sizes) == expected
+        assert computed(name, predictions, references) == expected
         assert computed(name, predictions.tolist(), references.tolist()) == expected
 
 
@@ -145,8 +132,7 @@ def test_the_order_of_samples_does_not_matter(name):
     ],
 )
 def test_by_hand(name, predictions, references, expected):
-    for sizes in (None, [1] * len(references)):
-        assert computed(name, predictions, references, sizes) == pytest.approx(expected, abs=1e-12)
+    assert computed(name, predictions, references) == pytest.approx(expected, abs=1e-12)
 
 
 def test_constant_floats_are_constant_whatever_their_digits():
@@ -178,7 +164,7 @@ def test_their_documentation_is_right():
 
     from hf_ga.run import metrics, readers
 
-    assert doctest.testmod(metrics) == (0, 3) and doctest.testmod(readers) == (0, 1)
+    assert doctest.testmod(metrics) == (0, 2) and doctest.testmod(readers) == (0, 1)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -199,10 +185,9 @@ def test_an_entity_is_right_as_a_whole():
     references = [["B-PER", "I-PER", "O", "B-LOC"], []]
     predictions = [["B-PER", "O", "O", "B-LOC"], []]
     for given, right in ((predictions, references), (predictions[::-1], references[::-1])):
-        values = {name: metric().compute(predictions=given, references=right)[name] for name, metric in ENTITY_METRICS.items()}
+        values = {name: score(metric, right, given) for name, metric in ENTITY_METRICS.items()}
         assert values == {"accuracy": 0.75, "f1": 0.5}
-    nothing = ENTITY_METRICS["f1"]().compute(predictions=[["O", "O"]], references=[["O", "O"]])
-    assert nothing == {"f1": 0.0}
+    assert score(ENTITY_METRICS["f1"], [["O", "O"]], [["O", "O"]]) == 0.0
     assert are_entities(["O", "B-PER", "I-PER"]) and not are_entities(["O", "noun"]) and not are_entities(["O"])
 
 
@@ -221,8 +206,7 @@ def test_an_entity_is_right_as_a_whole():
 )
 def test_answers_by_hand(predicted, true, same, f1):
     for name, value in {"exact_match": same, "f1": f1}.items():
-        found = ANSWER_METRICS[name]().compute(predictions=[predicted], references=[[true]])
-        assert found == {name: pytest.approx(value, rel=1e-12)}
+        assert score(ANSWER_METRICS[name], [[true]], [predicted]) == pytest.approx(value, rel=1e-12)
 
 
 def test_rouge_by_hand():
@@ -235,12 +219,12 @@ def test_rouge_by_hand():
         "": {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0},
     }
     for given, values in expected.items():
-        found = {kind: TEXT_METRICS[kind]().compute(predictions=[given], references=[true])[kind] for kind in values}
+        found = {kind: score(TEXT_METRICS[kind], [true], [given]) for kind in values}
         assert found == pytest.approx(values)
 
 
 def test_metrics_of_texts_are_means():
-    """In batches as at once; the best of several right answers counts."""
+    """The best of several right answers counts."""
     predictions, answers = ["the cat", "big dog", "", "x"], [["a dog", "Cat!"], ["dog"], [], []]
     expected = {"exact_match": 2 / 4, "f1": (1 + 2 / 3 + 1 + 0) / 4}
     texts = ["return the list", "x  y", "return", ""]
@@ -249,15 +233,18 @@ def test_metrics_of_texts_are_means():
     cases = ((ANSWER_METRICS, predictions, answers, expected), (TEXT_METRICS, texts, references, expected_of_texts))
     for table, given, right, results in cases:
         for name, value in results.items():
-            assert table[name]().compute(predictions=given, references=right) == {name: pytest.approx(value)}
-            parts = table[name]()
-            for start, end in ((0, 1), (1, 4)):
-                parts.add_batch(predictions=given[start:end], references=right[start:end])
-            assert parts.compute() == {name: pytest.approx(value)}
-            assert table[name]().compute(predictions=given[::-1], references=right)[name] != pytest.approx(value)
+            assert score(table[name], right, given) == pytest.approx(value)
+            assert score(table[name], right, given[::-1]) != pytest.approx(value)
 
 
 # -- what is compared -----------------------------------------------------------------------------------------------------------
+
+
+def compared(logits, labels):
+    """Of all samples together."""
+    predictions, references = predictions_and_references(logits, labels)
+    assert len(predictions) == len(references) == len(labels)
+    return np.concatenate(predictions), np.concatenate(references)
 
 
 def largest(row):
@@ -269,7 +256,7 @@ def test_one_class_a_sample(size):
     rng = np.random.default_rng(size)
     logits, labels = rng.normal(size=(size, 4)).astype(np.float32), rng.integers(0, 4, size)
     labels[0] = h.IGNORED if size > 1 else 2
-    predictions, references = predictions_and_references(logits, labels)
+    predictions, references = compared(logits, labels)
     pairs = [(largest(row), int(v)) for row, v in zip(logits.tolist(), labels, strict=True) if v != h.IGNORED]
     assert list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
 
@@ -279,7 +266,7 @@ def test_one_tag_a_token(size):
     rng = np.random.default_rng(size)
     logits, labels = rng.normal(size=(size, 7, 5)).astype(np.float32), rng.integers(0, 5, (size, 7))
     labels[rng.random((size, 7)) < 0.5] = h.IGNORED
-    predictions, references = predictions_and_references(logits, labels)
+    predictions, references = compared(logits, labels)
     pairs = [
         (largest(logits[i, j].tolist()), int(labels[i, j])) for i in range(size) for j in range(7) if labels[i, j] != h.IGNORED
     ]
@@ -292,10 +279,10 @@ def test_numbers(size):
     rng = np.random.default_rng(size)
     logits, labels = rng.normal(size=(size, 1)).astype(np.float32), rng.normal(size=size).astype(np.float32)
     labels[0] = h.IGNORED  # a number like any other
-    predictions, references = predictions_and_references(logits, labels)
+    predictions, references = compared(logits, labels)
     assert predictions.shape == references.shape == (size,)
     assert predictions.tolist() == [row[0] for row in logits.tolist()] and references.tolist() == labels.tolist()
-    assert computed("mae", predictions, references, [1] * size) == pytest.approx(mae(predictions.tolist(), labels.tolist()))
+    assert computed("mae", predictions, references) == pytest.approx(mae(predictions.tolist(), labels.tolist()))
 
 
 @pytest.mark.parametrize("classes", [1, 3])
@@ -306,18 +293,18 @@ def test_sets(size, classes):
     logits = rng.normal(size=(size, classes)).astype(np.float32)
     logits[0, 0] = 0.0  # one half: not predicted
     labels = rng.integers(0, 2, (size, classes)).astype(np.float32)
-    predictions, references = predictions_and_references(logits, labels)
+    predictions, references = compared(logits, labels)
     assert predictions.dtype.kind == references.dtype.kind == "i"
     assert predictions.tolist() == [[int(1 / (1 + math.exp(-v)) > 0.5) for v in row] for row in logits.tolist()]
     assert references.tolist() == [[int(v) for v in row] for row in labels.tolist()]
     for name in ("exact_match", "micro_f1"):
         expected = LOOPS[name](predictions.tolist(), references.tolist())
-        assert computed(name, predictions, references, [1] * size) == pytest.approx(expected)
+        assert computed(name, predictions, references) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("logits", "labels"), [((3, 4), (3,)), ((3, 5, 4), (3, 5))], ids=["classes", "tags"])
 def test_all_ignored_is_nothing(logits, labels):
-    predictions, references = predictions_and_references(np.ones(logits, np.float32), np.full(labels, h.IGNORED))
+    predictions, references = compared(np.ones(logits, np.float32), np.full(labels, h.IGNORED))
     assert predictions.shape == references.shape == (0,)
 
 
@@ -326,8 +313,8 @@ def test_any_batches_give_the_same_pairs():
     logits, labels = np.random.default_rng(0).normal(size=(20, 6, 3)), np.random.default_rng(1).integers(0, 3, (20, 6))
     labels[:, rng.sample(range(6), 2)] = h.IGNORED
     labels[4:9] = h.IGNORED  # whole batches without a reference
-    whole = predictions_and_references(logits, labels)
+    whole = compared(logits, labels)
     for size in (1, 3, 20):
-        parts = [predictions_and_references(logits[i : i + size], labels[i : i + size]) for i in range(0, 20, size)]
+        parts = [compared(logits[i : i + size], labels[i : i + size]) for i in range(0, 20, size)]
         for which in range(2):
             assert np.concatenate([part[which] for part in parts]).tolist() == whole[which].tolist()

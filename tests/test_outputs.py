@@ -1,4 +1,4 @@
-"""What a run leaves: models in the type in which they came, cards, and another run's folder taken along."""
+"""What a run leaves: models in the type in which they came."""
 
 import json
 from types import SimpleNamespace
@@ -6,13 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-import yaml
 from runs import filled_place, lines_of, save_jobs, train_job
 from safetensors.torch import load_file
 
-from hf_ga import FinetuneConfig
-from hf_ga.recovery.versions import versions
-from hf_ga.run.model_card import write_model_card
 from hf_ga.run.models import own_dtype
 from hf_ga.run.outputs import save_best
 
@@ -89,80 +85,7 @@ def test_own_type_of_a_model():
 def test_a_finished_run_has_all_of_its_files(half_run):
     _, output = half_run
     names = {path.name for path in output.iterdir()}
-    files = {"metrics.jsonl", "summary.json", "curves.png", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    files = {"metrics.jsonl", "summary.json", "curves.png", "config.json", "model.safetensors", "tokenizer.json"}
     assert files | {"best", "checkpoint-6", "checkpoint-8"} <= names
     assert not [name for name in names if "partial" in name]
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (output / "best").iterdir()}
-
-
-# -- cards ------------------------------------------------------------------------------------------------------------------
-
-SUMMARY = {
-    "train_loss": 0.5,
-    "eval_loss": 0.25,
-    "eval_accuracy": 0.875,
-    "test_f1": 0.75,
-    "best_eval_loss": 0.125,
-    "steps": 40,
-    "layout": "window of 64 samples = 1 process(es) x 8 micro-batch(es) of at most 8",
-    "precision": "float32",
-    "learning_rate": 2e-5,
-    "data": "imdb: {'train': 9} rows",
-    "versions": versions(),
-}
-
-
-def card(folder, **flags):
-    write_model_card(FinetuneConfig(task="text-classification", output_dir=str(folder), **flags), SUMMARY, folder)
-    text = (folder / "README.md").read_text()
-    start, metadata, rest = text.split("---\n", 2)
-    assert start == ""
-    return yaml.safe_load(metadata), rest
-
-
-def test_card_of_things_from_a_hub(tmp_path):
-    metadata, text = card(tmp_path, model_name_or_path="google/bert_tiny", dataset_name="stanfordnlp/imdb", seed=3)
-    assert metadata == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-classification",
-        "base_model": "google/bert_tiny",
-        "datasets": ["stanfordnlp/imdb"],
-        "tags": ["hf_ga"],
-    }
-    for line in (
-        f"# {tmp_path.name}",
-        "| layout | window of 64 samples = 1 process(es) x 8 micro-batch(es) of at most 8 |",
-        "| optimizer | adamw, peak learning rate 2e-05, cosine schedule |",
-        "| seed | 3 |",
-        "| first weights | bert_tiny |",
-        "| eval_accuracy | 0.8750 |",
-        "| test_f1 | 0.7500 |",
-    ):
-        assert f"{line}\n" in text
-    assert f"torch {torch.__version__}" in text
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "missing file", "embedded"])
-def test_card_of_local_things(kind, tmp_path, monkeypatch):
-    """A hub knows no paths."""
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows.jsonl").touch()
-    names = {"file": "rows.jsonl", "folder": "rows", "missing file": "gone.csv", "embedded": "stdlib"}
-    data = names[kind] if kind == "embedded" else str(tmp_path / names[kind])
-    monkeypatch.setitem(SUMMARY, "data", f"{data}: {{'train': 9}} rows")
-    metadata, text = card(tmp_path, model_name_or_path=str(tmp_path), dataset_name=data)
-    assert metadata == {"library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["hf_ga"]}
-    assert str(tmp_path) not in text
-
-
-def test_card_of_a_model_from_scratch(tmp_path):
-    metadata, text = card(tmp_path, dataset_name="stdlib")
-    assert "base_model" not in metadata and "| first weights | random |\n" in text
-
-
-@pytest.mark.parametrize("task", ["causal-lm", "masked-lm", "regression", "multi-label", "token-classification"])
-def test_cards_of_all_tasks_name_their_pipeline(task, tmp_path):
-    write_model_card(FinetuneConfig(task=task), SUMMARY, tmp_path)
-    metadata = yaml.safe_load((tmp_path / "README.md").read_text().split("---\n")[1])
-    tags = {"causal-lm": "text-generation", "masked-lm": "fill-mask", "token-classification": "token-classification"}
-    assert metadata["pipeline_tag"] == tags.get(task, "text-classification")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (output / "best").iterdir()}

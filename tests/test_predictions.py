@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from runs import JOBS, filled_place, job_config, learn_job, save_jobs, train_job, write_rows
+from runs import JOBS, filled_place, learn_job, save_jobs, train_job, write_rows
 
 import hf_ga
 from hf_ga.data.tasks import TASKS
@@ -17,11 +17,6 @@ TEXTS = ["the samples", "", "window of", LONG, "größer 東京 🙂", None, "of
 LENGTH = 24
 # What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on.
 COLUMNS = {
-    "causal LM, row by row": lambda text: {"text": text},
-    "messages": lambda text: {"messages": [{"role": "user", "content": text or ""}]},
-    "prompt and completion": lambda text: {"prompt": f"{text or ''} :"},
-    "instruction": lambda text: {"instruction": text or "", "input": ""},
-    "masked LM": lambda text: {"text": text and f"red <mask> {text} <mask>"},
     "classes": lambda text: {"text": text},
     "pairs": lambda text: {"sentence1": text, "sentence2": text and f"window {text}"},
     "numbers": lambda text: {"text": text},
@@ -116,24 +111,8 @@ class ByHand:
             made.append(int(self.model(input_ids=ids, decoder_input_ids=torch.tensor([made])).logits[0, -1].argmax()))
         return {"text": self.tokenizer.decode(made, skip_special_tokens=True).strip()}
 
-    @torch.no_grad()
-    def completion(self, row, count=6):
-        templated = self.name in ("messages", "prompt and completion")
-        if templated:
-            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            text = "".join(f"<|user|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
-        else:
-            text = row["text"] if "text" in row else row["instruction"] + "\n\n"
-        ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"][-LENGTH:]
-        made = []
-        while len(made) < count and made[-1:] != [self.tokenizer.eos_token_id]:
-            made.append(int(self.model(input_ids=torch.tensor([ids + made])).logits[0, -1].argmax()))
-        return {"completion": self.tokenizer.decode(made, skip_special_tokens=True)}
-
     def prediction(self, row):
         names = self.model.config.id2label
-        if self.task.pipeline == "text-generation":
-            return self.completion(row)
         if self.name in ("answers", "choices", "translations"):
             return {"answers": self.answer, "choices": self.choice, "translations": self.target}[self.name](row)
         if self.name == "tags":
@@ -144,11 +123,7 @@ class ByHand:
                     tags[word] = names[int(logits[piece].argmax())]
             return {"tags": tags}
         texts = [row["sentence1"], row["sentence2"]] if self.name == "pairs" else [row["text"]]
-        logits, encoded = self.logits(*texts)
-        if self.name == "masked LM":
-            places = (encoded["input_ids"][0] == self.tokenizer.mask_token_id).nonzero().flatten().tolist()
-            found = [self.tokenizer.decode(int(logits[place].argmax())).strip() for place in places]
-            return {"tokens": found + [None] * (2 - len(found))}
+        logits, _ = self.logits(*texts)
         if self.name == "numbers":
             return {"value": pytest.approx(float(logits[0]), rel=1e-4, abs=1e-6)}
         if self.name == "label sets":
@@ -164,8 +139,7 @@ def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
     by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
     assert [{k: v for k, v in row.items() if k != "prediction"} for row in found] == rows
-    is_empty = [not text and name not in ("messages", "prompt and completion", "instruction") for text in TEXTS]
-    expected = [None if empty else by_hand.prediction(row) for row, empty in zip(rows, is_empty, strict=True)]
+    expected = [by_hand.prediction(row) if text else None for row, text in zip(rows, TEXTS, strict=True)]
     assert [row["prediction"] for row in found] == expected
     assert [row["prediction"] for row in found[::-1]] != expected  # the control: they are told apart
     assert "größer" in (output / "predictions.jsonl").read_text(encoding="utf-8")
@@ -174,50 +148,6 @@ def test_predictions_are_those_of_one_row_at_a_time(name, trained):
 def test_what_is_cut_off_has_no_prediction(trained):
     tags = read(trained("tags")[1])[3]["prediction"]["tags"]
     assert len(tags) == len(LONG.split()) == 23 and None not in tags[:22] and tags[22:] == [None]  # <cls>, 22 words, <sep>
-    assert read(trained("masked LM")[1])[3]["prediction"]["tokens"][1:] == [None]
-
-
-def test_a_long_prompt_keeps_its_end(trained, place, tmp_path):
-    """And with what is generated it fits the 64 positions of the model: 64 - 50 tokens of the prompt are left."""
-    _, output = trained("causal LM, row by row")
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": " ".join([LONG] * 5) + end} for end in (" of the", " red blue")])
-    settings = {
-        "model_name_or_path": str(output),
-        "max_length": 60,
-        "max_new_tokens": 50,
-        "predict_file": file,
-        "dataset_name": "stdlib",
-    }
-    settings |= {"eval_only": True, "validation_file": None, "test_file": None, "output_dir": str(tmp_path / "out")}
-    hf_ga.finetune(job_config(place, tmp_path, "causal LM, row by row", **settings))
-    by_hand = ByHand("causal LM, row by row", output)
-    for row in read(tmp_path / "out"):
-        ids = by_hand.tokenizer(row["text"])["input_ids"][-14:]
-        made = by_hand.model.generate(torch.tensor([ids]), max_new_tokens=50, do_sample=False, pad_token_id=0)[0, 14:]
-        assert row["prediction"] == {"completion": by_hand.tokenizer.decode(made, skip_special_tokens=True)}
-
-
-def test_beams_of_a_causal_lm(trained, place, tmp_path):
-    """Those of transformers on each row alone."""
-    _, output = trained("messages")
-    settings = {"num_beams": 4, "max_new_tokens": 6, "predict_file": str(place / "messages.predict.jsonl")}
-    evaluate(place, tmp_path / "out", "messages", output, validation_file=None, test_file=None, dataset_name="stdlib", **settings)
-    by_hand = ByHand("messages", output)
-    for row in read(tmp_path / "out"):
-        text = "".join(f"<|user|>{m['content']}<|end|>" for m in row["messages"]) + "<|assistant|>"
-        ids = by_hand.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][:, -LENGTH:]
-        made = by_hand.model.generate(ids, num_beams=4, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-        assert row["prediction"] == {"completion": by_hand.tokenizer.decode(made, skip_special_tokens=True)}
-
-
-def test_predictions_leave_the_saved_tokenizer_alone(trained, place, tmp_path):
-    _, output = trained("causal LM, row by row")
-    train_job(place, tmp_path / "out", "causal LM, row by row", max_steps=1)
-    saved, plain = (tf.AutoTokenizer.from_pretrained(folder) for folder in (output, tmp_path / "out"))
-    for name in ("padding_side", "truncation_side", "model_max_length"):
-        assert getattr(saved, name) == getattr(plain, name), name
-    assert plain.padding_side == "right"
-    assert saved(["red", LONG * 5]) == plain(["red", LONG * 5])
 
 
 # -- eval_only --------------------------------------------------------------------------------------------------------------
@@ -239,7 +169,7 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
         output = tmp_path / "run"
         summary = train_job(place, output, name, max_steps=3)
     before = content(output)
-    results = evaluate(place, output, name, output, per_device_eval_batch_size=5, overwrite_output_dir=True)
+    results = evaluate(place, output, name, output, per_device_eval_batch_size=5)
     assert json.loads((output / "evaluation.json").read_text()) == results
     measured = {k: v for k, v in results.items() if k.startswith(("eval_", "test_"))}
     off = {k: 1e-4 if "pearson" in k else 1e-6 for k in measured}  # hardly trained predictions hardly vary
@@ -279,9 +209,7 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
         evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
 
 
-@pytest.mark.parametrize(
-    "name", ["classes", "tags", "masked LM", "causal LM, row by row", "pairs", "answers", "choices", "translations"]
-)
+@pytest.mark.parametrize("name", ["classes", "tags", "pairs", "answers", "choices", "translations"])
 def test_predictions_alone(name, place, trained, tmp_path):
     """No dataset is read; the labels are those of the trained head."""
     _, output = trained(name)

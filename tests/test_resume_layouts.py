@@ -47,10 +47,12 @@ def without_speed(output: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
 
 
-def distance(output: Path, reference: Path) -> float:
-    """Largest relative difference of a loss, in training or validation, of any step; the lines must be of the same steps."""
-    lines, others = lines_of(output), lines_of(reference)
-    assert [line["step"] for line in lines] == [line["step"] for line in others] == list(range(1, len(others) + 1))
+def distance(output: Path, reference: Path, after: int = 0) -> float:
+    """Largest relative difference of a loss, in training or validation, of any step after that many; the lines must be of the same
+    steps.
+    """
+    lines, others = lines_of(output), lines_of(reference)[after:]
+    assert [line["step"] for line in lines] == [line["step"] for line in others] == list(range(after + 1, after + len(others) + 1))
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         assert [line[k] for k in ("learning_rate", "epoch", "num_targets")] == [
@@ -89,7 +91,7 @@ def resumed_wrongly(place, whole, tmp_path, load) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "load_checkpoint", load)
         train(place, tmp_path / "out", **SETTINGS, resume_from_checkpoint=str(whole[1] / "checkpoint-8"))
-    return distance(tmp_path / "out", whole[1])
+    return distance(tmp_path / "out", whole[1], after=8)
 
 
 def test_a_resume_that_forgets_the_moments_is_another_run(place, whole, tmp_path):
@@ -113,9 +115,9 @@ def test_a_resume_one_window_further_is_another_run(place, whole, tmp_path, monk
 
     monkeypatch.setattr(WindowLoader, "load_state_dict", shifted)
     train(place, tmp_path / "out", **SETTINGS, resume_from_checkpoint=str(whole[1] / "checkpoint-8"))
-    assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(9, STEPS + 1))
     losses, others = ([line["loss"] for line in lines_of(output)] for output in (tmp_path / "out", whole[1]))
-    assert losses[:8] == others[:8] and abs(losses[-1] - others[-1]) > 1e-4
+    assert abs(losses[-1] - others[-1]) > 1e-4
 
 
 @pytest.mark.launch

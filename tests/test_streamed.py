@@ -154,7 +154,6 @@ def test_one_class_in_the_rows_read_ahead_is_refused(tmp_path):
         ({"task": "masked-lm"}, "streaming does not go with the task masked-lm"),
         ({"task": "question-answering"}, "the task question-answering"),
         ({"block_size": 8}, "streaming does not go with block_size"),
-        ({"task": "text-classification", "class_weights": "balanced"}, "class_weights balanced"),
         ({"dataset_name": "stdlib"}, "the embedded corpus stdlib"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers 2"),
         ({"eval_only": True, "model_name_or_path": "gpt2"}, "streaming does not go with eval_only"),

@@ -5,12 +5,10 @@ from dataclasses import replace
 from functools import cache, partial
 
 import helpers as h
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from runs import COLOURS, JOBS, WINDOW, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
@@ -67,12 +65,6 @@ class Job:
         self.windows = {layout: self.windows_of(sizes) for layout, sizes in LAYOUTS.items()}
         self.which = -1 if name in SHORT_WINDOW else 0
         self.whole = self.windows["16x1"][self.which].micro_batches[0].batch
-        self.weights = None
-        if config.class_weights == "balanced":
-            counts = np.bincount([v for row in data.splits["train"]["label"] for v in row if v >= 0])
-            self.weights = counts.sum() / (len(counts) * torch.tensor(counts))
-        elif config.class_weights:
-            self.weights = torch.tensor([float(w) for w in config.class_weights.split(",")])
         self.smoothing, self.is_float = (
             config.label_smoothing_factor,
             self.whole.get("labels", torch.zeros(0, dtype=int)).is_floating_point(),
@@ -124,9 +116,8 @@ class Job:
         if "gpt" in type(model).__name__.lower() or "causal" in type(model).__name__.lower():
             logits, labels = logits[:, :-1], labels[:, 1:]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        weights = None if self.weights is None else self.weights.to(logits.dtype)
         flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        return F.cross_entropy(*flat, weights, ignore_index=IGNORED, label_smoothing=self.smoothing)
+        return F.cross_entropy(*flat, ignore_index=IGNORED, label_smoothing=self.smoothing)
 
     def usual(self, layout):
         """Accelerate's usual loop: means of micro-batches, divided by the micro-batches of a full window."""
@@ -244,8 +235,8 @@ METRICS = {
     "seq2seq": {"perplexity"},
 }
 LABELS = {"label sets": ["blue", "green", "long", "red"]}
-LABELS |= {name: ["blue", "green", "red"] for name in ("classes", "pairs", "class weights")}
-LABELS |= {name: ["blue", "green", "other", "red"] for name in ("tags", "smoothed and weighted tags")}
+LABELS |= {name: ["blue", "green", "red"] for name in ("classes", "pairs")}
+LABELS |= {name: ["blue", "green", "other", "red"] for name in ("tags", "smoothed tags")}
 
 
 def generated(pipe, prompt):
@@ -274,15 +265,12 @@ ASKED = {
         [pipe(f"{c} {c} <mask> {c}")[0]["token_str"].strip() for c in COLOURS.values()] == list(COLOURS.values())
     ),
     "classes": lambda pipe: [pipe(t)[0]["label"] for t in ("the samples", "window", "of one step")] == ["red", "green", "blue"],
-    "class weights": lambda pipe: (
-        [pipe(t)[0]["label"] for t in ("the samples", "window", "of one step")] == ["red", "green", "blue"]
-    ),
     "pairs": lambda pipe: pipe({"text": "the samples", "text_pair": "window samples"})["label"] == "green",
     "numbers": lambda pipe: [round(pipe(t)[0]["score"]) for t in ("the samples", "window")] == [1, 3],
     "label sets": lambda pipe: best_labels(pipe, "window samples is one step every split") == {"green", "long"},
 }
 ASKED |= dict.fromkeys(
-    ("tags", "smoothed and weighted tags"),
+    ("tags", "smoothed tags"),
     lambda pipe: [hit["entity"] for hit in pipe("window samples of one")] == ["green", "other", "blue", "other"],
 )
 
@@ -336,16 +324,6 @@ def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     else:  # transformers has no pipeline for it
         model = TASKS[task].auto_class.from_pretrained(output).eval()
         assert ANSWERED[name](model, tf.AutoTokenizer.from_pretrained(output))
-    check_card(output, summary, TASKS[task].pipeline)
-
-
-def check_card(folder, summary, pipeline):
-    text = (folder / "README.md").read_text()
-    metadata = yaml.safe_load(text.split("---\n")[1])
-    assert metadata == {"library_name": "transformers", "pipeline_tag": pipeline, "tags": ["hf_ga"]}
-    assert "# my model\n" in text and f"| layout | {summary['layout']} |" in text and "| optimizer steps | 120 |" in text
-    for name in ("train_loss", "eval_loss", "test_loss"):
-        assert f"| {name} | {summary[name]:.4f} |" in text
 
 
 def short_run(place, output, name, **more):

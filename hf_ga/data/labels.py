@@ -1,6 +1,5 @@
 """Label columns -> what a head learns from: ids of classes with their names, sets of them, numbers, or a tag for each word."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,29 +56,6 @@ def label_ids(values: Sequence[Sequence[Any]], feature: ClassLabel | None, names
             "must occur in the training rows: leave other rows out."
         )
     return [[ids[name] for name in row] for row in named]
-
-
-def class_weights(text: str, names: Sequence[str], counts: np.ndarray) -> list[float]:
-    """Weights of the classes from the flag: `balanced`, or a number for each class in the order of the names.
-
-    balanced: weight of class c = targets / (classes x targets of c), so that every class weighs the same in total.
-
-    Raises:
-        DataError: another number of weights than classes, a negative one, a class without targets under `balanced`.
-    """
-    if text == "balanced":
-        if missing := [name for name, count in zip(names, counts, strict=True) if not count]:
-            raise DataError(f"class_weights balanced needs every class in training, but there is no {', '.join(missing[:5])}.")
-        return (counts.sum() / (len(counts) * counts)).tolist()
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = []
-    if len(weights) != len(names) or not all(0 <= w < math.inf for w in weights) or not any(weights):
-        raise DataError(
-            f"class_weights must be `balanced` or {len(names)} numbers of at least 0, for {', '.join(names)} in turn; got {text}."
-        )
-    return weights
 
 
 def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:

@@ -1,7 +1,6 @@
 """Batch arithmetic: processes x micro-batch size x accumulation steps, and the window they make."""
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from hf_ga.errors import ConfigError
 
@@ -48,8 +47,6 @@ class Layout:
             "gradient_accumulation_steps": accumulation_steps,
             "global_batch_size": global_batch_size,
         }
-        if not isinstance(micro_batch_size, Integral):
-            raise ConfigError(f"per_device_train_batch_size must be a number of samples, or auto, got {micro_batch_size!r}.")
         for name, value in named.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")

@@ -9,7 +9,10 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     """The most likely reason why a loss is not additive."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch"
+            return (
+                f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch: freeze them with "
+                "module.eval(), or use GroupNorm instead"
+            )
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"

@@ -4,7 +4,6 @@ import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -32,12 +31,6 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
             model.get_parameter(name).requires_grad = False
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"freeze {' '.join(patterns)} leaves nothing to train: all {len(names)} parameters match.")
-
-
-def check_peft(config: FinetuneConfig) -> None:
-    """Raise ConfigError where LoRA is asked for and PEFT is not installed."""
-    if config.lora_r is not None and find_spec("peft") is None:
-        raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
 
 
 def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:
@@ -88,27 +81,28 @@ def is_lora(model: nn.Module) -> bool:
 
 
 class Part(nn.Module):
-    """Stands for some parameters of a model wherever something asks for its `state_dict`, or loads one.
-
-    Args:
-        trainable: those that are trained, with all buffers; or else the frozen ones.
+    """Stands for the trained parameters of a model, and all its buffers, where something asks for its `state_dict`, or loads
+    one.
     """
 
-    def __init__(self, model: nn.Module, trainable: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._whole = (model,)  # not as a module below this one
-        self.trainable = trainable
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        (model,) = self._whole
-        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        return {name: value for name, value in model.state_dict().items() if trainable.get(name, True) == self.trainable}
+        frozen = frozen_parameters(self._whole[0])
+        return {name: value for name, value in self._whole[0].state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         missing, unexpected = self._whole[0].load_state_dict(state_dict, strict=False)
         return [name for name in missing if name in self.state_dict()], unexpected
 
 
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name; a shared one goes by all its names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
 def part_to_keep(model: nn.Module) -> nn.Module:
     """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
-    return Part(unwrapped(model), trainable=True) if is_lora(model) else unwrapped(model)
+    return Part(unwrapped(model)) if is_lora(model) else unwrapped(model)

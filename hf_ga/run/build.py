@@ -13,17 +13,16 @@ from torch import nn
 from transformers import PretrainedConfig, get_scheduler
 
 from hf_ga.data.data import PreparedData
-from hf_ga.data.labels import class_weights
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.recovery.checkpoint import weights_sha256
-from hf_ga.run.adapters import Part, add_lora, freeze, is_lora
+from hf_ga.recovery.checkpoint import state_sha256
+from hf_ga.run.adapters import add_lora, freeze, frozen_parameters, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
-from hf_ga.run.losses import make_loss_fn
+from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.run.models import load_model
 from hf_ga.run.optimizers import build_optimizer
 from hf_ga.run.readers import make_reader
@@ -34,7 +33,6 @@ from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
 FREE_TO_CHANGE = {
     "output_dir",
-    "overwrite_output_dir",
     "resume_from_checkpoint",
     "report_to",
     "predict_file",
@@ -84,8 +82,8 @@ def build_run(
     Args:
         dtype: in which the model came, and is saved.
     """
-    loss_fn = chosen_loss_fn(config, data)  # may be refused, as the limit of tokens, so before a model is built
-    check_tokens(config, data)
+    loss_fn = chosen_loss_fn(config)
+    check_tokens(config, data)  # before a model is built
     model = build_model(config, accelerator, data, model_config, dtype)
     _print_size(accelerator, model)
     head_proven, proven = _prove(config, accelerator, model, data, loss_fn)
@@ -147,19 +145,16 @@ def _identity(
             "window_size": window_size,
             "data": data.content_hash,
             "mixed_precision": accelerator.mixed_precision,
-            "base_model": weights_sha256(Part(unwrapped(model), trainable=False)) if is_lora(model) else None,  # not in checkpoints
+            "base_model": state_sha256(frozen_parameters(unwrapped(model))) if is_lora(model) else None,  # not in checkpoints
         }
     )
 
 
-def chosen_loss_fn(config: FinetuneConfig, data: PreparedData) -> LossFunction | None:
-    """The loss that class weights and label smoothing ask for; None: the head's own."""
-    weights = None
-    if config.class_weights is not None:
-        labels = np.concatenate([np.atleast_1d(label) for label in data.splits["train"]["label"]])
-        counts = np.bincount(labels[labels >= 0], minlength=len(data.labels))
-        weights = class_weights(config.class_weights, data.labels, counts)
-    return make_loss_fn(config.label_smoothing_factor, weights, shifted=config.task == "causal-lm")
+def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
+    """The loss with label smoothing; None: the head's own."""
+    if not config.label_smoothing_factor:
+        return None
+    return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
 
 
 def _learning_rate(config: FinetuneConfig) -> float:

@@ -99,11 +99,6 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
     named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     if unknown := [name for name in named if name not in known]:
         _refuse_unknown(f"--{unknown[0]}", [f"--{name}" for name in known])
-    for name, value in named.items():
-        if not all(isinstance(part, str | int | float) for part in (value if isinstance(value, list) else [value])):
-            raise ConfigError(
-                f"{name} must be a number, a string or a list of them, but the configuration file {path} has {value!r}."
-            )
     return named
 
 

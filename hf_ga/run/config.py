@@ -1,8 +1,8 @@
 """The flags of `scripts/finetune.py` as a dataclass: derived once, checked once, before any data is read."""
 
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from hf_ga.data.options import DataOptions, option
@@ -13,17 +13,15 @@ from hf_ga.recovery.nonfinite import ON_NONFINITE
 from hf_ga.run.config_checks import check_bounds, check_one_of, check_output_dir, check_types
 from hf_ga.run.optimizers import OPTIMIZERS, SCHEDULES
 
-AUTO = "auto"  # as per_device_train_batch_size: what fits into memory
 DEFAULT_ACCUMULATION_STEPS = 4
-SAMPLES_PER_PROCESS = 32  # of a window, under auto, where no global batch size is given
 STREAMED_TASKS = ("causal-lm", "text-classification")
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags that only some tasks know
     "block_size": ("causal-lm",),
     "label_smoothing_factor": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
-    "class_weights": ("text-classification", "token-classification"),
     "text_pair_column": ("text-classification", "regression", "multi-label", "question-answering", "multiple-choice"),
     "choices_column": ("multiple-choice",),
     "target_column": ("seq2seq",),
+    "predict_file": tuple(task for task in TASKS if task not in ("causal-lm", "masked-lm")),  # transformers.pipeline does
     "predict_with_generate": ("seq2seq",),
 }
 
@@ -48,15 +46,12 @@ class FinetuneConfig(DataOptions):
     lora_target_modules: list[str] | None = option(None, "Names of the linear layers that get adapters. Default: all of them.")
     # loss
     label_smoothing_factor: float = option(0.0, "Share of each target that is spread over all classes; not in validation losses.")
-    class_weights: str | None = option(None, "`balanced`, or a weight for each label in the order of their ids: 1,2.5,1.")
     # batch
-    per_device_train_batch_size: int | str | None = option(  # of the three a parser of flags takes the text
-        8, "Samples of the longest kind in one micro-batch, or `auto`: as many as fit into memory; any number is the same update."
-    )
+    per_device_train_batch_size: int = option(8, "Samples of the longest kind in one micro-batch; any number is the same update.")
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Most tokens in one micro-batch, padding included (samples x longest of them); the shorter the samples, the more fit. "
-        "Two that a CPU computes at once share it. Default: per_device_train_batch_size x the longest sample.",
+        "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
         None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."
@@ -90,8 +85,8 @@ class FinetuneConfig(DataOptions):
     per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
     predict_with_generate: bool = option(False, "seq2seq: generate in evaluations too, for metrics of the texts.")
-    max_new_tokens: int = option(64, "causal-lm, seq2seq: most tokens to generate for a row.")
-    num_beams: int = option(1, "causal-lm, seq2seq: beams of the search for the likeliest text; 1: the likeliest token each time.")
+    max_new_tokens: int = option(64, "seq2seq: most tokens to generate for a row.")
+    num_beams: int = option(1, "seq2seq: beams of the search for the likeliest text; 1: the likeliest token each time.")
     metric_for_best_model: str = option(
         "loss", "Validation metric that chooses `best/` and stops early: loss, or one of the task's."
     )
@@ -100,48 +95,30 @@ class FinetuneConfig(DataOptions):
     save_total_limit: int = option(2, "Checkpoints to keep.")
     report_to: str = option("none", "Trackers, with commas between: tensorboard, wandb, ...; `all` that are installed, or none.")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
-    overwrite_output_dir: bool = option(False, "Delete what an earlier run left in output_dir.")
     resume_from_checkpoint: str | None = option(
         None, "`auto` (the newest in output_dir; starts anew where there is none) or the folder of a checkpoint."
     )
     resume_with_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
 
     def __post_init__(self) -> None:
-        """Paths become strings, as they go into summary.json; the batch size, which may be a word, becomes a number."""
-        for name, value in asdict(self).items():
+        """Paths become strings, as they go into summary.json."""
+        for name, value in list(vars(self).items()):
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
-        if isinstance(size := self.per_device_train_batch_size, str):
-            with suppress(ValueError):
-                self.per_device_train_batch_size = int(size)
 
     def layout(self, num_processes: int) -> Layout:
-        """The layout of a window; see `Layout.from_sizes`.
+        """The layout of a window; see `Layout.from_sizes`. The launcher's accumulation steps count where none are given here.
 
         Raises:
-            ConfigError: sizes that fit no layout, or accumulation given here and to `accelerate launch` with different values.
+            ConfigError: sizes that fit no layout.
         """
         steps = self.gradient_accumulation_steps
         launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        if launched.isdigit() and int(launched) > 1:
-            if steps not in (None, int(launched)):
-                raise ConfigError(
-                    f"gradient accumulation is given twice: gradient_accumulation_steps {steps} here, {launched} by the launcher "
-                    "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS, which Accelerate prefers). Give it once."
-                )
+        if steps is None and launched.isdigit() and int(launched) > 1:  # `accelerate launch` always sets it, by default to 1
             steps = int(launched)
-        size, window_size = self.per_device_train_batch_size, self.global_batch_size
-        if size == AUTO:  # a process's whole share of the window in one micro-batch, which is split where it does not fit
-            if steps is not None:
-                raise ConfigError(
-                    f"gradient_accumulation_steps {steps} does not go with per_device_train_batch_size auto, which sets it: give "
-                    "global_batch_size instead, or neither."
-                )
-            window_size = SAMPLES_PER_PROCESS * num_processes if window_size is None else window_size
-            size = max(1, -(-window_size // num_processes))
-        elif steps is None and window_size is None:
+        elif steps is None and self.global_batch_size is None:
             steps = DEFAULT_ACCUMULATION_STEPS
-        return Layout.from_sizes(num_processes, size, steps, global_batch_size=window_size)
+        return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
 
     @property
     def sequence_length(self) -> int:
@@ -177,12 +154,7 @@ class FinetuneConfig(DataOptions):
 
     def check_output_dir(self) -> None:
         """A part of `check`: that the folder can be written, and that no run in it would be lost."""
-        check_output_dir(
-            self.output_dir,
-            overwrite=self.overwrite_output_dir,
-            resume_from=self.resume_from_checkpoint,
-            only_adds=self.eval_only,
-        )
+        check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
 
     def _check_task(self) -> None:
         """Flags and metrics that only some tasks know."""
@@ -201,6 +173,8 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("torch_compile and gradient_checkpointing are not supported together: leave one of them out.")
         if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
             raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
+        if self.lora_r is not None and find_spec("peft") is None:
+            raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
         if self.lora_r is not None and self.freeze:
             raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
         if self.resume_with_changes and self.resume_from_checkpoint is None:
@@ -209,15 +183,12 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
-        if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
-            raise ConfigError("overwrite_output_dir would delete the checkpoint that resume_from_checkpoint asks for: give one.")
 
     def _check_streaming(self) -> None:
         """What cannot be done with rows that are read once, in order."""
         refused = {
             f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
             "block_size": self.block_size,
-            "class_weights balanced (it counts all labels)": self.class_weights == "balanced",
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": self.dataset_name == "stdlib",
             f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,

@@ -11,27 +11,17 @@ from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
 from hf_ga.recovery.lock import holds_nothing
 
-_AT_LEAST = {
+_AT_LEAST = {  # other whole numbers: 1; they are here, as a 0 may be given for 0.0
     "max_length": 2,
-    "max_tokens_per_micro_batch": 1,
-    "per_device_eval_batch_size": 1,
+    "block_size": 2,
     "dataloader_num_workers": 0,
     "shuffle_buffer_size": 0,
     "weight_decay": 0,
     "warmup_steps": 0,
-    "max_steps": 1,
     "max_grad_norm": 0,
     "seed": 0,
-    "block_size": 2,
     "label_smoothing_factor": 0,
-    "lora_r": 1,
     "lora_dropout": 0,
-    "max_new_tokens": 1,
-    "num_beams": 1,
-    "early_stopping_patience": 1,
-    "eval_steps": 1,
-    "save_steps": 1,
-    "save_total_limit": 1,
 }
 _ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha")
 _BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
@@ -68,12 +58,13 @@ def check_bounds(config: Any) -> None:
         ConfigError: one is out of its bounds, or not finite.
     """
     for name, value in vars(config).items():
-        if not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if name in _AT_LEAST and not _AT_LEAST[name] <= value < float("inf"):
-            raise ConfigError(f"{name} must be at least {_AT_LEAST[name]}{' and finite' * isinstance(value, float)}, got {value}.")
         if name in _ABOVE_0 and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
+        least = _AT_LEAST.get(name, 1 if isinstance(value, int) else 0)
+        if name not in _ABOVE_0 and not least <= value < float("inf"):
+            raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
         if name in _BELOW and value >= _BELOW[name]:
             raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
         if isinstance(value, int) and value >= 2**32:
@@ -86,12 +77,11 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
         raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")
 
 
-def check_output_dir(output_dir: str, *, overwrite: bool = False, resume_from: str | None = None, only_adds: bool = False) -> None:
+def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_adds: bool = False) -> None:
     """Check that a folder can be written, and that no run in it would be lost.
 
     Args:
-        overwrite: delete the run in it. resume_from: the checkpoint to go on from, or "auto".
-        only_adds: it may hold anything, since files are only added to it.
+        resume_from: the checkpoint to go on from, or "auto". only_adds: it may hold anything, since files are only added to it.
 
     Raises:
         ConfigError: it cannot be used.
@@ -104,14 +94,12 @@ def check_output_dir(output_dir: str, *, overwrite: bool = False, resume_from: s
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
     if only_adds or holds_nothing(folder):
         return
-    if overwrite and not (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"overwrite_output_dir would delete {folder}, which no run has made: it has no metrics.jsonl.")
-    if not overwrite and resume_from is None:
+    if resume_from is None:
         raise ConfigError(
-            f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, replace it with "
-            "--overwrite_output_dir, or name another folder."
+            f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, delete it, or name another "
+            "folder."
         )
-    if resume_from not in (None, "auto") and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
+    if resume_from != "auto" and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
         raise ConfigError(
             f"output_dir {folder} holds checkpoints of its own, and {resume_from} is none of them: a run that goes on from "
             "elsewhere would mix with them. Continue them with --resume_from_checkpoint auto, or name another folder."

@@ -5,26 +5,23 @@ so the numbers do not depend on who computed what, and every process has all of 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import evaluate as evaluate_library
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from accelerate.utils.memory import clear_device_cache
+from evaluate import Metric
 from torch import nn
 
-from hf_ga.errors import OutOfMemory
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import LossFunction, restored_modes
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.loss import Loss, OwnSum, Sums
-from hf_ga.exact.memory import is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
@@ -32,7 +29,7 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.run.metrics import METRICS, entries_per_sample, predictions_and_references
+from hf_ga.run.metrics import METRICS, predictions_and_references
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
@@ -42,15 +39,16 @@ EVALUATION_WINDOW = 256
 
 @dataclass(frozen=True)
 class Reader:
-    """What metrics compare, where it is more than logits with labels.
+    """What metrics compare.
 
     Attributes:
-        metrics: name -> class of each metric.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references), one a sample.
+        metrics: name -> metric.
+        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references), one a sample; where a
+            sample has several, arrays of them.
         predicts_tokens: the loss is one of tokens, so that it has a perplexity.
     """
 
-    metrics: Mapping[str, type[evaluate_library.Metric]]
+    metrics: Mapping[str, type[Metric]]
     read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Sequence[Any], Sequence[Any]]]
     predicts_tokens: bool = False
 
@@ -91,32 +89,30 @@ def evaluate(
     """Evaluate in evaluation mode; the modes of all modules are restored. All ranks call it, and all get the same numbers.
 
     Args:
-        windows: see `evaluation_windows`. proven: counts targets as training does. metrics: keys of `METRICS`; for what they
-            compare see `metrics.predictions_and_references`. reader: other metrics, instead.
+        windows: see `evaluation_windows`. proven: counts targets as training does. metrics: keys of `METRICS`, of what
+            `metrics.predictions_and_references` reads off the logits. reader: other metrics, instead.
 
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN where there is
         nothing to compare); without metrics (language models), and where a reader says so, `perplexity` = exp(loss).
-
-    Raises:
-        OutOfMemory: a single sample does not fit or, under FSDP, a batch; other batches that do not fit are cut.
     """
     windows.set_epoch(0)
-    chosen = reader.metrics if reader else {name: METRICS[name] for name in metrics}
-    read = _no_comparison if not chosen else partial(_of_reader, reader) if reader else _classes_or_numbers
+    if reader is None and metrics:
+        reader = Reader({name: METRICS[name] for name in metrics}, _read_logits)
     loss = proven.loss if loss_fn is None else OwnSum(loss_fn)
-    useful = LeanForward if chosen or loss_fn is not None else (LeanForward, ChunkedLoss)  # logits are needed, or not
-    evaluator = _Evaluator(
-        backend_for(accelerator), model, loss, [hook for hook in proven.speed_ups if isinstance(hook, useful)], read
-    )
+    useful = LeanForward if reader or loss_fn is not None else (LeanForward, ChunkedLoss)  # logits are needed, or not
+    hooks = [hook for hook in proven.speed_ups if isinstance(hook, useful)]
     with restored_modes(model):
         model.eval()
-        own = evaluator.shares(windows)
-    shares = _exchanged(own)
+        own = [share for window in windows for share in _shares(backend_for(accelerator), model, window, loss, hooks, reader)]
+        on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
+        own = [replace(share, tally=[*map(on_host, share.tally)]) for share in own]
+    shares = sorted(gather_object(own), key=lambda share: share.positions[0])
     results = _mean(loss, shares)
-    if not chosen or (reader and reader.predicts_tokens):
+    if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
-    results |= _computed(chosen, shares)
+    if reader is not None:
+        results |= _computed(reader.metrics, shares)
     return broadcast_from_main(accelerator, results)  # another kind of machine may round otherwise
 
 
@@ -127,90 +123,28 @@ class _Share:
     Attributes:
         positions: int64, shape (n,): of its samples.
         tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
-        owners: int64: the position that each prediction belongs to. predictions, references: as many.
+        predictions, references: one a sample, or none.
     """
 
     positions: np.ndarray
     tally: Sums
-    owners: np.ndarray
-    predictions: Sequence[Any]
-    references: Sequence[Any]
+    predictions: Sequence[Any] = ()
+    references: Sequence[Any] = ()
 
 
-@dataclass(frozen=True)
-class _Evaluator:
-    """Computes this rank's shares. read: (outputs, batch, micro-batch) -> owners, predictions, references."""
-
-    backend: Backend
-    model: nn.Module
-    loss: Loss
-    hooks: Sequence[Hook]
-    read: Callable
-
-    def shares(self, windows: WindowLoader) -> "list[_Share | OutOfMemory]":
-        """Of this rank's micro-batches; or why there are none, as the other ranks wait for them (under FSDP, in each forward)."""
-        shares: list[_Share] = []
-        try:
-            for window in windows:
-                for call in self._calls(window):
-                    of_call = self._in_parts(window, call)
-                    shares += of_call if call.weight else []
-            on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
-            return [replace(share, tally=[*map(on_host, share.tally)]) for share in shares]
-        except OutOfMemory as error:
-            if self.backend.is_sharded:
-                raise
-            return [error]
-
-    def _calls(self, window: Window) -> list[Call]:
-        """Of this rank; under FSDP, where forwards are collectives, as many as of the rank that has most."""
-        calls = [self._call(micro_batch) for micro_batch in window.micro_batches]
-        return self.backend.equalize(window, calls, self.loss)
-
-    def _call(self, micro_batch: MicroBatch) -> Call:
-        return Call(micro_batch, counts=self.loss.count(micro_batch.batch, len(micro_batch)))
-
-    def _in_parts(self, window: Window, call: Call) -> list[_Share]:
-        """Of a micro-batch; where it does not fit into memory, of its parts, on this rank alone.
-
-        Raises:
-            OutOfMemory: a single sample does not fit or, under FSDP, a batch.
-        """
-        pending, shares = [call.micro_batch], []
-        while pending:
-            micro_batch, *others = window.fitting_parts(pending.pop())
-            pending += others
-            try:
-                shares.append(self._share(window, replace(self._call(micro_batch), weight=call.weight)))
-                continue
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if len(micro_batch) == 1 or self.backend.is_sharded:
-                    raise too_large_for(self.backend.accelerator.process_index, micro_batch) from error
-            window.state.max_elements = num_elements(micro_batch) // 2
-            clear_device_cache(garbage_collection=True)  # now that no traceback holds its tensors
-            pending.append(micro_batch)
-        return shares
-
-    def _share(self, window: Window, call: Call) -> _Share:
-        forward = Forward(self.backend.accelerator, self.model, window, (self.loss, *self.hooks))
+def _shares(
+    backend: Backend, model: nn.Module, window: Window, loss: Loss, hooks: Sequence[Hook], reader: Reader | None
+) -> Iterable[_Share]:
+    """Of this rank's micro-batches; under FSDP, where forwards are collectives, it computes as many as the rank that has most."""
+    calls = [Call(micro_batch, counts=loss.count(micro_batch.batch, len(micro_batch))) for micro_batch in window.micro_batches]
+    for call in backend.equalize(window, calls, loss):
+        forward = Forward(backend.accelerator, model, window, (loss, *hooks))
         with forward.scope():  # not where a reader generates
             call, outputs = forward(call)
-            sums, counts = self.loss.sums(outputs, call)
-        return _Share(call.micro_batch.positions, (*sums, *counts), *self.read(outputs, call.batch, call.micro_batch))
-
-
-def _exchanged(own: "list[_Share | OutOfMemory]") -> list[_Share]:
-    """The shares of all ranks, in the order of their samples.
-
-    Raises:
-        OutOfMemory: a rank has none; on all of them.
-    """
-    shares = gather_object(own)
-    if failure := next((share for share in shares if isinstance(share, OutOfMemory)), None):
-        raise failure
-    return sorted(shares, key=lambda share: share.positions[0])
+            sums, counts = loss.sums(outputs, call)
+        if call.weight:
+            read = reader.read(outputs, call.batch, call.micro_batch) if reader else ((), ())
+            yield _Share(call.micro_batch.positions, (*sums, *counts), *read)
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
@@ -222,38 +156,24 @@ def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
     return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
 
 
-def _no_comparison(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, list[Any], list[Any]]:
-    return np.empty(0, np.int64), [], []
+def _read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
 
 
-def _of_reader(
-    reader: Reader, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> tuple[np.ndarray, Sequence[Any], Sequence[Any]]:
-    return micro_batch.positions, *reader.read(outputs, batch, micro_batch)
-
-
-def _classes_or_numbers(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    labels = micro_batch.batch["labels"].numpy()
-    owners = np.repeat(micro_batch.positions, entries_per_sample(labels))
-    return owners, *predictions_and_references(outputs.logits.float().cpu().numpy(), labels)
-
-
-def _computed(metrics: Mapping[str, type[evaluate_library.Metric]], shares: Sequence[_Share]) -> dict[str, float]:
-    """The metrics over all predictions, in the order of their samples."""
-    order = np.argsort(np.concatenate([np.empty(0, np.int64), *(share.owners for share in shares)]), kind="stable")
-    if not len(order):
-        return dict.fromkeys(metrics, float("nan"))
+def _computed(metrics: Mapping[str, type[Metric]], shares: Sequence[_Share]) -> dict[str, float]:
+    """The metrics over all predictions, in the order of their samples; NaN where there are none."""
+    order = np.argsort(np.concatenate([share.positions for share in shares]))
     predictions, references = (
-        _in_order([getattr(share, name) for share in shares], order) for name in ("predictions", "references")
+        _in_order([one for share in shares for one in getattr(share, name)], order) for name in ("predictions", "references")
     )
+    if not len(references):
+        return dict.fromkeys(metrics, math.nan)
     results: dict[str, float] = {}
     for metric in metrics.values():  # in memory: the processes of a machine would write to the same cache
         results |= metric(keep_in_memory=True).compute(predictions=predictions, references=references)
     return results
 
 
-def _in_order(parts: Sequence[Sequence[Any]], order: np.ndarray) -> Sequence[Any]:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)[order]
-    together = [item for part in parts for item in part]
-    return [together[i] for i in order]
+def _in_order(of_samples: Sequence[Any], order: np.ndarray) -> Sequence[Any]:
+    ordered = [of_samples[i] for i in order]
+    return np.concatenate(ordered) if isinstance(ordered[0], np.ndarray) else ordered

@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PretrainedConfig, enable_full_determinism
 
-from hf_ga.data.data import PreparedData, prepare_data
-from hf_ga.data.tasks import TASKS
-from hf_ga.errors import ConfigError
+from hf_ga.data.data import PreparedData, prepare_data, prepare_unlabelled
+from hf_ga.errors import ConfigError, HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.backend import check_supported
+from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, full_state_dict, prepare
 from hf_ga.parallel.processes import (
@@ -32,18 +32,15 @@ from hf_ga.parallel.processes import (
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
-from hf_ga.recovery.latest import find_checkpoint
+from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import versions
-from hf_ga.run.adapters import check_peft
 from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
-from hf_ga.run.memory_probe import find_limit, name_checkpoint_on_out_of_memory
-from hf_ga.run.model_card import RESULTS
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
-from hf_ga.run.predictions import Unlabelled, read_unlabelled, write_predictions
+from hf_ga.run.predictions import Unlabelled, write_predictions
 from hf_ga.run.report import read_metrics
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
@@ -56,7 +53,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """Fine-tune as the configuration says, and return what `summary.json` holds (`evaluation.json` under `eval_only`).
 
     `output_dir` gets metrics.jsonl (a line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best model by
-    `metric_for_best_model`) and the last model with its tokenizer and card, both as `from_pretrained` loads them.
+    `metric_for_best_model`) and the last model with its tokenizer, both as `from_pretrained` loads them.
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
@@ -65,7 +62,6 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """
     with main_process_reports_first():
         config.check()
-        check_peft(config)
         accelerator = _accelerator(config)
         if config.eval_only:  # only adds files of its own
             return _finetune(config, accelerator)
@@ -84,7 +80,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         dtype = own_dtype(base)
         data = prepare_data(config, tokenizer, known_labels(base))
         model_config = complete_config(base, config, data)
-        unlabelled = read_unlabelled(config, data)
+        unlabelled = prepare_unlabelled(config, data, config.predict_file) if config.predict_file is not None else None
     check_agreement(accelerator, "data", _hash_of(data))
     wanted = config.resume_from_checkpoint
     checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
@@ -102,13 +98,29 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
-    forget_other_best(run, progress)
+    if checkpoint:
+        forget_other_best(run, progress, checkpoint)
     start_trackers(accelerator, config)
-    with name_checkpoint_on_out_of_memory(run):
-        find_limit(config, run, data)
-        began = time.perf_counter()
+    began = time.perf_counter()
+    try:
         progress = fit(run, progress)
+    except Exception as error:
+        if not isinstance(error, OutOfMemory | NonFinite) and not is_out_of_memory(error):
+            raise
+        raise _with_remedy(run, progress, error) from error
     return _finish(run, progress, unlabelled, seconds=time.perf_counter() - began)
+
+
+def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
+    saved = newest(run.output_dir)
+    then = f"go on from {saved} with --resume_from_checkpoint auto" if saved else "start again: nothing was saved yet"
+    if isinstance(error, NonFinite):
+        return NonFinite(
+            f"before optimizer step {progress.step + 1} the run stopped: {error} Look at these samples, lower the learning rate, "
+            f"set max_grad_norm, or leave such windows out with --on_nonfinite skip. Then {then}."
+        )
+    where = "" if isinstance(error, OutOfMemory) else "memory ran out: use smaller batches, or FSDP over more devices. "
+    return OutOfMemory(f"{where}{error} Then {then}.")
 
 
 def _print_facts(accelerator: Accelerator, **facts: list[str]) -> None:
@@ -156,23 +168,17 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     """Refuse what FSDP cannot do here, before any work."""
     if not is_sharded(accelerator):
         return
-    if config.optim in ("adafactor", "adagrad"):
-        raise ConfigError(f"optim {config.optim} cannot train FSDP's shards, as its state is of whole weights: use adamw, or DDP.")
-    if config.torch_compile:
-        raise ConfigError("torch_compile compiles layers, which FSDP cuts into shards; both together were never tried: use DDP.")
-    if config.lora_r is not None:
-        raise ConfigError("LoRA trains so few weights that sharding them gains nothing, and is not supported under FSDP: use DDP.")
-    if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and config.model_name_or_path is not None:
-        raise ConfigError(
-            "every process proves the loss on the model's true weights, but with fsdp_cpu_ram_efficient_loading only the first has "
-            "any before sharding: launch with --fsdp_cpu_ram_efficient_loading false, as the profiles of accelerate_configs/ do."
-        )
-    generates = TASKS[config.task].pipeline == "text-generation" or config.task == "seq2seq"
-    if config.predict_with_generate or (config.predict_file is not None and generates):
-        raise ConfigError(
-            "FSDP's shards need all processes in every forward, but texts of different lengths need different numbers of them: "
-            "leave --predict_file and --predict_with_generate out, and generate with the saved model by --eval_only without FSDP."
-        )
+    generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
+    loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    refused = {
+        f"optim {config.optim}, whose state is of whole weights: use adamw": config.optim in ("adafactor", "adagrad"),
+        "torch_compile: leave it out": config.torch_compile,
+        "lora_r, where there is little to shard: use DDP": config.lora_r is not None,
+        "fsdp_cpu_ram_efficient_loading, as every process proves the loss on the true weights: set it to false": loads_once,
+        "generated texts, as ranks need different numbers of forwards: generate with the saved model by --eval_only": generates,
+    }
+    if found := [what for what, is_asked in refused.items() if is_asked]:
+        raise ConfigError(f"FSDP does not go with {found[0]}.")
 
 
 def _hash_of(data: PreparedData) -> str:
@@ -199,13 +205,13 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
-            write_reports(config, summary)
+            write_reports(run.output_dir, summary)
     _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
     summary = broadcast_from_main(accelerator, summary)
     accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
     accelerator.end_training()
-    shown = {k: v for k, v in summary.items() if k.startswith(RESULTS) and isinstance(v, float) and not k.endswith("num_targets")}
-    results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    shown = {k: v for k, v in summary.items() if k.startswith(("train_loss", "eval_", "test_")) and isinstance(v, float)}
+    results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items() if not name.endswith("num_targets"))
     _print_facts(accelerator, results=[results], output=[str(run.output_dir)])
     return summary
 

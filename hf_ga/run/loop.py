@@ -2,17 +2,15 @@
 
 import math
 import time
-from contextlib import closing
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_ga.errors import DataError, NonFinite, RunStopped
+from hf_ga.errors import DataError, RunStopped
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
 from hf_ga.exact.window import Window
 from hf_ga.recovery.checkpoint import PREFIX
-from hf_ga.recovery.latest import newest
 from hf_ga.recovery.signals import StopRequest, stop_requests
 from hf_ga.run.report import MetricsFile
 from hf_ga.run.run import Progress, Run
@@ -34,7 +32,8 @@ def fit(run: Run, progress: Progress) -> Progress:
     bar = tqdm(total=run.max_steps, initial=progress.step, desc="training", unit="step", dynamic_ncols=True, disable=not is_main)
     run.model.train()
     path = run.output_dir / "metrics.jsonl" if is_main else None
-    with closing(MetricsFile(path, progress.metrics_size)) as metrics, bar, stop_requests() as request:
+    metrics = MetricsFile(path, progress.metrics_size)
+    with bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
@@ -72,9 +71,10 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         targets=run.proven,
         loss_fn=run.loss_fn,
         allow_split_dependent_randomness=run.config.allow_split_dependent_randomness,
-        on_nonfinite="skip",  # to stop here, where more is known of the run
+        on_nonfinite=run.config.on_nonfinite,
     )
-    _stop_if_nonfinite(run, progress, result)
+    if result.nonfinite:
+        _write(run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}")
     loss, seconds = result.loss, time.perf_counter() - began  # the loss waits for the device
     own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
     tokens, asked = sum_over_ranks(run.accelerator, [own_tokens, request.came])
@@ -107,26 +107,6 @@ def _write(run: Run, text: str) -> None:
         tqdm.write(text)
 
 
-def _stop_if_nonfinite(run: Run, progress: Progress, result: StepResult) -> None:
-    """Where a loss or gradient is not finite, stop, or print that the window was skipped.
-
-    Raises:
-        NonFinite: the run is to stop.
-    """
-    if not result.nonfinite:
-        return
-    where = f"before optimizer step {progress.step + 1}"
-    if run.config.on_nonfinite == "skip":
-        _write(run, f"{where} a window was skipped: {result.cause}")
-        return
-    saved = newest(run.output_dir)
-    resume = f"go on from {saved} (--resume_from_checkpoint auto)" if saved else "start again"
-    raise NonFinite(
-        f"{where} the run stopped, with nothing updated: {result.cause}. Look at these samples, lower the learning rate, set "
-        f"max_grad_norm, or leave such windows out with --on_nonfinite skip; then {resume}."
-    )
-
-
 def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
     """Raise where a signal came, also after the last window (in its evaluation, or while it was saved)."""
     (asked,) = sum_over_ranks(run.accelerator, [request.came])
@@ -139,15 +119,12 @@ def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    where = f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}"
+    why = "their samples have no targets: check the labels, or leave such rows out"
     if result.overflowed:
-        scale = f"even with a loss scale of {result.loss_scale:g}"
-        return f"{where}: their gradients overflow in fp16, {scale}. Lower the learning rate, or train in bf16 or float32."
+        why = f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}: train in bf16 or float32"
     if result.nonfinite:
-        return (
-            f"{where}: their losses or gradients are not finite ({result.cause}). Lower the learning rate, or check these samples."
-        )
-    return f"{where}: their samples have no targets. Check the labels, or leave such rows out."
+        why = f"their losses or gradients are not finite ({result.cause}): lower the learning rate, or check these samples"
+    return f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}; {why}."
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
@@ -157,7 +134,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        progress.best_sha256 = save_best(run)
+        save_best(run)
     shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
     _write(run, f"step {progress.step}: {shown}")
     return {f"eval_{name}": value for name, value in results.items()}

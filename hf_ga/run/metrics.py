@@ -16,7 +16,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from hf_ga.exact.batches import IGNORED_LABEL
 
-_INTEGER, _NUMBER, _TEXT = datasets.Value("int64"), datasets.Value("float32"), datasets.Value("string")
+_INTEGER, _NUMBER, _TEXT = datasets.Value("int64"), datasets.Value("float64"), datasets.Value("string")
 _LIST_OF_TEXTS = datasets.Sequence(_TEXT)
 
 
@@ -111,28 +111,19 @@ TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
 }
 
 
-def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What metrics compare, by the shapes and types of a head's labels.
+def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What metrics compare, by the shapes and types of a head's labels; of each sample an array, to be concatenated.
 
     Args:
         logits: (samples, classes), (samples, width, classes) or, for a regression, (samples, 1).
         labels: integers of shape (samples,) or (samples, width), -100 ignored: classes, the largest logit is the prediction.
             Floats of shape (samples,): numbers. Floats of shape (samples, classes): sets, a logit above 0 is predicted.
     """
+    if labels.dtype.kind == "f" and labels.ndim == 1:
+        return list(logits.reshape(-1, 1).astype(np.float64)), list(labels.reshape(-1, 1).astype(np.float64))
     if labels.dtype.kind == "f":
-        if labels.ndim == 1:
-            return logits.reshape(labels.shape), labels
-        return (logits > 0).astype(np.int64), labels.astype(np.int64)
-    counted = labels != IGNORED_LABEL
-    return logits.argmax(-1)[counted], labels[counted]
-
-
-def entries_per_sample(labels: np.ndarray) -> np.ndarray:
-    """How many predictions of `predictions_and_references` each sample has: int64, shape (samples,).
-
-    >>> entries_per_sample(np.array([[-100, 2, 0], [-100, -100, 1]]))
-    array([2, 1])
-    """
-    if labels.dtype.kind == "f":
-        return np.ones(len(labels), np.int64)
-    return (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(axis=1)
+        return list((logits > 0).astype(np.int64)[:, None]), list(labels.astype(np.int64)[:, None])
+    labels = labels.reshape(len(labels), -1)
+    predicted, counted = logits.argmax(-1).reshape(labels.shape), labels != IGNORED_LABEL
+    predictions, references = ([row[own] for row, own in zip(rows, counted, strict=True)] for rows in (predicted, labels))
+    return predictions, references

@@ -98,7 +98,9 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     if limit and config.sequence_length > limit:
         name = "block_size" if config.block_size else "max_length"
         raise ConfigError(f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use at most {limit}.")
-    _check_generation(config, data, limit)
+    generates = data.task.labels == "target" and (config.predict_file or config.predict_with_generate)
+    if generates and limit and config.max_new_tokens >= limit:
+        raise ConfigError(f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the model.")
     _set_labels(model_config, config, data)
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
     if vocabulary:
@@ -118,17 +120,6 @@ def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
             f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, is number {last}), the model only {vocabulary}: "
             "use the one that belongs to it."
         )
-
-
-def _check_generation(config: FinetuneConfig, data: PreparedData, limit: int | None) -> None:
-    if limit is None or config.max_new_tokens < limit:
-        return
-    if config.predict_file and data.task.pipeline == "text-generation":
-        raise ConfigError(
-            f"max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the {limit} positions of the model: use less."
-        )
-    if data.task.labels == "target" and (config.predict_file or config.predict_with_generate):
-        raise ConfigError(f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the model.")
 
 
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:

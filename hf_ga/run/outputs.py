@@ -1,7 +1,5 @@
-"""What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, card, plot."""
+"""What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, plot."""
 
-import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +9,18 @@ from transformers.utils import CONFIG_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.files import flush, flush_tree, new_partial, publish, tidy, write_json
+from hf_ga.recovery.files import flush, flush_tree, publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
-from hf_ga.recovery.lock import LOCK
-from hf_ga.recovery.manifest import WEIGHTS, digest, read_manifest
+from hf_ga.recovery.manifest import WEIGHTS, read_manifest
 from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.model_card import write_model_card
 from hf_ga.run.report import plot_curves, read_metrics
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
-    """Make the folder. A run that goes on in another folder takes its earlier lines and its best model along."""
+    """Make the folder, without what a run that goes on from this checkpoint has left of later steps."""
     folder = Path(config.output_dir)
-    if config.overwrite_output_dir:
-        for path in [path for path in folder.iterdir() if path.name != LOCK]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder, folder):
         tidy(folder)
@@ -35,16 +28,6 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
             own = folder / checkpoint.resolve().name
             set_latest(own)  # checkpoints of later steps are of a future that is given up
             keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it was killed before it came to that
-        elif checkpoint is not None:
-            _take_along(checkpoint.resolve().parent, folder)
-
-
-def _take_along(earlier: Path, folder: Path) -> None:
-    if (earlier / "metrics.jsonl").is_file():
-        shutil.copy(earlier / "metrics.jsonl", folder)
-    if (earlier / "best").is_dir():
-        shutil.copytree(earlier / "best", new_partial(folder / "best"), dirs_exist_ok=True)
-        publish(folder / "best")
 
 
 def save_best(
@@ -67,25 +50,17 @@ def save_best(
         publish(folder)
 
 
-def best_sha256(folder: Path) -> str | None:
-    """Of the weights in `best/`: which of the models that a run has measured lies there; None: there is none."""
-    files = sorted((folder / "best").glob("*.safetensors"))
-    return hashlib.sha256(b"".join(digest(file).encode() for file in files)).hexdigest() if files else None
-
-
 def save_last(
     folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """The trained model as `from_pretrained` loads it; see `save_best`. LoRA adapters go to `adapter/` and are merged: the model is
-    used up. Its files lie among others, so they are moved there one by one; until the last is there, there is no config.json, and
-    nothing that could be loaded by half.
+    """The trained model as `from_pretrained` loads it, among the run's other files; see `save_best`. LoRA adapters go to `adapter/`
+    and are merged: the model is used up.
     """
-    if is_lora(model):
-        with filling(folder / "adapter") as partial:
-            unwrapped(model).save_pretrained(partial)
-            publish(folder / "adapter")
     plain: Any = unwrapped(model)
     if is_lora(model):
+        with filling(folder / "adapter") as partial:
+            plain.save_pretrained(partial)
+            publish(folder / "adapter")
         plain = plain.merge_and_unload(safe_merge=True)
     with filling(folder / "last", names=folder / WEIGHTS) as partial:
         _save(partial, plain, dtype, weights)
@@ -94,21 +69,16 @@ def save_last(
         for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # of a run that goes on, or ends again
             earlier.unlink(missing_ok=True)
             flush(folder)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # this one last
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # config.json last: nothing loads by half
             path.replace(folder / path.name)
             flush(folder)
         partial.rmdir()
 
 
-def write_reports(config: FinetuneConfig, summary: dict[str, Any]) -> None:
-    """summary.json, curves.png and the model cards."""
-    folder = Path(config.output_dir)
+def write_reports(folder: Path, summary: dict[str, Any]) -> None:
+    """curves.png and summary.json."""
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
-    for model in (folder, folder / "best", folder / "adapter"):
-        if model.is_dir():
-            with writing(model / "README.md", folder):
-                write_model_card(config, summary, model)
     with writing(folder / "summary.json", folder):
         write_json(folder / "summary.json", summary)  # last: where it is, the run is over
 

@@ -1,16 +1,11 @@
 """Split a global batch exactly over the available devices: `plan_batch`."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.plan import plan_window
-
-# Factor of the learning rate for k times the batch: for SGD (Goyal et al. 2017, arXiv:1706.02677), for Adam (Malladi et al. 2022,
-# arXiv:2205.10287).
-SCALING_RULES: dict[str, Callable[[float], float]] = {"SGD": float, "Adam": math.sqrt}
 
 
 @dataclass(frozen=True)
@@ -21,14 +16,12 @@ class BatchPlan:
         layout: processes, largest micro-batch, accumulation steps, global batch.
         nodes, devices_per_node: machines, and processes on each of them.
         shares: {sizes of the micro-batches of a process: number of such processes}.
-        learning_rates: {global batch size: {optimizer: rate}} for this global batch and the nearest ones of full micro-batches.
     """
 
     layout: Layout
     nodes: int
     devices_per_node: int
     shares: dict[tuple[int, ...], int]
-    learning_rates: dict[int, dict[str, float]]
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<21}{fact}" for name, fact in self._facts())
@@ -46,28 +39,15 @@ class BatchPlan:
         flags = f"--global_batch_size {window} --per_device_train_batch_size {limit}"
         launch = " ".join(launch_flags(self.nodes, self.devices_per_node))
         yield "command", f"accelerate launch {launch} scripts/finetune.py {flags}"
-        for size, rates in self.learning_rates.items():
-            named = " or ".join(f"{rate:.4g} ({optimizer})" for optimizer, rate in rates.items())
-            yield "learning rate", f"for a global batch of {size}: {named}"
 
 
-def plan_batch(
-    global_batch_size: int,
-    *,
-    nodes: int = 1,
-    devices_per_node: int = 1,
-    per_device_train_batch_size: int,
-    learning_rate: float = 1.0,
-    base_batch_size: int | None = None,
-) -> BatchPlan:
+def plan_batch(global_batch_size: int, *, nodes: int = 1, devices_per_node: int = 1, per_device_train_batch_size: int) -> BatchPlan:
     """Split a global batch exactly over the available devices as `plan_window` does; the sizes need not divide.
 
     Args:
         global_batch_size: samples in one optimizer step over all processes.
         nodes, devices_per_node: machines, and processes on each of them.
         per_device_train_batch_size: most samples in one micro-batch.
-        learning_rate: peak rate found with base_batch_size samples per step; without it the rates are factors of it.
-        base_batch_size: default: global_batch_size.
 
     Raises:
         ConfigError: a size below 1.
@@ -75,15 +55,9 @@ def plan_batch(
     >>> plan_batch(3072, nodes=30, devices_per_node=8, per_device_train_batch_size=10).shares
     {(7, 6): 192, (6, 6): 48}
     """
-    base = base_batch_size or global_batch_size
     layout = Layout.from_sizes(nodes * devices_per_node, per_device_train_batch_size, global_batch_size=global_batch_size)
     plan = plan_window(global_batch_size, layout.num_processes, per_device_train_batch_size)
-    shares = Counter(tuple(map(len, share)) for share in plan)
-    full = layout.num_processes * per_device_train_batch_size
-    lower = global_batch_size - global_batch_size % full
-    sizes = dict.fromkeys(size for size in (global_batch_size, lower, lower + full * (lower < global_batch_size)) if size)
-    rates = {size: {name: learning_rate * rule(size / base) for name, rule in SCALING_RULES.items()} for size in sizes}
-    return BatchPlan(layout, nodes, devices_per_node, dict(shares), rates)
+    return BatchPlan(layout, nodes, devices_per_node, dict(Counter(tuple(map(len, share)) for share in plan)))
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:

@@ -15,24 +15,16 @@ class MetricsFile:
     Without a path nothing is written: on all processes but one.
 
     Args:
-        size: what a resumed run keeps, or whole lines of it where the file is shorter.
+        size: what a resumed run keeps.
     """
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
-        self.path, self._descriptor = path, None
-        if path is None:
-            return
-        with writing(path, path.parent):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            kept = path.read_bytes()[:size]
-            whole = kept.rfind(b"\n") + 1
-            os.ftruncate(self._descriptor, whole)
-        if whole < size:
-            print(f"{path} has only {whole:,} of the {size:,} bytes that it had at the checkpoint: some lines are missing")
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size if self.path is not None else 0
+        self.path, self.size = path, 0
+        if path is not None:
+            with writing(path, path.parent):
+                path.touch()
+                self.size = path.read_bytes()[:size].rfind(b"\n") + 1  # whole lines
+                os.truncate(path, self.size)
 
     def write(self, **values: Any) -> None:
         """Append one line.
@@ -40,21 +32,16 @@ class MetricsFile:
         Raises:
             CheckpointError: it cannot be written; no half of it is left.
         """
-        if self.path is None or self._descriptor is None:
+        if self.path is None:
             return
-        size, line = self.size, (json.dumps(values) + "\n").encode()
         with writing(self.path, self.path.parent):
             try:
-                while line:
-                    line = line[os.write(self._descriptor, line) :]
-            finally:
-                if line:
-                    os.ftruncate(self._descriptor, size)
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+                with self.path.open("a") as file:
+                    file.write(json.dumps(values) + "\n")
+            except OSError:
+                os.truncate(self.path, self.size)
+                raise
+        self.size = self.path.stat().st_size
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
-        best_metric: best value of the metric that chooses the best model. best_sha256: of that model's weights.
+        best_metric: best value of the metric that chooses the best model.
         evaluations_since_best: how many came after it.
         metrics_size: bytes of metrics.jsonl. changes: of --resume_with_changes, each `name old -> new`.
     """
@@ -33,7 +33,6 @@ class Progress:
     num_skipped: int = 0
     skipped_in_a_row: int = 0
     best_metric: float | None = None
-    best_sha256: str | None = None
     evaluations_since_best: int = 0
     metrics_size: int = 0
     changes: list[str] = field(default_factory=list)

@@ -5,12 +5,9 @@ rates, decay, schedule, order and the end of the run are those of the new settin
 """
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from torch.optim.lr_scheduler import LambdaLR
 
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.window_loader import WindowLoader
@@ -36,19 +33,8 @@ from hf_ga.run.run import Progress, Run
 
 # Moments belong to one optimizer, and to parameters by their numbers among those that are trained.
 _NEVER_CHANGED = ("optim", "freeze")
-# What validation is measured on, and by what: best values before and after such a change cannot be compared.
-_MEASURED_BY = {
-    "task",
-    "dataset_name",
-    "dataset_config_name",
-    "data",
-    "validation_file",
-    "validation_split_percentage",
-    "max_length",
-    "block_size",
-    "mlm_probability",
-    "metric_for_best_model",
-}
+# What validation is measured on (`data`: the training samples, with all that shapes samples), and by what.
+_MEASURED_BY = {"data", "validation_file", "validation_split_percentage", "mlm_probability", "metric_for_best_model"}
 
 
 def save(run: Run, progress: Progress) -> None:
@@ -99,8 +85,8 @@ def _flush_metrics(run: Run) -> None:
             flush(metrics)
 
 
-def save_best(run: Run) -> str | None:
-    """Write the model as it stands to `best/`. Returns, on the main process, the SHA-256 of its weights.
+def save_best(run: Run) -> None:
+    """Write the model as it stands to `best/`.
 
     Raises:
         CheckpointError: the disk is full, or the like; on all processes. What was there before is kept.
@@ -109,7 +95,6 @@ def save_best(run: Run) -> str | None:
     with raise_on_all_ranks(run.accelerator):
         if run.accelerator.is_main_process:
             outputs.save_best(run.output_dir / "best", run.model, run.data, run.dtype, weights)
-    return outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None
 
 
 def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
@@ -136,27 +121,19 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
         load_scaler_state(run.accelerator, state.get("scaler"))
     if changes:
         _apply_changed_settings(run, progress, changes, own_groups)
-        print_on_main(
-            run.accelerator,
-            f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of epoch {run.windows.epoch}: "
-            + ", ".join(changes.values()),
-        )
     else:
         run.scheduler.load_state_dict(state["scheduler"])
-    progress.changes += changes.values()
+    if _MEASURED_BY & changes.keys():
+        progress.best_metric, progress.evaluations_since_best = None, 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # 0 in a run that was never changed
     return progress
 
 
-def forget_other_best(run: Run, progress: Progress) -> None:
-    """Let the next evaluation choose the best model anew where `best/` is not the one that the checkpoint names: it is of later
-    steps, or was not copied.
-    """
-    found = broadcast_from_main(run.accelerator, outputs.best_sha256(run.output_dir) if run.accelerator.is_main_process else None)
-    if progress.best_metric is None or found == progress.best_sha256:
-        return
-    progress.best_metric = None
-    print_on_main(run.accelerator, "best/ does not hold this checkpoint's best model: the next evaluation chooses a new one")
+def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
+    """Let the next evaluation choose the best model anew where `best/` is missing, or of later steps than the checkpoint."""
+    best = run.output_dir / "best"
+    if not broadcast_from_main(run.accelerator, best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime):
+        progress.best_metric = None
 
 
 def _changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool) -> dict[str, str]:
@@ -174,31 +151,31 @@ def _changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any], allo
     if never := [changes[name] for name in _NEVER_CHANGED if name in changes]:
         raise CheckpointError(
             f"{folder} cannot go on with {', '.join(never)}, not even with --resume_with_changes: the optimizer's state fits only "
-            "the same optimizer and the same trained parameters. Restore these settings, or start a new run with the saved model "
-            "as model_name_or_path."
+            "the same optimizer and parameters. Start a new run with the saved model as model_name_or_path."
         )
     return changes
 
 
-def _apply_changed_settings(run: Run, progress: Progress, changes: Iterable[str], own_groups: list[dict[str, Any]]) -> None:
+def _apply_changed_settings(run: Run, progress: Progress, changes: dict[str, str], own_groups: list[dict[str, Any]]) -> None:
     """Give a run whose weights, moments and position were loaded its own settings.
 
     Args:
-        changes: names. own_groups: the optimizer's groups before its state was loaded, without parameters.
+        own_groups: the optimizer's groups before its state was loaded, without parameters.
     """
     if isinstance(run.windows, WindowLoader):  # of a stream, the windows before this pass are not known
         num_windows = len(run.windows)
         progress.num_windows = run.windows.epoch * num_windows + min(run.windows.num_consumed, num_windows)
-    if _MEASURED_BY & set(changes):
-        progress.best_metric, progress.evaluations_since_best = None, 0
     for group, own in zip(run.optimizer.param_groups, own_groups, strict=True):
         group.update(own)
     position = _scheduled_steps(run, progress)
-    scheduler: LambdaLR = run.scheduler
-    rates = [base * factor(position) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": position, "_step_count": position + 1, "_last_lr": rates})
-    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    run.scheduler.load_state_dict(run.scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1})
+    run.scheduler.step()  # sets the rates of this position
+    progress.changes += changes.values()
+    print_on_main(
+        run.accelerator,
+        f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of epoch {run.windows.epoch}: "
+        + ", ".join(changes.values()),
+    )
 
 
 def _scheduled_steps(run: Run, progress: Progress) -> int:

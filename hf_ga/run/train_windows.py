@@ -1,6 +1,5 @@
 """From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
 
-from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
 
@@ -14,8 +13,6 @@ from hf_ga.exact.base_loader import check_limit
 from hf_ga.exact.costs import cost_model
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.order import epoch_order
-from hf_ga.exact.plan import plan_window
-from hf_ga.exact.window import Splitter
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
@@ -103,31 +100,19 @@ def _loader(
 
 
 def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
-    """One line, from lengths alone, on how the first windows of the first epoch are cut: how much is padding, and how long
-    processes wait for the slowest one. Of a stream, as if its first rows came in their own order.
+    """One line, from lengths alone, on how the first windows of the first epoch are cut: how much is padding. Of a stream, as if
+    its first rows came in their own order.
     """
-    size, is_stream = windows.layout.window_size, isinstance(windows, StreamLoader)
+    size, splitter, pads_to_window = windows.layout.window_size, windows.splitter, windows.state.pad_to_window
+    assert isinstance(splitter.planner, ByLength) and splitter.planner.max_tokens is not None
+    is_stream = isinstance(windows, StreamLoader)
     order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
-    starts = range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]
-    chosen = (lengths[order[start : start + size]] for start in starts)
-    return _described(windows.splitter, chosen, windows.state.pad_to_window)
-
-
-def _described(splitter: Splitter, windows: Iterable[np.ndarray], pads_to_window: bool) -> str:
-    planner, processes, micro_batch = splitter.planner, splitter.layout.num_processes, splitter.layout.micro_batch_size
-    assert isinstance(planner, ByLength) and planner.max_tokens is not None
-    real, padded, unsorted, largest, mean = 0, 0, 0, 0.0, 0.0
-    for lengths in windows:
-        widths = np.full_like(lengths, lengths.max()) if pads_to_window else lengths
-        plan, in_order = splitter.plan(lengths, pads_to_window), plan_window(len(lengths), processes, micro_batch)
-        costs = planner.cost.of_ranks(plan, widths)
-        real, padded = real + int(lengths.sum()), padded + planner.cost.padded_tokens(plan, widths)
-        unsorted += planner.cost.padded_tokens(in_order, widths)
-        largest, mean = largest + costs.max(), mean + costs.mean()
+    real = padded = 0
+    for start in range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]:
+        chosen = lengths[order[start : start + size]]
+        widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
+        real += int(chosen.sum())
+        padded += splitter.planner.cost.padded_tokens(splitter.plan(chosen, pads_to_window), widths)
     how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
-    balance = f", processes balanced to {largest / mean:.2f} (largest / mean cost)" if processes > 1 else ""
-    most = f"{planner.max_tokens:,} tokens"
-    return (
-        f"micro-batches {how}, at most {most}: {padded / max(real, 1):.2f} padded tokens per real one "
-        f"(in order of the epoch: {unsorted / max(real, 1):.2f}){balance}"
-    )
+    ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
+    return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"
