@@ -1,6 +1,7 @@
 """Small whole runs for the tests of the loop and of checkpoints: data, models, settings, comparisons."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hf_ga
 from hf_ga.data import corpus
@@ -94,13 +96,24 @@ def lines_of(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def saved_weights(folder: Path) -> torch.Tensor:
-    return torch.cat([value.double().flatten() for _, value in sorted(load_file(folder / "model.safetensors").items())])
+def checkpointed(folder: Path) -> dict:
+    """`model` and `optimizer` of a checkpoint, by names of parameters."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(folder / "shards", file.name)
+        return torch.load(file.name, weights_only=True)
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a saved model or a checkpoint, which holds tied weights under both names."""
+    return load_file(folder / "model.safetensors") if (folder / "config.json").exists() else checkpointed(folder)["model"]
 
 
 def relative_distance(folder: Path, other: Path) -> float:
     """Global L2 norm of the difference of two saved models, relative to the second."""
-    return float((saved_weights(folder) - saved_weights(other)).norm() / saved_weights(other).norm())
+    found, expected = saved_weights(folder), saved_weights(other)
+    names = sorted(found.keys() & expected.keys())
+    found, expected = (torch.cat([weights[name].double().flatten() for name in names]) for weights in (found, expected))
+    return float((found - expected).norm() / expected.norm())
 
 
 # One small job for every task: the model it starts from, its rows, its flags. `save_jobs` writes what they need.

@@ -32,8 +32,6 @@ FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 TODAY = {
     "hf_ga/exact": 3496,
     "hf_ga/speed": 964,
-    "hf_ga/parallel": 558,
-    "hf_ga/recovery": 887,
     "hf_ga/training.py": 248,
     "hf_ga/data": 2664,
     "hf_ga/run": 3310,

@@ -17,7 +17,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import restored_buffers, run_forward
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.window import Window
-from hf_ga.proof.precision import parameters_in
+from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.sites import find_dropout_sites
 
 
@@ -91,15 +91,9 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Parameters, buffers and the model's own casts in float64 for a while; then each tensor holds its own values again."""
-    buffers = [(b, b.data) for b in model.buffers() if b.is_floating_point()]
-    with parameters_in(model, torch.float64), _InFloat64():
-        try:
-            for buffer, data in buffers:
-                buffer.data = data.double()
-            yield
-        finally:
-            for buffer, data in buffers:
-                buffer.data = data
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    with tensors_in(tensors, torch.float64), _InFloat64():
+        yield
 
 
 def estimate_memory(subject: Subject) -> dict[str, int]:

@@ -2,10 +2,9 @@
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any
 
 from torch import nn
 
@@ -85,30 +84,3 @@ def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
 def is_lora(model: nn.Module) -> bool:
     """Whether the model is one of PEFT's."""
     return hasattr(unwrapped(model), "merge_and_unload")
-
-
-class Part(nn.Module):
-    """Stands for some parameters of a model wherever something asks for its `state_dict`, or loads one.
-
-    Args:
-        trainable: those that are trained, with all buffers; or else the frozen ones.
-    """
-
-    def __init__(self, model: nn.Module, trainable: bool) -> None:
-        super().__init__()
-        self._whole = (model,)  # not as a module below this one
-        self.trainable = trainable
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        (model,) = self._whole
-        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        return {name: value for name, value in model.state_dict().items() if trainable.get(name, True) == self.trainable}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        missing, unexpected = self._whole[0].load_state_dict(state_dict, strict=False)
-        return [name for name in missing if name in self.state_dict()], unexpected
-
-
-def part_to_keep(model: nn.Module) -> nn.Module:
-    """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
-    return Part(unwrapped(model), trainable=True) if is_lora(model) else unwrapped(model)

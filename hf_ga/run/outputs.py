@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
 from hf_ga.recovery.files import flush, flush_tree, new_partial, publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.lock import LOCK
-from hf_ga.recovery.manifest import WEIGHTS, digest, read_manifest
+from hf_ga.recovery.manifest import digest, read_manifest
 from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
@@ -87,7 +87,7 @@ def save_last(
     plain: Any = unwrapped(model)
     if is_lora(model):
         plain = plain.merge_and_unload(safe_merge=True)
-    with filling(folder / "last", names=folder / WEIGHTS) as partial:
+    with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
         _save(partial, plain, dtype, weights)
         data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
