@@ -92,13 +92,27 @@ def lines_of(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def saved_weights(folder: Path) -> torch.Tensor:
-    return torch.cat([value.double().flatten() for _, value in sorted(load_file(folder / "model.safetensors").items())])
+def checkpointed(folder: Path) -> dict:
+    """`model` and `optimizer` of a checkpoint that was not written by FSDP, by names of parameters."""
+    tensors = {name: tensor for file in (folder / "shards").iterdir() for name, tensor in load_file(file).items()}
+    parts = {"model": {}, "optimizer": {}}
+    for name, tensor in tensors.items():
+        part, _, name = name.partition(".")
+        parts[part][name] = tensor
+    return parts
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a saved model or a checkpoint; tied weights have one name."""
+    return load_file(folder / "model.safetensors") if (folder / "config.json").exists() else checkpointed(folder)["model"]
 
 
 def relative_distance(folder: Path, other: Path) -> float:
     """Global L2 norm of the difference of two saved models, relative to the second."""
-    return float((saved_weights(folder) - saved_weights(other)).norm() / saved_weights(other).norm())
+    found, expected = saved_weights(folder), saved_weights(other)
+    names = sorted(found.keys() & expected.keys())
+    found, expected = (torch.cat([weights[name].double().flatten() for name in names]) for weights in (found, expected))
+    return float((found - expected).norm() / expected.norm())
 
 
 # One small job for every task: the model it starts from, its rows, its flags. `save_jobs` writes what they need.

@@ -114,7 +114,7 @@ def test_a_misspelt_key_is_found(tmp_path):
 
 
 def test_half_precision_is_not_what_fsdp_would_sum_in_by_itself():
-    """Why `reduce_in_float32` is needed with these profiles: Accelerate's own policy for bf16."""
+    """What `prepare` changes of these profiles: Accelerate's own policy for bf16."""
     plugin = plugin_of(FOLDER / "fsdp2.yaml")
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16

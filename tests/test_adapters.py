@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import JOBS, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
+from runs import JOBS, checkpointed, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
 from safetensors.torch import load_file
 from torch import nn
 
@@ -144,7 +144,7 @@ def interrupted(windows, start):
 @pytest.mark.parametrize("name", ["classes", "causal LM, row by row"])
 def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(name, adapted, place, tmp_path):
     summary, output = adapted(name)
-    kept = load_file(output / "checkpoint-8" / "model.safetensors")
+    kept = checkpointed(output / "checkpoint-8")["model"]
     whole = [key.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for key in kept if "lora" not in key]
     assert sorted(whole) == NEW[name]
     assert len([key for key in kept if "lora" in key]) == len([key for key in peft_file(output / "adapter") if "lora" in key])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate.state import AcceleratorState
-from runs import filled_place, lines_of, ragged_rows, train, write_rows
+from runs import checkpointed, filled_place, lines_of, ragged_rows, saved_weights, train, write_rows
 from safetensors.torch import load_file
 
 import hf_ga
@@ -22,7 +22,6 @@ from hf_ga import training as step
 from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.order import epoch_order
-from hf_ga.parallel.shards import read_weights
 from hf_ga.run import finetune, loop
 from hf_ga.run.saving import resume
 
@@ -178,7 +177,7 @@ def test_the_new_decay_acts(place, checkpoint, tmp_path):
     for name, decay in (("with", 0.9), ("without", 0.0)):
         go_on(place, tmp_path / name, checkpoint, weight_decay=decay, **more)
     folders = (checkpoint, tmp_path / "with", tmp_path / "without")
-    before, with_decay, without = (read_weights(folder / "model.safetensors") for folder in folders)
+    before, with_decay, without = (saved_weights(folder) for folder in folders)
     for name in without:
         weight = before[name]
         expected = 1e-2 * 0.9 * weight if weight.dim() >= 2 else torch.zeros_like(weight)
@@ -203,9 +202,8 @@ def test_moments_are_kept(place, checkpoint, tmp_path, monkeypatch):
     rate, name = 2e-3, "transformer.ln_f.bias"
     more = {"max_steps": STOP + 1, "learning_rate": rate, "lr_scheduler_type": "constant"}
     go_on(place, tmp_path / "out", checkpoint, **more)
-    weight, after = (load_file(f / "model.safetensors")[name] for f in (checkpoint, tmp_path / "out"))
-    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
-    first, second = ([s[k] for s in saved.values()][-1] for k in ("exp_avg", "exp_avg_sq"))
+    weight, after = (saved_weights(f)[name] for f in (checkpoint, tmp_path / "out"))
+    first, second = (checkpointed(checkpoint)["optimizer"][f"{name}.{k}"] for k in ("exp_avg", "exp_avg_sq"))
     gradient, steps = gradients[0][name], STOP + 1
     first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
     expected = weight - rate * first / (1 - 0.9**steps) / ((second / (1 - 0.999**steps)).sqrt() + 1e-8)
@@ -377,7 +375,7 @@ def test_adapters_on_another_base(place, tmp_path):
     seen, lines, _ = go_on(place, tmp_path / "out", tmp_path / "old" / "checkpoint-3", **more)
     assert [change.split()[0] for change in seen.before.changes] == ["model_name_or_path", "max_steps", "base_model"]
     assert len(lines) == 1
-    saved = load_file(tmp_path / "old" / "checkpoint-3" / "model.safetensors")
+    saved = checkpointed(tmp_path / "old" / "checkpoint-3")["model"]
     assert saved and not any("ln_f" in name for name in saved)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["transformer.ln_f.weight"], base.transformer.ln_f.weight)
 

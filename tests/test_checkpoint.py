@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_ch
 from hf_ga.recovery.manifest import verify, write_manifest
 from hf_ga.run import build, loop, saving
 
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that saving needs of an Accelerator
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
 
 
@@ -92,7 +94,7 @@ def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, m
 
     def load(folder, model, optimizer, **how):
         fresh = optimizer.state_dict()
-        state = load_checkpoint(folder, model, optimizer)
+        state = load_checkpoint(folder, model, optimizer, **how)
         optimizer.load_state_dict({**fresh, "state": {}})
         return state
 
@@ -213,15 +215,15 @@ def test_newest_is_by_number(tmp_path):
 def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, tmp_path):
     """Stopped between two files of checkpoint-6: the run goes on from checkpoint-3, and nothing partial is left in the end."""
 
-    def save(state, file):
-        if "checkpoint-6" in file.name:
-            file.write(b"half")
+    def save(model, optimizer, folder, **how):
+        save_shards(model, optimizer, folder, **how)
+        if "checkpoint-6" in str(folder):
+            next(folder.iterdir()).unlink()
             raise Stopped
-        return torch_save(state, file)
 
-    torch_save = torch.save
+    save_shards = checkpoint.save_shards
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.torch, "save", save)
+        patch.setattr(checkpoint, "save_shards", save)
         with pytest.raises(Stopped):
             train(place, tmp_path / "out")
     assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
@@ -234,10 +236,10 @@ def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, t
 def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_path, monkeypatch):
     """Before a model is built; nothing is changed. tests/test_damaged_checkpoints.py damages all files in all ways."""
     shutil.copytree(undisturbed[1], tmp_path / "out")
-    damage(tmp_path / "out" / "checkpoint-8" / "optimizer.pt")
+    damage(tmp_path / "out" / "checkpoint-8" / "shards" / "shard-00001-model-00001-of-00001.safetensors")
     before = content(tmp_path / "out")
     with (
-        pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/optimizer\.pt is damaged"),
+        pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/shards/shard-00001-model-00001-of-00001\.safetensors is damaged"),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
@@ -254,11 +256,11 @@ def damage(path):
 def test_auto_passes_over_what_is_damaged(place, undisturbed, tmp_path, capsys):
     """From checkpoint-3, though 6 and 8 are newer: the same run again, and the damaged ones are replaced."""
     shutil.copytree(undisturbed[1], tmp_path / "out")
-    for file in ("checkpoint-8/model.safetensors", "checkpoint-6/state.json"):
+    for file in ("checkpoint-8/shards/shard-00001-model-00001-of-00001.safetensors", "checkpoint-6/state.json"):
         damage(tmp_path / "out" / file)
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=9)
     said = capsys.readouterr().out
-    for folder, file in (("checkpoint-8", "model.safetensors"), ("checkpoint-6", "state.json")):
+    for folder, file in (("checkpoint-8", "shards/shard-00001-model-00001-of-00001.safetensors"), ("checkpoint-6", "state.json")):
         assert f"{folder} is passed over for checkpoint-3" in said and f"{folder}/{file} is damaged" in said
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
@@ -305,7 +307,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(place, tmp_path, monk
     train(place, output, save_steps=4, save_total_limit=1)
     named = done.index(("partial-checkpoint-8", "checkpoint-8"))
     begun = done.index(("latest.partial", "latest"))  # the checkpoint before it was done
-    files = [path.name for path in (output / "checkpoint-8").iterdir()]
+    files = [path.relative_to(output / "checkpoint-8").as_posix() for path in (output / "checkpoint-8").rglob("*")]
     assert len(files) == 4 and {"metrics.jsonl", *(f"partial-checkpoint-8/{name}" for name in files)} <= {*done[begun:named]}
     pointed = done.index(("latest.partial", "latest"), named)
     assert named < done.index(str(output), named) < done.index("latest.partial", named) < pointed
@@ -371,7 +373,7 @@ def test_save_and_load_by_hand(tmp_path):
     for _ in range(3):
         model(torch.randn(4, 3)).square().sum().backward()
         optimizer.step()
-    folder = save_checkpoint(tmp_path, 3, model, optimizer, {"best": math.inf, "note": "é"}, keep=1)
+    folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {"best": math.inf, "note": "é"}, step=3, keep=1)
     other, other_optimizer = small()
     assert not torch.equal(other.weight, model.weight)
     assert load_checkpoint(folder, other, other_optimizer) == {"step": 3, "best": math.inf, "note": "é"}
@@ -384,8 +386,8 @@ def test_save_and_load_by_hand(tmp_path):
 
 def test_save_again_replaces(tmp_path):
     model, optimizer = small()
-    save_checkpoint(tmp_path, 1, model, optimizer, {"try": 1}, keep=2)
-    folder = save_checkpoint(tmp_path, 1, model, optimizer, {"try": 2}, keep=2)
+    save_checkpoint(ALONE, tmp_path, model, optimizer, {"try": 1}, step=1, keep=2)
+    folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {"try": 2}, step=1, keep=2)
     assert json.loads((folder / "state.json").read_text())["try"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
 

@@ -23,12 +23,11 @@ LIMIT = 150  # seconds; it takes 20 to 40
 LEFT = "partial-", "replaced-"
 # What is limited from which call on, to how many bytes; the file that cannot be written; the checkpoint that is kept.
 CASES = {
-    "weights": (checkpoint, "save_model", 2, 1_000, "partial-checkpoint-6/model.safetensors", "checkpoint-3"),
-    "optimizer": (checkpoint.torch, "save", 2, 1_000, "partial-checkpoint-6/optimizer.pt", "checkpoint-3"),
-    "state": (checkpoint, "finish_checkpoint", 2, 100, "partial-checkpoint-6", "checkpoint-3"),
+    "weights and optimizer": (checkpoint, "save_shards", 2, 1_000, "partial-checkpoint-6/shards", "checkpoint-3"),
+    "state": (checkpoint, "_finish", 2, 100, "partial-checkpoint-6", "checkpoint-3"),
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-6", "checkpoint-3"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-3"),
-    "first checkpoint": (checkpoint, "save_model", 1, 1_000, "partial-checkpoint-3/model.safetensors", None),
+    "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-3/shards", None),
     "best model": (outputs, "_save", 2, 1_000, "best", "checkpoint-3"),
     "its tokenizer": (PreTrainedTokenizerBase, "save_pretrained", 2, 1_000, "best", "checkpoint-3"),
     "metrics": (report.MetricsFile, "write", 5, 700, "metrics.jsonl", "checkpoint-3"),
@@ -74,7 +73,7 @@ def test_full_disk(case, place, undisturbed, tmp_path, capsys):
 def test_an_error_that_is_none_of_the_disk_goes_through(place, tmp_path, monkeypatch):
     """A bug must not read as a full disk."""
 
-    def save(*args):
+    def save(*args, **more):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(saving, "save_checkpoint", save)
@@ -113,4 +112,4 @@ def test_all_processes_stop_with_the_same_words(place, tmp_path):
     for name in ("shards of process 1", "manifest"):
         assert "is kept: free disk space" in first[name]
     assert first["room"] == "trained 4 steps"
-    assert "copy/shards/__1_0.distcp is damaged: SHA-256 mismatch" in first["damaged"]
+    assert "copy/shards/shard-00002-model-00001-of-00001.safetensors is damaged: SHA-256 mismatch" in first["damaged"]

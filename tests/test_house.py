@@ -32,10 +32,7 @@ FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 TODAY = {
     "hf_ga/exact": 3239,
     "hf_ga/speed": 964,
-    "hf_ga/parallel": 543,
-    "hf_ga/recovery": 884,
     "hf_ga/training.py": 248,
-    "hf_ga/run": 3306,
     "hf_ga": 14980,
 }
 # Strict: the mark must go with the commit that fulfils it.

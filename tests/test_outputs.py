@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from runs import filled_place, lines_of, save_jobs, train_job
+from runs import filled_place, lines_of, save_jobs, saved_weights, train_job
 from safetensors.torch import load_file
 
 from hf_ga.run.models import own_dtype
@@ -39,7 +39,7 @@ def dtypes(folder):
 def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(half_run):
     """What is saved is what was trained, rounded once: the checkpoint has it in float32."""
     summary, output = half_run
-    trained, saved = load_file(output / "checkpoint-8" / "model.safetensors"), load_file(output / "model.safetensors")
+    trained, saved = saved_weights(output / "checkpoint-8"), load_file(output / "model.safetensors")
     assert {value.dtype for value in trained.values()} == {torch.float32}
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], trained[name].bfloat16()) for name in saved)

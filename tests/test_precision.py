@@ -7,7 +7,6 @@ import helpers as h
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -17,7 +16,7 @@ import hf_ga.exact.precision
 from hf_ga.exact.forward import run_forward
 from hf_ga.exact.precision import at_least_float32
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.proof.precision import parameters_in
+from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.probes import TOLERANCE
 
 ACCUMULATION = 16
@@ -322,7 +321,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     print(f"MEASURED frozen, {case}: {ratio:.2f} x the full batch's error, residual of the proof {rule.residual:.0e}")
     assert_promise(precision, grads, full, grads64)
 
-    monkeypatch.setattr(hf_ga.proof.precision, "frozen_in_float32", contextlib.nullcontext)  # the control
+    monkeypatch.setattr(hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext())  # the control
     assert not proven_exactly(prepared, samples)
 
 
@@ -365,7 +364,7 @@ def test_a_failed_proof_puts_the_frozen_parameters_back():
     assert {name: (t.data_ptr(), t.dtype) for name, t in frozen_tensors(model).items()} == before
 
 
-# -- parameters_in ----------------------------------------------------------------------------------------------------------
+# -- tensors_in -------------------------------------------------------------------------------------------------------------
 
 
 def storages(model):
@@ -377,7 +376,7 @@ def storages(model):
 def test_parameters_in_another_type_for_a_while(build, dtype):
     model = build()
     before, values = storages(model), copy.deepcopy(model.state_dict())
-    with parameters_in(model, dtype):
+    with tensors_in(model.parameters(), dtype):
         inside = storages(model)
         assert all(torch.equal(v, values[n].to(dtype)) for n, v in model.state_dict().items() if n in before)
         assert {d for _, _, d in inside.values()} == {dtype}
@@ -398,26 +397,9 @@ def groups(found):
 def test_parameters_come_back_after_an_error(dtype):
     model = h.bert_masked_lm()
     before = storages(model)
-    with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)), parameters_in(model, dtype):
+    with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)), tensors_in(model.parameters(), dtype):
         raise ZeroDivisionError
     assert storages(model) == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_is_saved_in_its_own_type(dtype, tmp_path):
-    """Trained in float32; saved inside `parameters_in` it is of the type in which it arrived, tied weights too."""
-    model = h.bert_masked_lm()
-    values = copy.deepcopy(model.state_dict())
-    with parameters_in(model, dtype):
-        model.save_pretrained(tmp_path / "own type")
-    model.save_pretrained(tmp_path / "control")
-    loaded = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "own type", dtype="auto")
-    assert {p.dtype for p in loaded.parameters()} == {dtype}
-    assert all(torch.equal(p, values[n].to(dtype)) for n, p in loaded.named_parameters())
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    control = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "control", dtype="auto")
-    assert {p.dtype for p in control.parameters()} == {torch.float32}
-    assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
 
 
 # -- names and refusals -----------------------------------------------------------------------------------------------------

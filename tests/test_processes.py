@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from launching import launch
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FSDPModule
 
 import hf_ga
 from hf_ga.exact.masks import sample_keys, window_key
@@ -34,8 +33,6 @@ SCENARIOS = {
     3: ["gradients", "steps", "heads"],
     4: ["gradients", "steps", "counted", "few_samples"],
 }
-# Windows that are refused under FSDP2 of a torch that mixes up gradients which only some processes have.
-REFUSED = {} if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else {"sum of two means": (0, 1), "heads by sample": (0,)}
 OF_FOUR_IN_FULL = ("gradients", "steps", "counted")  # two processes show it too, and four wait for the cores
 LAUNCHES = [(kind, n) for n in SCENARIOS for kind in (KINDS if n > 1 else KINDS[:1])]  # one process shards nothing
 # More processes than two show the same.
@@ -181,9 +178,6 @@ def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
     order = epoch_order(21, SEED, 0, True)
     for window, positions in enumerate([slice(0, 18), slice(18, 21)]):
         told = facts(found(num_processes), f"heads {kind} {head} {window}")
-        if kind == "fsdp2" and window in REFUSED.get(head, ()):
-            assert len(told) == num_processes and all("torch 2.13 or newer" in fact["refusal"] for fact in told)
-            continue
         whole = h.pad_right([samples[i] for i in order[positions]])
         full = full_router_gradient if head == "router" else partial(h.full_batch_gradient, loss_fn=loss_fn)
         grads32, grads64 = (full(build(), whole, dtype) for dtype in (torch.float32, torch.float64))
@@ -224,7 +218,7 @@ def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option)
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
     """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored modules, a proof on shards."""
-    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["skips those of fsdp_ignored_modules"]
+    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["does not sum the gradients of fsdp_ignored_modules"]
     words += ["proven before it is wrapped"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"

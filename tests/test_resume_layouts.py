@@ -83,8 +83,6 @@ def test_one_run_on_nine_layouts(place, whole, tmp_path):
     assert distance(tmp_path / "out", whole[1]) <= 1e-5
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)
-    shards = [(tmp_path / "out" / f"checkpoint-{step}" / "shards").is_dir() for step in range(2, STEPS, 2)]
-    assert shards == [kind != "ddp" for kind, _, _ in CHAIN]
 
 
 def resumed_wrongly(place, whole, tmp_path, load) -> float:
@@ -151,8 +149,6 @@ CASES = {
     "numbers beside moments": ("nadam", "gpt", ("fsdp1", "fsdp2")),
     "one moment": ("rmsprop", "gpt", ("fsdp2",)),
     "no state": ("sgd", "gpt", ("fsdp1", "fsdp2")),
-    "state of whole weights": ("adafactor", "gpt", ("fsdp2",)),
-    "state made too early": ("adagrad", "gpt", ("fsdp1",)),
 }
 
 
@@ -172,7 +168,4 @@ def test_a_plain_checkpoint_goes_into_shards_and_back(case, round_trips):
     for kind in kinds:
         result = round_trips[optim, model, kind]
         assert result["codes"] == [0]
-        if optim in ("adafactor", "adagrad"):
-            assert "checkpoint-3 is of a run with Ada" in result["refused"] and "resume without FSDP" in result["refused"]
-            continue
         assert result["after"] == [] and result["before"] >= 0.9 * result["values"]

@@ -47,7 +47,7 @@ def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, tmp
     with pytest.raises(hf_ga.ConfigError, match="holds checkpoints of its own"):
         train(place, out, resume_from_checkpoint=path)
     train(place, out, resume_from_checkpoint="auto")
-    assert steps(out) == list(range(1, 9))
+    assert steps(out) == list(range(4, 9))
 
 
 def test_best_is_not_of_a_future_that_was_given_up(place, tmp_path):
@@ -56,7 +56,8 @@ def test_best_is_not_of_a_future_that_was_given_up(place, tmp_path):
     before = saved_weights(out / "best")
     summary = train(place, out, resume_from_checkpoint=str(out / "checkpoint-3"), learning_rate=30.0, resume_with_changes=True)
     measured = {line["step"]: line["eval_loss"] for line in lines_of(out) if "eval_loss" in line}
-    assert summary["best_eval_loss"] == min(measured[6], measured[8]) and not saved_weights(out / "best").equal(before)
+    assert summary["best_eval_loss"] == min(measured[6], measured[8])
+    assert not all(weight.equal(before[name]) for name, weight in saved_weights(out / "best").items())
 
 
 def test_the_same_files_elsewhere_are_the_same_run(place, tmp_path):

@@ -17,7 +17,6 @@ from torch import nn
 
 import hf_ga
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.recovery.scaler import load_scaler_state, scaler_state
 
 WINDOW, MICRO_BATCH = 8, 2
 SCALE = 2.0**10
@@ -163,10 +162,10 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
     training = Training(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
     with_targets, without = loader(targets + [h.without_targets(s) for s in targets])
     training.step(with_targets)
-    before, state = training.snapshot(), scaler_state(training.accelerator)
+    before, state = training.snapshot(), training.accelerator.scaler.state_dict()
     result = training.step(without, max_grad_norm=1.0)
     assert (result.skipped, result.overflowed, result.loss_scale, result.loss) == (True, False, None, 0.0)
-    assert same(training.snapshot(), before) and scaler_state(training.accelerator) == state
+    assert same(training.snapshot(), before) and training.accelerator.scaler.state_dict() == state
     assert not training.step(with_targets).skipped
     assert training.accelerator.scaler.get_scale() == 2 * SCALE
 
@@ -332,11 +331,11 @@ def test_an_optimizer_without_any_gradient_skips(precision):
     model, unrelated = accelerator.prepare(regression()), Training(accelerator)
     before = unrelated.snapshot()
     (window,) = loader(points(WINDOW))
-    state = scaler_state(accelerator)
+    state = accelerator.scaler and accelerator.scaler.state_dict()
     options = {"scheduler": unrelated.scheduler, "max_grad_norm": 1.0}
     result = hf_ga.train_step(accelerator, model, unrelated.optimizer, window, **options)
     assert (result.skipped, result.overflowed, result.num_targets) == (True, False, WINDOW)
-    assert same(unrelated.snapshot(), before) and scaler_state(accelerator) == state
+    assert same(unrelated.snapshot(), before) and (accelerator.scaler and accelerator.scaler.state_dict()) == state
     if precision == "fp16":  # the control
         hf_ga.backward_window(accelerator, model, window)
         with pytest.raises(AssertionError, match="No inf checks"):
@@ -355,15 +354,15 @@ def test_a_run_goes_on_with_its_scale():
     windows = list(loader(samples))
     for window in windows[:5]:
         first.step(window)
-    state = json.loads(json.dumps(scaler_state(first.accelerator)))
+    state = json.loads(json.dumps(first.accelerator.scaler.state_dict()))
     scales = {}
     for loaded in (True, False):
         second = Training(fp16_accelerator(), unprepared(first))
         second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         second.scheduler.load_state_dict(first.scheduler.state_dict())
         if loaded:
-            load_scaler_state(second.accelerator, state)
-            assert scaler_state(second.accelerator) == state  # before the scaler is used for the first time
+            second.accelerator.scaler.load_state_dict(state)
+            assert second.accelerator.scaler.state_dict() == state  # before the scaler is used for the first time
         scales[loaded] = [second.step(window).loss_scale for window in windows[5:]]
         assert same(second.snapshot(), whole.snapshot()) or not loaded
     assert scales[True] == [r.loss_scale for r in results[5:]]
@@ -377,35 +376,10 @@ def unprepared(training):
     return model
 
 
-def test_a_state_is_loaded_into_a_scaler_in_use():
-    training = Training(fp16_accelerator())
-    (window,) = loader(points(WINDOW))
-    training.step(window)
-    load_scaler_state(training.accelerator, {**scaler_state(training.accelerator), "scale": 4.0, "_growth_tracker": 1999})
-    assert training.step(window).loss_scale == 4.0
-    assert training.accelerator.scaler.get_scale() == 8.0
-
-
-def test_float32_has_no_scaler_state():
-    accelerator = Accelerator(cpu=True)
-    assert scaler_state(accelerator) is None
-    load_scaler_state(accelerator, None)
-
-
-def test_a_scaler_that_is_switched_off_has_no_state():
+def test_a_scaler_that_is_switched_off_skips_nothing():
     handler = GradScalerKwargs(enabled=False)
     accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
     enable_fp16_on_cpu(accelerator)
-    assert scaler_state(accelerator) is None
+    assert accelerator.scaler.state_dict() == {}
     result = Training(accelerator).step(next(iter(loader(points(WINDOW)))))
     assert (result.skipped, result.loss_scale) == (False, 1.0)
-
-
-def test_states_of_another_precision_are_refused():
-    with_scaler = fp16_accelerator()
-    state = scaler_state(with_scaler)
-    with pytest.raises(hf_ga.CheckpointError, match=r"the run scales its loss .* the checkpoint does not"):
-        load_scaler_state(with_scaler, None)
-    AcceleratorState._reset_state(True)
-    with pytest.raises(hf_ga.CheckpointError, match=r"the checkpoint scales its loss .* the run does not"):
-        load_scaler_state(Accelerator(cpu=True), state)

@@ -5,24 +5,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
+from hf_ga.exact.forward import gradients_apart
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
+from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names
 
 
 def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = False) -> Backend:
@@ -54,29 +52,27 @@ class ShardedBackend(Backend):
         """Refuse an FSDP that loses bits on the way, and let FSDP2 reduce gradients that only some ranks have.
 
         Raises:
-            ConfigError: gradients would be summed in half precision, or those of ignored modules not at all, or this torch mixes up
-                gradients that only some ranks have.
+            ConfigError: gradients would be summed in half precision, or those of ignored modules not at all.
         """
         if self.plugin.ignored_modules is not None:
-            raise ConfigError(
-                "FSDP must sum the gradients of all parameters, but skips those of fsdp_ignored_modules: leave that setting out."
-            )
+            raise ConfigError("FSDP does not sum the gradients of fsdp_ignored_modules: leave that setting out.")
         policy = self.plugin.mixed_precision_policy
-        if policy is not None and sum_type(policy) in LOW_PRECISION:
+        dtype = policy and (policy.reduce_dtype or policy.param_dtype)  # left out, it is the type that is computed in
+        if dtype in LOW_PRECISION:
             raise ConfigError(
-                f"FSDP must sum gradients in float32, but its reduce_dtype is {sum_type(policy)} (Accelerate's default under "
+                f"FSDP must sum gradients in float32, but its reduce_dtype is {dtype} (Accelerate's default under "
                 "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
             )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
-        elif isinstance(model, FSDPModule) and loss.num_means > 1:  # a rank without targets of one mean does not use its part
-            raise ConfigError("a loss that is a sum of several means needs torch 2.13 or newer under FSDP2: use FSDP1 or DDP.")
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce in the last backward only. FSDP1 accumulates in the type that is computed in, so in half precision it always
         reduces.
         """
-        if is_last or self.reduce_each_micro_batch or self._accumulates_in_low_precision():
+        policy = self.plugin.mixed_precision_policy
+        in_low_precision = self.plugin.fsdp_version == 1 and policy is not None and policy.param_dtype in LOW_PRECISION
+        if is_last or self.reduce_each_micro_batch or in_low_precision:
             return nullcontext()
         return self.accelerator.no_sync(model)
 
@@ -108,9 +104,9 @@ class ShardedBackend(Backend):
         """FSDP has reduced them; zeros that it made for parameters of no use are removed, or the optimizer would decay those."""
         if not unused:
             return
-        parameters = [p for name, p in model.named_parameters() if _own_name(name) in unused]
-        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-        sizes = sum_over_ranks(self.accelerator, [0.0 if g is None else float(g.abs().sum()) for g in gradients])
+        parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
+        sizes = [0.0 if p.grad is None else float(own_part(p.grad).abs().sum()) for p in parameters]
+        sizes = sum_over_ranks(self.accelerator, sizes)
         for parameter, size in zip(parameters, sizes, strict=True):
             if not size:
                 parameter.grad = None
@@ -118,23 +114,14 @@ class ShardedBackend(Backend):
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """The norm is taken over all shards."""
         if isinstance(model, FullyShardedDataParallel):
-            others = [(p, p.grad) for p in set(model.parameters()) - set(parameters)]
-            for parameter, _ in others:  # FSDP1 clips all gradients of the model
-                parameter.grad = None
-            norm = model.clip_grad_norm_(max_norm)
-            for parameter, gradient in others:
-                parameter.grad = gradient
-            return norm
+            with gradients_apart([*set(model.parameters()) - set(parameters)]):  # FSDP1 clips all gradients of the model
+                return model.clip_grad_norm_(max_norm)
         norm = super().clip(model, parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
         """Each rank knows of its own shards."""
         return not sum_over_ranks(self.accelerator, [float(not value)])[0]
-
-    def _accumulates_in_low_precision(self) -> bool:
-        policy = self.plugin.mixed_precision_policy
-        return self.plugin.fsdp_version == 1 and policy is not None and policy.param_dtype in LOW_PRECISION
 
 
 def _stand_in(window: Window, loss: Loss) -> Call:
@@ -147,10 +134,6 @@ def _stand_in(window: Window, loss: Loss) -> Call:
     return call
 
 
-def _own_name(name: str) -> str:
-    """Of a parameter in the unwrapped model."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def sum_type(policy: MixedPrecision | MixedPrecisionPolicy) -> torch.dtype | None:
-    return policy.reduce_dtype or policy.param_dtype  # left out, it is the type that is computed in
+def own_name(name: str) -> str:
+    """Of a parameter or module in the unwrapped model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -12,14 +12,12 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 
-from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import keep_process_group_alive
-from hf_ga.exact.precision import LOW_PRECISION
-from hf_ga.parallel.fsdp import is_sharded, sum_type
+from hf_ga.parallel.fsdp import is_sharded
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
@@ -36,9 +34,8 @@ def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu" or accelerator.scaler is not None:
         return
     options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     # FSDP1's shards are plain tensors, of which each process sees its own; FSDP2's know of each other.
-    scaler = ShardedGradScaler if plugin is not None and plugin.fsdp_version == 1 else torch.amp.GradScaler
+    scaler = ShardedGradScaler if is_sharded(accelerator) and not accelerator.is_fsdp2 else torch.amp.GradScaler
     accelerator.scaler = scaler("cpu", **options)
     accelerator.native_amp = True
 
@@ -66,32 +63,20 @@ def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParalle
         state.device = torch.device("cpu")  # FSDP1 takes no index of a CPU
 
 
-def reduce_in_float32(accelerator: Accelerator) -> None:
-    """Let FSDP sum gradients in float32, where Accelerate sets the type that is computed in; to be called before `prepare`."""
-    plugin = accelerator.state.fsdp_plugin if is_sharded(accelerator) else None
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if plugin is not None and policy is not None and sum_type(policy) in LOW_PRECISION:
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
-
-
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """`accelerator.prepare(model, optimizer)`, with sums in float32, units that can be wrapped, one name a parameter under FSDP.
-
-    Raises:
-        ConfigError: FSDP1 without use_orig_params, whose optimizer would not know the parameters.
-    """
+    """`accelerator.prepare(model, optimizer)`; under FSDP with sums in float32, units that can be wrapped, one name a parameter."""
     if not is_sharded(accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(model)
         return model, optimizer
-    reduce_in_float32(accelerator)
     plugin = accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy is not None:  # Accelerate sums in the type that is computed in
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
     if plugin.activation_checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # keys that are computed again would be appended to the cache of the first time
     if plugin.fsdp_version == 1:
-        if not plugin.use_orig_params:
-            raise ConfigError("FSDP1 needs fsdp_use_orig_params: true, or the optimizer would not know the parameters it updates.")
+        plugin.use_orig_params = True  # or the optimizer would not know the parameters it updates
         return accelerator.prepare(model, optimizer)
     _choose_units(plugin, model)
     with _one_name_each(model):
@@ -136,10 +121,8 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any
 
     All processes must call it.
     """
-    if not isinstance(model, FullyShardedDataParallel) or accelerator.device.type != "cpu":
+    if not is_sharded(accelerator) or accelerator.device.type != "cpu":
         return accelerator.get_state_dict(model)
     # On a CPU nothing is moved away, so "offloaded" weights would lie in memory that FSDP1 frees.
-    whole = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
-        weights = model.state_dict()
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {name: tensor.clone() for name, tensor in weights.items()} if accelerator.is_main_process else {}

@@ -1,7 +1,6 @@
 """Several ranks: the main process first, errors and values on all ranks, output from one, cores for each."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
 from transformers.utils import logging
 
-from hf_ga.errors import CheckpointError, ConfigError, HfGaError
+from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.exact.backend import sum_over_ranks
-
-PATIENCE = 5.0  # seconds that other ranks give the main process to report an error of all
 
 
 @contextmanager
@@ -31,20 +28,6 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
     finally:
         if accelerator.is_main_process:
             accelerator.wait_for_everyone()
-
-
-@contextmanager
-def main_process_reports_first() -> Iterator[None]:
-    """An error of all ranks is printed once: the others wait a little before they raise.
-
-    Meanwhile the launcher ends them, as it does as soon as one process has failed. An error of one rank alone comes after the wait.
-    """
-    try:
-        yield
-    except HfGaError:
-        if get_int_from_env(["RANK"], 0):
-            time.sleep(PATIENCE)
-        raise
 
 
 @contextmanager
@@ -75,8 +58,7 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
     if len(set(found)) > 1:
         listed = ", ".join(f"process {i}: {one}" for i, one in enumerate(found))
         raise ConfigError(
-            f"all processes must have the same {what}, or each would train on something else, but they have {listed}. Use the same "
-            "files, caches and versions everywhere."
+            f"all processes must have the same {what}, but they have {listed}. Use the same files, caches and versions everywhere."
         )
 
 
@@ -100,11 +82,8 @@ def silence_other_ranks(accelerator: Accelerator) -> None:
 
 
 def share_cores(accelerator: Accelerator) -> None:
-    """Split this machine's CPU cores over its processes, at least one each: `accelerate launch` gives one thread unless told
-    otherwise. Does nothing on a GPU or under another launcher.
-    """
+    """Split this machine's CPU cores over its processes, where `accelerate launch` gave each one thread."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes))
-    launched = accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if launched and (accelerator.num_processes > 1 or torch.get_num_threads() < threads):
+    if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by its launcher only
         torch.set_num_threads(threads)

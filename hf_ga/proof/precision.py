@@ -11,30 +11,12 @@ from hf_ga.exact.precision import LOW_PRECISION
 
 
 @contextmanager
-def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """All floating-point parameters in another type for a while; buffers stay. At the end each has its very own tensor again.
-
-    It costs the memory of a copy in that type. What is written to a parameter meanwhile is lost.
-
-    Example:
-        with parameters_in(model, torch.bfloat16):
-            model.save_pretrained(folder)
-    """
-    with tensors_in([p for p in model.parameters() if p.is_floating_point()], dtype):
-        yield
-
-
-@contextmanager
-def frozen_in_float32(model: nn.Module) -> Iterator[None]:
-    """Frozen parameters and buffers of float16 or bfloat16 in float32 for a while; see `parameters_in`."""
-    frozen = (p for p in model.parameters() if not p.requires_grad)
-    with tensors_in([t for t in (*frozen, *model.buffers()) if t.dtype in LOW_PRECISION], torch.float32):
-        yield
-
-
-@contextmanager
 def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Swaps what the tensor objects hold, so whatever shares an object goes on sharing it."""
+    """Parameters or buffers in another type for a while; at the end each holds its very own values again.
+
+    It costs the memory of a copy in that type. What is written to a tensor meanwhile is lost. Swaps what the tensor objects hold,
+    so whatever shares an object goes on sharing it.
+    """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, original in originals:
@@ -50,7 +32,9 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
     prepared = model.__dict__.get("forward")
     device_type = next(model.parameters()).device.type
-    with torch.autocast(device_type, enabled=False), frozen_in_float32(model):
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
+    with torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32):
         if prepared is None or not hasattr(model, "_original_forward"):
             yield
             return

@@ -15,7 +15,6 @@ from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import kind_of
-from hf_ga.proof.messages import no_single_rule, unknown_router_loss, unlike_in_another_order, unlike_without_padding
 from hf_ga.proof.prober import Prober
 from hf_ga.proof.probes import (
     NUM_IN_A,
@@ -119,7 +118,10 @@ class Prover(Prober):
             self.loss = WithRouter(self.loss, self.router)
             residual = relative_error(self._added_up(batches), self._probe(self._call(whole, ALL_ROWS)))
             if not residual <= self.tolerance:
-                raise LossNotAdditive(unknown_router_loss(residual))
+                raise LossNotAdditive(
+                    f"the router's auxiliary loss is not that of Switch Transformer (relative error {residual:.1e}). Set "
+                    "output_router_logits=False (the load is then not balanced), or pass loss_fn."
+                )
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
@@ -146,7 +148,7 @@ class Prover(Prober):
         shares = {round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]}
         if len(shares) != 1:
             losses = {name: probe[0] for name, probe in probes.items()}
-            raise LossNotAdditive(no_single_rule(self.model, fitting, residuals, counts, losses))
+            raise LossNotAdditive(_no_single_rule(self.model, fitting, residuals, counts, losses))
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
@@ -198,7 +200,12 @@ class Prover(Prober):
             return
         error = relative_error(self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))]))
         if not error <= self.tolerance:
-            raise LossNotAdditive(unlike_without_padding(error))
+            raise LossNotAdditive(
+                f"a batch without any padding is computed in another way than one with padding (relative error {error:.1e}), so a "
+                "micro-batch of equal lengths differs from the same samples among shorter ones. Likely cause: an argument that the "
+                "model's own processor gives is missing (token_type_ids), or its attention mask is left out where it is all ones. "
+                "Remedy: give it, or let the collate function pad every batch to one width, larger than the longest sample."
+            )
 
     def _without_router(self) -> AbstractContextManager[None]:
         return nullcontext() if self.router is None else self.router.patched()
@@ -230,8 +237,48 @@ class Prover(Prober):
         reverse = np.arange(len(rows))[::-1].copy()
         rounding = relative_error(self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe)
         if not rounding <= MAX_ROUNDING:
-            raise LossNotAdditive(unlike_in_another_order(self.model, probe[0], rounding, MAX_ROUNDING))
+            cause = _likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over nothing"
+            raise LossNotAdditive(
+                f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
+                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}, or computing in low precision."
+            )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
     def _counted(self, batch: Batch, rows: np.ndarray) -> Call:
         return self._call(batch, rows, self.loss.count(batch, len(rows)))
+
+
+def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
+    """The most likely reason why a loss is not additive."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return (
+                f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch: freeze them with "
+                "module.eval(), or use GroupNorm instead"
+            )
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
+    if getattr(config, "expert_capacity", None):
+        return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
+    if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
+        return "the loss is a sum, not a mean"
+    return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
+
+
+def _no_single_rule(
+    model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], losses: dict[str, float]
+) -> str:
+    """No counting rule fits, or more than one."""
+    if fitting:
+        return (
+            f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
+            "prove_targets more samples of different lengths, or pass loss_fn."
+        )
+    shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
+    numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}" for rule in residuals)
+    return (
+        f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
+        f"{shown}). Likely cause: {_likely_cause(model, losses)}. "
+        "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
+    )

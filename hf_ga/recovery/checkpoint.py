@@ -2,69 +2,77 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_ga.errors import CheckpointError
-from hf_ga.parallel.shards import check_shardable, load_shards, load_whole
+from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.shards import load_shards, save_shards
 from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy
 from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, step_of
-from hf_ga.recovery.manifest import OPTIMIZER, PREFIX, SHARDS, STATE, WEIGHTS, is_in_shards, read_manifest, verify, write_manifest
+from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
 from hf_ga.recovery.versions import versions
 from hf_ga.recovery.write_errors import writing
 
-# Of safetensors, torch and the files themselves; torch's CheckpointException derives from BaseException.
-_LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError, UnpicklingError)
+# Of torch and the files themselves; torch's CheckpointException derives from BaseException.
+_LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError)
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+    accelerator: Accelerator,
+    output_dir: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    step: int,
+    keep: int,
+    trained_only: bool = False,
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` beside, rename it, write its name into `latest`, then delete all but the newest `keep`.
+    """Write `output_dir/checkpoint-<step>` beside, flush it, rename it, write its name into `latest`. Only then delete later
+    checkpoints, which a resume has left behind, and all but the newest `keep`. All processes must call it.
 
     Args:
-        model: unwrapped. state: what else is needed, as plain values (position, schedule, best loss).
+        state: what else is needed, as plain values (position, schedule, best loss). trained_only: leave frozen parameters out.
 
     Raises:
-        CheckpointError: the disk is full, or the like. What was there before is kept.
+        CheckpointError: the disk is full, or the like; on all processes. What was there before is kept.
     """
-    partial = begin_checkpoint(output_dir, step)
-    with writing(partial / WEIGHTS, output_dir):
-        save_model(model, str(partial / WEIGHTS))
-    with writing(partial / OPTIMIZER, output_dir), (partial / OPTIMIZER).open("wb") as file:
-        torch.save(optimizer.state_dict(), file)  # opened here, so that an error has the system's number
-    return finish_checkpoint(output_dir, step, state, keep)
+    final, is_main = output_dir / f"{PREFIX}{step}", accelerator.is_main_process
+    partial = partial_of(final)
+    try:
+        with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
+            if is_main:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                tidy(output_dir)
+                new_partial(final)
+        with raise_on_all_ranks(accelerator), writing(partial / SHARDS, output_dir):
+            save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
+        with raise_on_all_ranks(accelerator):
+            if is_main:
+                groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                _finish(final, {"step": step, "param_groups": groups, **state}, keep)
+    except CheckpointError:
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be all that fills the disk
+        raise
+    return final
 
 
-def partial_folder(output_dir: Path, step: int) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return partial_of(output_dir / f"{PREFIX}{step}")
-
-
-def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """An empty folder to write weights and optimizer to; what a crash left half written goes."""
-    with writing(output_dir, output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        tidy(output_dir)
-        return new_partial(output_dir / f"{PREFIX}{step}")
-
-
-def finish_checkpoint(output_dir: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Add state and manifest to what was written, flush all of it, rename it, write its name into `latest`. Only then delete later
-    checkpoints, which a resume has left behind, and all but the newest `keep`.
-    """
-    partial, final = partial_folder(output_dir, step), output_dir / f"{PREFIX}{step}"
+def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
+    """Add state and manifest to what was written, and make it the newest checkpoint."""
+    partial, output_dir, step = partial_of(final), final.parent, state["step"]
     with writing(partial, output_dir):
-        (partial / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
         write_manifest(partial, step, versions())
         publish(final)
     with writing(output_dir, output_dir):
@@ -72,33 +80,25 @@ def finish_checkpoint(output_dir: Path, step: int, state: dict[str, Any], keep: 
         for later in [folder for folder in list_checkpoints(output_dir) if step_of(folder) > step]:
             discard(later)
         keep_newest(output_dir, step, keep)
-    return final
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False, verified: bool = False
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, Any]:
     """Load weights and optimizer in place; returns the saved state. Whatever layout wrote it, any layout reads it.
 
     Args:
-        model: unwrapped; under FSDP (`sharded`) as it is.
-        verified: its files were compared with the manifest just now, as `find_checkpoint` does for all processes.
+        folder: verified, as `find_checkpoint` does for all processes. trained_only: as it was saved.
 
     Raises:
-        CheckpointError: a file is damaged or does not fit this model, or its optimizer does not fit FSDP.
+        CheckpointError: it does not fit this model.
     """
-    in_shards = is_in_shards(read_manifest(folder) if verified else verify(folder))
-    if sharded and not in_shards:
-        check_shardable(optimizer, folder)
     with _reading(folder):
-        if in_shards:
-            load_shards(model, optimizer, folder / SHARDS)
-        elif sharded:
-            load_whole(model, optimizer, folder / WEIGHTS, folder / OPTIMIZER)
-        else:
-            load_model(model, str(folder / WEIGHTS), strict=True)
-            optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu"))
-    return read_state(folder)
+        load_shards(model, optimizer, folder / SHARDS, trained_only=trained_only)
+        state = read_state(folder)
+        for group, saved in zip(optimizer.param_groups, state.pop("param_groups"), strict=True):
+            group.update(saved)
+    return state
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> 
     """A checkpoint whose files all match their SHA-256. The main process looks; all get its answer.
 
     Args:
-        wanted: a checkpoint's folder. Or `auto`: the one that `latest` names; if it is damaged, the newest whole one before it, or
-            else after it. The main process prints a line for each that is passed over.
+        wanted: a checkpoint's folder. Or `auto`: the one that `latest` names; if it is damaged, the newest whole one. The main
+            process prints a line for each that is passed over.
 
     Returns:
         None where `auto` finds no checkpoint at all: the run starts anew, which is printed, too.
@@ -81,24 +81,7 @@ def _find_newest(output_dir: Path) -> Path | None:
 
 
 def _by_preference(output_dir: Path) -> list[Path]:
-    """The one that `latest` names, then those before it, then those after it, each from the newest on."""
-    newest_first = list_checkpoints(output_dir)[::-1]
-    latest = _read_latest(output_dir)
-    if latest is None:
-        return newest_first
-    before = newest_first[newest_first.index(latest) + 1 :] if latest in newest_first else newest_first
-    return list(dict.fromkeys([latest, *before, *newest_first]))
-
-
-def _read_latest(output_dir: Path) -> Path | None:
-    path = output_dir / LATEST
-    try:
-        name = path.read_text(encoding="utf-8").partition("\n")[0]
-        if name and (output_dir / name).is_dir():
-            return output_dir / name
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):  # not UTF-8, or no name of a file
-        pass
-    print(f"{path} names no checkpoint that is there: looking for the newest whole one")
-    return None
+    """The one that `latest` names, then the others, each from the newest on."""
+    latest = output_dir / LATEST
+    named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    return sorted(list_checkpoints(output_dir), key=lambda folder: (folder.name == named, step_of(folder)), reverse=True)

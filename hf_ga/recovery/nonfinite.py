@@ -29,11 +29,10 @@ from hf_ga.exact.loss import Loss
 from hf_ga.exact.step import Forward
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.fsdp import backend_for, own_name
 
 ON_NONFINITE = ("stop", "skip")
 MAX_NAMED = 8  # samples and weights in a message
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names
 
 
 @dataclass(frozen=True)
@@ -166,11 +165,11 @@ def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
         parameter.grad = None
     loss.backward()
     named = [(name, own_part(p.grad)) for name, p in callable_module(model).named_parameters() if p.grad is not None]
-    return next((_plain_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None)
+    return next((own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None)
 
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
-    order = [None, *(_plain_name(name) for name, _ in model.named_parameters())]
+    order = [None, *(own_name(name) for name, _ in model.named_parameters())]
     everybody = gather_object([[one.parameter for one in repeated]])
     for one, parameters in zip(repeated, zip(*everybody, strict=True), strict=True):
         one.parameter = max(parameters, key=order.index)
@@ -183,7 +182,7 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
     with ExitStack() as stack:
         for name, module in callable_module(model).named_modules():
             own_class = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))  # under FSDP2 it is a subclass
-            label = f"{_plain_name(name) or 'the model itself'} ({own_class.__name__})"
+            label = f"{own_name(name) or 'the model itself'} ({own_class.__name__})"
             stack.callback(module.register_forward_hook(partial(_note, modules, label)).remove)
         yield modules
 
@@ -198,15 +197,11 @@ def _bad_weights(model: nn.Module) -> list[str]:
     named = callable_module(model)
     parameters = [name for name, p in named.named_parameters() if not _is_finite(own_part(p))]
     buffers = [name for name, b in named.named_buffers() if bool(own_part(b).isnan().any())]
-    return [_plain_name(name) for name in (*parameters, *buffers)]
+    return [own_name(name) for name in (*parameters, *buffers)]
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:

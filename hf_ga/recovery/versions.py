@@ -3,13 +3,9 @@
 import platform
 from importlib.metadata import version
 
-import accelerate
-import datasets
-import torch
-import transformers
+LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
     """Python, hf_ga and the libraries that a result may depend on."""
-    modules = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "datasets": datasets}
-    return {"hf_ga": version("hf_ga"), "python": platform.python_version()} | {k: m.__version__ for k, m in modules.items()}
+    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}

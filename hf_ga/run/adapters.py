@@ -2,9 +2,8 @@
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -78,31 +77,3 @@ def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
 def is_lora(model: nn.Module) -> bool:
     """Whether the model is one of PEFT's."""
     return hasattr(unwrapped(model), "merge_and_unload")
-
-
-class Part(nn.Module):
-    """Stands for the trained parameters of a model, and all its buffers, where something asks for its `state_dict`, or loads
-    one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._whole = (model,)  # not as a module below this one
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        frozen = frozen_parameters(self._whole[0])
-        return {name: value for name, value in self._whole[0].state_dict().items() if name not in frozen}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        missing, unexpected = self._whole[0].load_state_dict(state_dict, strict=False)
-        return [name for name in missing if name in self.state_dict()], unexpected
-
-
-def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name; a shared one goes by all its names."""
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-
-
-def part_to_keep(model: nn.Module) -> nn.Module:
-    """What a checkpoint holds of a model: all of it, but of LoRA only what is trained. The rest is in the base model."""
-    return Part(unwrapped(model)) if is_lora(model) else unwrapped(model)

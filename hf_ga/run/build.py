@@ -19,7 +19,7 @@ from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import state_sha256
-from hf_ga.run.adapters import add_lora, freeze, frozen_parameters, is_lora
+from hf_ga.run.adapters import add_lora, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy
@@ -145,9 +145,14 @@ def _identity(
             "window_size": window_size,
             "data": data.content_hash,
             "mixed_precision": accelerator.mixed_precision,
-            "base_model": state_sha256(frozen_parameters(unwrapped(model))) if is_lora(model) else None,  # not in checkpoints
+            "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
         }
     )
+
+
+def _frozen_sha256(model: nn.Module) -> str:
+    named = unwrapped(model).named_parameters(remove_duplicate=False)
+    return state_sha256({name: parameter for name, parameter in named if not parameter.requires_grad})
 
 
 def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:

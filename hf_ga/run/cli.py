@@ -3,6 +3,7 @@
 import difflib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,11 +15,11 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
-from hf_ga.parallel.processes import main_process_reports_first
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+PATIENCE = 5.0  # seconds that other ranks give the main process to report an error of all
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_CODES = (
     "Exit codes: 0 done; 2 refused, with one line that says why; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
@@ -71,13 +72,14 @@ def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
             print(stopped, file=sys.stderr)
         return STOPPED
     except HfGaError as error:
+        if get_int_from_env(["RANK"], 0):  # an error of all ranks is printed once: meanwhile the launcher ends the others
+            time.sleep(PATIENCE)
         print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
         return 2
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    with main_process_reports_first():
-        config = parse_config(arguments)
+    config = parse_config(arguments)
     logging.disable_progress_bar()  # transformers shows one for every file that it writes
     finetune(config)
 

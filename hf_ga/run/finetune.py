@@ -24,7 +24,6 @@ from hf_ga.parallel.processes import (
     broadcast_from_main,
     check_agreement,
     main_process_first,
-    main_process_reports_first,
     print_on_main,
     raise_on_all_ranks,
     share_cores,
@@ -60,14 +59,13 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no complete checkpoint to resume from, or a
             full disk. NonFinite: a loss or gradient is not finite. RunStopped: stopped by a signal; the run is saved.
     """
-    with main_process_reports_first():
-        config.check()
-        accelerator = _accelerator(config)
-        if config.eval_only:  # only adds files of its own
-            return _finetune(config, accelerator)
-        with only_run_in(Path(config.output_dir), accelerator):
-            config.check_output_dir()  # again: another run may have begun and ended since
-            return _finetune(config, accelerator)
+    config.check()
+    accelerator = _accelerator(config)
+    if config.eval_only:  # only adds files of its own
+        return _finetune(config, accelerator)
+    with only_run_in(Path(config.output_dir), accelerator):
+        config.check_output_dir()  # again: another run may have begun and ended since
+        return _finetune(config, accelerator)
 
 
 def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:

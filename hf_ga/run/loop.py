@@ -17,6 +17,7 @@ from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import save, save_best
 from hf_ga.training import StepResult, train_step
 
+OUT_OF_MEMORY = "out of memory: from now on at most {} tokens (padding included) in a micro-batch; the update is the same"
 MAX_SKIPPED_IN_A_ROW = 20
 
 
@@ -85,8 +86,7 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
     if result.retries:
-        most = run.windows.state.max_elements
-        _write(run, f"out of memory: from now on at most {most} tokens (padding included) in a micro-batch; the update is the same")
+        _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
     line = {
         "step": progress.step,
         "epoch": window.epoch + ((window.index + 1) / len(run.windows) if hasattr(run.windows, "__len__") else 0.0),

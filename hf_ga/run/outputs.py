@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
 from hf_ga.recovery.files import flush, flush_tree, publish, tidy, write_json
 from hf_ga.recovery.latest import keep_newest, set_latest
-from hf_ga.recovery.manifest import WEIGHTS, read_manifest
+from hf_ga.recovery.manifest import read_manifest
 from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
@@ -28,6 +28,8 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
             own = folder / checkpoint.resolve().name
             set_latest(own)  # checkpoints of later steps are of a future that is given up
             keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it was killed before it came to that
+        else:
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def save_best(
@@ -62,7 +64,7 @@ def save_last(
             plain.save_pretrained(partial)
             publish(folder / "adapter")
         plain = plain.merge_and_unload(safe_merge=True)
-    with filling(folder / "last", names=folder / WEIGHTS) as partial:
+    with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
         _save(partial, plain, dtype, weights)
         data.tokenizer.save_pretrained(partial)
         flush_tree(partial)

@@ -4,7 +4,6 @@ A changed run keeps weights, the optimizer's moments, the number of steps, and h
 rates, decay, schedule, order and the end of the run are those of the new settings.
 """
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,11 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
-from hf_ga.parallel.shards import save_shards
-from hf_ga.recovery.checkpoint import (
-    SHARDS,
-    begin_checkpoint,
-    finish_checkpoint,
-    load_checkpoint,
-    partial_folder,
-    read_state,
-    save_checkpoint,
-)
+from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
 from hf_ga.recovery.files import flush
-from hf_ga.recovery.scaler import load_scaler_state, scaler_state
 from hf_ga.recovery.write_errors import writing
 from hf_ga.run import outputs
-from hf_ga.run.adapters import part_to_keep
+from hf_ga.run.adapters import is_lora
 from hf_ga.run.run import Progress, Run
 
 # Moments belong to one optimizer, and to parameters by their numbers among those that are trained.
@@ -38,44 +27,32 @@ _MEASURED_BY = {"data", "validation_file", "validation_split_percentage", "mlm_p
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run as it stands, at a window boundary: the main process alone or, under FSDP, each its shards.
+    """Write a checkpoint of the run as it stands, at a window boundary.
 
     Raises:
         CheckpointError: the disk is full, or the like; on all processes. The checkpoint before it is kept.
     """
-    step, keep = progress.step, run.config.save_total_limit
+    scaler = run.accelerator.scaler
     state = {
         "progress": asdict(progress),
         "windows": run.windows.state_dict(),
         "scheduler": run.scheduler.state_dict(),
-        "scaler": scaler_state(run.accelerator),
+        "scaler": scaler.state_dict() if scaler is not None else {},
         "identity": run.identity,
     }
-    try:
-        if is_sharded(run.accelerator):
-            _save_in_shards(run, step, state)
-        else:
-            with raise_on_all_ranks(run.accelerator):
-                if run.accelerator.is_main_process:
-                    _flush_metrics(run)
-                    save_checkpoint(run.output_dir, step, part_to_keep(run.model), run.optimizer, state, keep)
-    except CheckpointError:
+    with raise_on_all_ranks(run.accelerator):
         if run.accelerator.is_main_process:
-            shutil.rmtree(partial_folder(run.output_dir, step), ignore_errors=True)  # it may be all that fills the disk
-        raise
-
-
-def _save_in_shards(run: Run, step: int, state: dict[str, Any]) -> None:
-    main, shards = run.accelerator.is_main_process, partial_folder(run.output_dir, step) / SHARDS
-    with raise_on_all_ranks(run.accelerator):
-        if main:
             _flush_metrics(run)
-            begin_checkpoint(run.output_dir, step)
-    with raise_on_all_ranks(run.accelerator), writing(shards, run.output_dir):
-        save_shards(run.model, run.optimizer, shards)
-    with raise_on_all_ranks(run.accelerator):
-        if main:
-            finish_checkpoint(run.output_dir, step, state, run.config.save_total_limit)
+    save_checkpoint(
+        run.accelerator,
+        run.output_dir,
+        run.model,
+        run.optimizer,
+        state,
+        step=progress.step,
+        keep=run.config.save_total_limit,
+        trained_only=is_lora(run.model),  # the rest is in the base model
+    )
 
 
 def _flush_metrics(run: Run) -> None:
@@ -113,12 +90,11 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
     changes = _changes(folder, state["identity"], run.identity, with_changes)
     # Rates, decay and all else that the configuration gives the optimizer.
     own_groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
-    sharded = is_sharded(run.accelerator)
-    load_checkpoint(folder, run.model if sharded else part_to_keep(run.model), run.optimizer, sharded=sharded, verified=True)
+    load_checkpoint(folder, run.model, run.optimizer, trained_only=is_lora(run.model))
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
     progress = Progress(**state["progress"])
-    if "mixed_precision" not in changes:
-        load_scaler_state(run.accelerator, state.get("scaler"))
+    if state.get("scaler") and "mixed_precision" not in changes:
+        run.accelerator.scaler.load_state_dict(state["scaler"])
     if changes:
         _apply_changed_settings(run, progress, changes, own_groups)
     else:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from disk_limits import limit_at
 
 import hf_ga
-from hf_ga.run import saving
+from hf_ga.recovery import checkpoint
 from hf_ga.run.cli import parse_config
 
 
@@ -29,13 +29,13 @@ if __name__ == "__main__":
     again = replace(config, resume_from_checkpoint="auto")
     copy = Path(config.output_dir) / "copy"
     records = {}
-    with limit_at(saving, "save_shards", call=2, size=1_000) if rank == 1 else nullcontext():
+    with limit_at(checkpoint, "save_shards", call=2, size=1_000) if rank == 1 else nullcontext():
         records["shards of process 1"] = said(config)
-    with limit_at(saving, "finish_checkpoint", call=1, size=10) if rank == 0 else nullcontext():
+    with limit_at(checkpoint, "_finish", call=1, size=10) if rank == 0 else nullcontext():
         records["manifest"] = said(again)
     if rank == 0:
         shutil.copytree(copy.with_name("checkpoint-2"), copy)
-        (copy / "shards" / "__1_0.distcp").write_bytes(b"")
+        (copy / "shards" / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"")
     records["damaged"] = said(replace(config, resume_from_checkpoint=str(copy)))
     records["room"] = said(again)  # last: the processes part at the end of a run
     Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(records))

@@ -318,11 +318,7 @@ def heads(folder: Path, kind: str) -> None:
         for window in make_windows(accelerator, samples, global_batch_size=18, planner=all_to_the_last):  # 18 and 3
             model.zero_grad(set_to_none=True)
             name = f"heads {kind} {head} {window.index}"
-            try:
-                result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
-            except hf_ga.ConfigError as refusal:
-                save(accelerator, folder, name, refusal=str(refusal))
-                continue
+            result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
             never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
