@@ -103,10 +103,6 @@ CASES = {
     "evaluation batch size 0": ("--per_device_eval_batch_size 0", ["per_device_eval_batch_size must be at least 1", "got 0"]),
     "accumulation 0": ("--gradient_accumulation_steps 0", ["gradient_accumulation_steps must be at least 1", "got 0"]),
     "no tokens": ("--max_tokens_per_micro_batch 0", ["max_tokens_per_micro_batch must be at least 1", "got 0"]),
-    "compiled and checkpointed": (
-        "--torch_compile --gradient_checkpointing",
-        ["torch_compile and gradient_checkpointing are not supported together"],
-    ),
     "negative global batch": ("--global_batch_size -64", ["global_batch_size must be at least 1", "got -64"]),
     "unreachable global batch": (
         "--global_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch._dynamo.utils import counters
 
 import hf_ga
-from hf_ga.speed.compiling import compile_layers, layers_of
 
 MODELS = ["GPT-2", pytest.param("BERT", marks=pytest.mark.full)]
+LAYERS = {"GPT-2": lambda model: model.transformer.h, "BERT": lambda model: model.bert.encoder.layer}
 BUILDERS = {"GPT-2": (h.gpt2, h.token_samples), "BERT": (h.bert_classifier, h.class_samples)}
 
 
@@ -60,7 +60,8 @@ def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times(name, bac
     plain = copy.deepcopy(model)
     rule, others_rule = (hf_ga.prove_targets(m, data, h.pad_right) for m in (model, plain))
     start = torch.cat([p.detach().double().flatten() for p in model.parameters()])
-    assert compile_layers(model, rule.dropout) == 2
+    for layer in LAYERS[name](model):
+        layer.compile(dynamic=True)
     compiled, shapes = train(model, data, rule)
     first = counters["stats"]["unique_graphs"]
     expected, _ = train(plain, data, others_rule)
@@ -74,37 +75,9 @@ def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times(name, bac
     assert counters["stats"]["unique_graphs"] == first, "another epoch compiles nothing"
 
 
-def checkpointed():
-    model = h.gpt2()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "samples", "why"),
-    [
-        (lambda: h.gpt2(dropout=0.1), h.token_samples(12), r"draws at \d+ sites .* set the dropout probabilities"),
-        (h.plain_tagger, h.plain_samples(12), "names none"),
-        (checkpointed, h.token_samples(12), "torch_compile and gradient_checkpointing"),
-    ],
-    ids=["dropout", "no layers", "checkpointing"],
-)
-def test_models_that_are_not_compiled(build, samples, why):
-    model = build()
-    with pytest.raises(hf_ga.ConfigError, match=why):
-        compile_layers(model, hf_ga.prove_targets(model, samples, h.pad_right).dropout)
-    assert all(m._compiled_call_impl is None for m in model.modules())
-
-
 def test_a_compiled_model_with_dropout_is_refused():
     model, data = h.gpt2(dropout=0.1), h.token_samples(12)
     rule, window = hf_ga.prove_targets(model, data, h.pad_right), next(iter(windows_of(data)))
     model.transformer.h[0].compile()
     with pytest.raises(hf_ga.ConfigError, match="compiled and draws dropout"):
         hf_ga.backward_window(Accelerator(cpu=True), model, window, targets=rule)
-
-
-def test_layers_are_the_repeated_ones():
-    """T5's classes are those of its blocks; their parts of the same class would not be layers of their own."""
-    model = h.t5()
-    assert [type(m).__name__ for m in layers_of(model)] == ["T5Block"] * (len(model.encoder.block) + len(model.decoder.block))

@@ -16,7 +16,6 @@ OTHER = {
     "model_name_or_path": ("gpt2", "gpt2"),
     "trust_remote_code": ("true", True),
     "gradient_checkpointing": ("yes", True),
-    "torch_compile": ("true", True),
     "freeze": ("bert.embeddings.*", ["bert.embeddings.*"]),
     "lora_r": ("8", 8),
     "lora_alpha": ("12", 12.0),

@@ -113,7 +113,7 @@ def test_imports_go_down_only():
     ("module", "line"),
     [
         ("exact/order.py", "import hf_ga.recovery.files"),
-        ("speed/compiling.py", "import hf_ga.parallel.processes"),
+        ("speed/packing.py", "import hf_ga.parallel.processes"),
         ("data/masking.py", "import hf_ga.run.config"),
         ("trainer/checks.py", "import hf_ga.data.tasks"),
         ("errors.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_ga.exact.plan"),

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.exact.costs import ATTENTION_WIDTH, CUDA, CostModel, cost_model
-from hf_ga.exact.length_plan import ByLength, cheapest_cuts, plan_by_length
+from hf_ga.exact.length_plan import ATTENTION_WIDTH, ByLength, cheapest_cuts, padded_tokens, plan_by_length
 from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 
 lengths_lists = st.lists(st.integers(0, 60), min_size=1, max_size=70)
 small_lists = st.lists(st.integers(0, 12), min_size=1, max_size=7)
-costs = st.builds(CostModel, st.integers(0, 80), st.sampled_from([1, 4, 8]))
+overheads = st.integers(0, 80)
 processes, limits = st.integers(1, 9), st.integers(1, 900)
 
 
@@ -23,24 +22,20 @@ def as_lists(plan):
     return [[micro_batch.tolist() for micro_batch in share] for share in plan]
 
 
-def rounded(lengths, cost):
-    return -(-max(max(lengths), 1) // cost.multiple) * cost.multiple
-
-
-def priced(share, lengths, cost):
+def priced(share, lengths, overhead):
     """The formula, in floating point: overhead + samples x width x (1 + width / ATTENTION_WIDTH)."""
     total = 0.0
     for m in share:
-        width = rounded([int(lengths[o]) for o in m], cost)
-        total += cost.overhead + len(m) * width * (1 + width / ATTENTION_WIDTH)
+        width = max(1, *(int(lengths[o]) for o in m))
+        total += overhead + len(m) * width * (1 + width / ATTENTION_WIDTH)
     return total
 
 
-def time_in_turns(plan, lengths, cost):
+def time_in_turns(plan, lengths, overhead):
     """Where all wait for the longest: who has fewer micro-batches repeats its first one, in front."""
     most = max(map(len, plan))
     filled = [[*([s[0]] * (most - len(s)) if s else []), *s] for s in plan]
-    return sum(max((priced([s[turn]], lengths, cost) for s in filled if s), default=0) for turn in range(most))
+    return sum(max((priced([s[turn]], lengths, overhead) for s in filled if s), default=0) for turn in range(most))
 
 
 @cache
@@ -53,63 +48,63 @@ def set_partitions(n):
     return joined + [[*p, [n - 1]] for p in smaller]
 
 
-def fits(group, lengths, limit, cost):
-    return len(group) == 1 or len(group) * rounded([lengths[o] for o in group], cost) <= limit
+def fits(group, lengths, limit, overhead):
+    return len(group) == 1 or len(group) * max(1, *(lengths[o] for o in group)) <= limit
 
 
-def cheapest(lengths, limit, cost):
+def cheapest(lengths, limit, overhead):
     """The micro-batches between the cheapest cuts, one a list of lengths."""
-    widths = cost.widths(np.sort(lengths))
-    cuts = cheapest_cuts(widths, limit, cost).tolist()
+    widths = np.maximum(np.sort(lengths), 1)
+    cuts = cheapest_cuts(widths, limit, overhead).tolist()
     return [widths[a:b] for a, b in pairwise(cuts)]
 
 
-def total(groups, cost):
-    return sum(priced([range(len(group))], group, cost) for group in groups)
+def total(groups, overhead):
+    return sum(priced([range(len(group))], group, overhead) for group in groups)
 
 
-@given(small_lists, limits, costs)
-def test_cheapest_cuts_of_all_plans(lengths, limit, cost):
+@given(small_lists, limits, overheads)
+def test_cheapest_cuts_of_all_plans(lengths, limit, overhead):
     """The oracle tries every way to put the samples into groups, sorted or not. Catches greedy cuts."""
-    allowed = [p for p in set_partitions(len(lengths)) if all(fits(g, lengths, limit, cost) for g in p)]
-    least = min(priced(p, lengths, cost) for p in allowed)
-    assert total(cheapest(lengths, limit, cost), cost) == pytest.approx(least, rel=1e-12)
+    allowed = [p for p in set_partitions(len(lengths)) if all(fits(g, lengths, limit, overhead) for g in p)]
+    least = min(priced(p, lengths, overhead) for p in allowed)
+    assert total(cheapest(lengths, limit, overhead), overhead) == pytest.approx(least, rel=1e-12)
 
 
 def test_greedy_cuts_are_not_the_cheapest():
     """Control: filling each micro-batch up to the limit pads 9 + 1, and costs more than the plan."""
-    cost = CostModel(overhead=1)
-    cuts = cheapest([1, 1, 1, 9, 9], 27, cost)
+    overhead = 1
+    cuts = cheapest([1, 1, 1, 9, 9], 27, overhead)
     assert [group.tolist() for group in cuts] == [[1, 1, 1], [9, 9]]
-    assert total(cuts, cost) < priced([[0, 1], [2, 3, 4]], [1, 1, 1, 9, 9], cost)
+    assert total(cuts, overhead) < priced([[0, 1], [2, 3, 4]], [1, 1, 1, 9, 9], overhead)
 
 
-@given(lengths_lists, processes, limits, costs, st.booleans())
-def test_properties(lengths, num_processes, limit, cost, in_step):
+@given(lengths_lists, processes, limits, overheads, st.booleans())
+def test_properties(lengths, num_processes, limit, overhead, in_step):
     """Catches lost or repeated samples, broken limits, a plan that is no function of its arguments, an order in a share that is not
     from the cheapest to the dearest, and under FSDP numbers of micro-batches that differ by more than one.
     """
     window = np.array(lengths)
-    plan = plan_by_length(window, num_processes, limit, cost=cost, in_step=in_step)
+    plan = plan_by_length(window, num_processes, limit, overhead=overhead, in_step=in_step)
     check_plan(plan, len(lengths), num_processes)
     for share in plan:
-        assert all(fits(m, lengths, limit, cost) for m in share)
-        one_by_one = [priced([m], lengths, cost) for m in share]
+        assert all(fits(m, lengths, limit, overhead) for m in share)
+        one_by_one = [priced([m], lengths, overhead) for m in share]
         assert one_by_one == sorted(one_by_one)
     assert not in_step or max(map(len, plan)) - min(map(len, plan)) <= 1
-    assert as_lists(plan_by_length(window.copy(), num_processes, limit, cost=cost, in_step=in_step)) == as_lists(plan)
+    assert as_lists(plan_by_length(window.copy(), num_processes, limit, overhead=overhead, in_step=in_step)) == as_lists(plan)
 
 
-@given(st.lists(st.integers(1, 60), min_size=8, max_size=70), processes, st.integers(1, 12), costs, st.booleans())
-def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch, cost, in_step):
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=70), processes, st.integers(1, 12), overheads, st.booleans())
+def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch, overhead, in_step):
     """With the memory of `micro_batch` samples of the longest. The others: the window's own order in even shares, and sorted by
     length in equal numbers, dealt out in turn.
     """
     window = np.array(lengths)
-    plan = plan_by_length(window, num_processes, micro_batch * rounded(lengths, cost), cost=cost, in_step=in_step)
+    plan = plan_by_length(window, num_processes, micro_batch * max(1, max(lengths)), overhead=overhead, in_step=in_step)
 
     def time(plan):
-        return time_in_turns(plan, lengths, cost) if in_step else max(priced(share, lengths, cost) for share in plan)
+        return time_in_turns(plan, lengths, overhead) if in_step else max(priced(share, lengths, overhead) for share in plan)
 
     slack = 1 + 1 / 32 if num_processes == 1 else 1.25  # small windows of unlucky lengths
     for other in (plan_window(len(lengths), num_processes, micro_batch), plan_by_sizes(window, num_processes, [micro_batch])):
@@ -122,33 +117,26 @@ def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch,
 )
 def test_balance_on_ragged_lengths(window, num_processes, micro_batch, in_step):
     """Sizes of a log-normal distribution, as texts have. Control: plans by number, the sorted one too, take longer."""
-    cost = CostModel(overhead=32)  # cuts finely, whatever the constants of a device are
+    overhead = 32  # cuts finely, whatever the constants of a device are
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, window), 2, 256).astype(int)
-    plan = plan_by_length(lengths, num_processes, micro_batch * 256, cost=cost, in_step=in_step)
+    plan = plan_by_length(lengths, num_processes, micro_batch * 256, overhead=overhead, in_step=in_step)
     others = plan_window(window, num_processes, micro_batch), plan_by_sizes(lengths, num_processes, [micro_batch])
-    shares = [priced(share, lengths, cost) for share in plan]
+    shares = [priced(share, lengths, overhead) for share in plan]
     if in_step:
-        assert time_in_turns(plan, lengths, cost) < 1.3 * np.mean(shares)
-        ratios = [time_in_turns(other, lengths, cost) / time_in_turns(plan, lengths, cost) for other in others]
+        assert time_in_turns(plan, lengths, overhead) < 1.3 * np.mean(shares)
+        ratios = [time_in_turns(other, lengths, overhead) / time_in_turns(plan, lengths, overhead) for other in others]
         assert ratios[0] > 2 and ratios[1] > 1.05
     else:
         assert max(shares) < 1.07 * np.mean(shares)
-        ratios = [max(priced(s, lengths, cost) for s in other) / max(shares) for other in others]
+        ratios = [max(priced(s, lengths, overhead) for s in other) / max(shares) for other in others]
         assert ratios[0] > 2 and ratios[1] > 1.15
 
 
 @given(st.integers(1, 300), processes, st.integers(1, 40), st.integers(1, 30), st.booleans())
 def test_equal_lengths_are_split_by_number(window, num_processes, micro_batch, length, in_step):
-    """The busiest process takes next to no more time than in an even split by number; sizes of micro-batches differ by one at
-    most.
-    """
-    lengths, cost = np.full(window, length), CostModel(overhead=192)
-    plan = plan_by_length(lengths, num_processes, micro_batch * length, cost=cost, in_step=in_step)
-    even = plan_window(window, num_processes, micro_batch)
-    times = [time_in_turns(p, lengths, cost) if in_step else max(priced(s, lengths, cost) for s in p) for p in (plan, even)]
-    assert times[0] <= times[1] * (1 + 1 / 32)
-    sizes = [len(m) for share in plan for m in share]
-    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= micro_batch
+    """As `plan_window` does."""
+    plan = plan_by_length(np.full(window, length), num_processes, micro_batch * length, in_step=in_step)
+    assert as_lists(plan) == as_lists(plan_window(window, num_processes, micro_batch))
 
 
 def test_more_processes_than_samples():
@@ -158,7 +146,7 @@ def test_more_processes_than_samples():
 
 
 def test_a_sample_beyond_the_limit_is_alone():
-    (share,) = plan_by_length(np.array([50, 2, 3]), 1, 10, cost=CostModel(1000))
+    (share,) = plan_by_length(np.array([50, 2, 3]), 1, 10, overhead=1000)
     assert sorted(as_lists([share])[0]) == [[0], [1, 2]]
 
 
@@ -169,20 +157,14 @@ def test_refuses_impossible_sizes(sizes):
 
 
 def test_without_a_limit_it_is_that_of_the_windows_longest():
-    planner = ByLength(2, None, CostModel(1000), in_step=False)
+    planner = ByLength(2, None, 1000, in_step=False)
     assert as_lists(planner(np.array([4, 4, 4, 4, 8]), 1)) == [[[4], [0, 1, 2, 3]]]  # 2 x 8 = 16 tokens
     assert as_lists(planner(np.array([4, 4, 4, 4]), 1)) == [[[0, 1], [2, 3]]]  # 2 x 4 = 8 tokens
-    assert as_lists(ByLength(2, 16, CostModel(1000), in_step=False)(np.array([4, 4, 4, 4]), 1)) == [[[0, 1, 2, 3]]]
+    assert as_lists(ByLength(2, 16, 1000, in_step=False)(np.array([4, 4, 4, 4]), 1)) == [[[0, 1, 2, 3]]]
 
 
-def test_costs_by_hand():
-    cost, lengths = CostModel(overhead=10, multiple=8), np.array([3, 8, 9, 0])
-    plan = [[np.array([0, 1]), np.array([2])], [np.array([3])]]
-    # In tokens / A: 2 samples of 8, 10 + 16 x (1 + 8 / A); one of 16, 10 + 16 x (1 + 16 / A); one of 8, 10 + 8 x (1 + 8 / A).
-    own = (26 * ATTENTION_WIDTH + 128) + (26 * ATTENTION_WIDTH + 256), 18 * ATTENTION_WIDTH + 64
-    assert cost.of_ranks(plan, lengths).tolist() == list(own)
-    assert cost.padded_tokens(plan, lengths) == 16 + 16 + 8
-    assert cost_model("cuda") == cost_model("xpu") == CUDA != cost_model("cpu") and CUDA.multiple == 8
+def test_padded_tokens_by_hand():
+    assert padded_tokens([[np.array([0, 1]), np.array([2])], [np.array([3])]], np.array([3, 8, 9, 1])) == 16 + 9 + 1
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["ddp", "fsdp"])
@@ -201,9 +183,12 @@ def test_is_quick(in_step):
 def test_a_smaller_limit_is_taken_where_it_costs_next_to_nothing():
     """On one process: less memory for at most 1/32 more time. Control: the limit that was given alone takes more memory."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
-    cost = CostModel(overhead=32)
+    overhead = 32
     largest, times = [], []
-    for groups in ([lengths[m] for m in plan_by_length(lengths, 1, 8 * 256, cost=cost)[0]], cheapest(lengths, 8 * 256, cost)):
+    for groups in (
+        [lengths[m] for m in plan_by_length(lengths, 1, 8 * 256, overhead=overhead)[0]],
+        cheapest(lengths, 8 * 256, overhead),
+    ):
         largest.append(max(len(group) * int(group.max()) for group in groups))
-        times.append(total(groups, cost))
+        times.append(total(groups, overhead))
     assert largest[0] < largest[1] and times[1] <= times[0] <= times[1] * (1 + 1 / 32)

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import hf_ga
-from hf_ga.exact.costs import CostModel
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.speed.fused_attention import FusedAttention
@@ -32,8 +31,8 @@ NUM_SAMPLES = 24
 PLANS = {
     "one": h.by_number(NUM_SAMPLES),
     "by number": h.by_number(5),
-    "by length": ByLength(5, None, CostModel(overhead=4), in_step=False),
-    "multiples, small": ByLength(5, 24, CostModel(overhead=8, multiple=4), in_step=False),
+    "by length": ByLength(5, None, overhead=4, in_step=False),
+    "small": ByLength(5, 24, overhead=8, in_step=False),
 }
 
 
@@ -142,7 +141,7 @@ def test_every_combination_is_the_full_batch(name):
         found, _, batches = gradient(accelerator, model, rule, samples, plan)
         h.assert_promise_1(found, full, truth)
         sizes[plan] = [batch["input_ids"].numel() for batch in batches]
-    assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"]) and max(sizes["multiples, small"]) <= 24
+    assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"]) and max(sizes["small"]) <= 24
     naive = h.naive_gradient(model, batches, len(batches))
     assert h.relative_error(naive, truth) > 1e-3
 

@@ -9,9 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.costs import cost_model
 from hf_ga.exact.layout import Layout
-from hf_ga.exact.length_plan import ByLength
+from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
 from hf_ga.exact.plan import Plan, Planner, plan_window
 from hf_ga.exact.window import LoaderState, Splitter
 
@@ -58,10 +57,10 @@ class BaseLoader:
         check_limit(max_tokens, longest or 1, "the longest sample's")
         size = self.layout.micro_batch_size
         if planner is None and by_length:
-            cost = cost_model(self.accelerator.device.type)
-            limit = max_tokens or (None if longest is None else size * int(cost.widths(np.array(longest))))
+            overhead = CPU_OVERHEAD if self.accelerator.device.type == "cpu" else GPU_OVERHEAD
+            limit = max_tokens or (None if longest is None else size * max(1, longest))
             in_step = self.accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
-            planner = ByLength(size, limit, cost, in_step)
+            planner = ByLength(size, limit, overhead, in_step)
         planner = planner or partial(_plan_by_count, micro_batch_size=size)
         return Splitter(self.seed, self.layout, planner, self.accelerator.process_index)
 

@@ -10,9 +10,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_ga.exact.costs import CPU, CostModel
-from hf_ga.exact.plan import Plan
+from hf_ga.exact.plan import Plan, plan_window
 
+# Attention computes 4 x width x hidden operations a token and layer, everything else of a layer 24 x hidden^2: they are equal at a
+# width of 6 x hidden, here for the 768 of BERT-base and GPT-2-small.
+ATTENTION_WIDTH = 6 * 768
+# What a micro-batch costs however small it is, in tokens. On a CPU a fit of the times of some 150 micro-batches of 4 layers x 256
+# on two cores: 175 for a GPT, 219 for a BERT, for Python's work and for weights and gradients that pass through memory. On a GPU an
+# estimate: some 1,000 kernel launches a forward and backward take about 10 ms, in which it computes 6,000 tokens of a model of 100
+# million parameters, or 300 of one of 7 billion.
+CPU_OVERHEAD, GPU_OVERHEAD = 192, 1024
 LIMITS = (16, 14, 12, 10, 8, 7, 6, 5, 4)  # in sixteenths of the largest limit: what is tried
 LITTLE_TIME = 32  # a smaller limit, which needs less memory, may take 1/32 more time than the fastest plan
 
@@ -24,37 +31,39 @@ class ByLength:
     Attributes:
         micro_batch_size: samples that fit into one micro-batch however long they are.
         max_tokens: most padded tokens in one; None: as many as so many of the window's longest samples have.
-        cost, in_step: see `plan_by_length`.
+        overhead, in_step: see `plan_by_length`.
     """
 
     micro_batch_size: int
     max_tokens: int | None
-    cost: CostModel
+    overhead: int
     in_step: bool
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
-        limit = self.max_tokens or self.micro_batch_size * int(self.cost.widths(lengths).max(initial=1))
-        return plan_by_length(lengths, num_processes, limit, cost=self.cost, in_step=self.in_step)
+        limit = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
+        return plan_by_length(lengths, num_processes, limit, overhead=self.overhead, in_step=self.in_step)
 
 
 def plan_by_length(
-    lengths: np.ndarray, num_processes: int, max_tokens: int, *, cost: CostModel = CPU, in_step: bool = False
+    lengths: np.ndarray, num_processes: int, max_tokens: int, *, overhead: int = CPU_OVERHEAD, in_step: bool = False
 ) -> Plan:
     """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens` padded tokens.
 
-    For a few limits from `max_tokens` (or one process's share) downwards, the window is cut where the sum of costs is least, and
-    the micro-batches are dealt to the processes. Of the plans that take at most 1/32 more time than the fastest, the one with the
-    smallest limit is taken: it needs the least memory.
+    The time of a micro-batch, in tokens, is taken to be overhead + samples x width x (1 + width / ATTENTION_WIDTH). For a few
+    limits from `max_tokens` (or twice a process's share) downwards, the window is cut where the sum of times is least, and the
+    micro-batches are dealt to the processes. Of the plans that take at most 1/32 more time than the fastest, the one with the
+    smallest limit is taken: it needs the least memory. Samples of one length are split by number (`plan_window`).
 
     Args:
-        lengths: tokens of each sample of the window.
+        lengths: tokens of each sample of the window; one without tokens is as wide as one token.
         num_processes: at least 1; a process may get nothing.
         max_tokens: most samples x padded width in one micro-batch; a longer sample is alone in its own.
-        cost: what is made least, and how widths are rounded.
+        overhead: what a micro-batch costs however small it is, in tokens.
         in_step: processes wait for each other in every micro-batch (FSDP), so the n-th ones must be of equal cost.
 
     Returns:
-        for each process its micro-batches, cheapest first; together every offset once. A function of the arguments alone.
+        for each process its micro-batches, cheapest first; together every offset once. A function of the arguments alone: all is
+        computed in integers, in units of 1 / ATTENTION_WIDTH tokens.
 
     Raises:
         ValueError: a number is below 1.
@@ -67,24 +76,28 @@ def plan_by_length(
     if not len(lengths):
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
-    widths, deal = cost.widths(lengths[order]), _in_turns if in_step else longest_first
+    widths, deal = np.maximum(lengths[order].astype(np.int64), 1), _in_turns if in_step else longest_first
+    if widths[0] == widths[-1]:
+        return plan_window(len(widths), num_processes, max(1, max_tokens // int(widths[0])))
+    largest = min(max_tokens, -(-2 * int(widths.sum()) // num_processes))  # twice a process's share is more than balance allows
     plans = []
-    for limit in _limits_to_try(widths, num_processes, max_tokens, cost):
-        cuts = cheapest_cuts(widths, limit, cost)
-        costs = np.diff(cuts) * cost.prices(widths[cuts[1:] - 1]) + cost.fixed
+    for sixteenths in LIMITS:
+        cuts = cheapest_cuts(widths, max(1, largest * sixteenths // 16), overhead)
+        costs = np.diff(cuts) * _prices(widths[cuts[1:] - 1]) + overhead * ATTENTION_WIDTH
         plans.append((*deal(costs, num_processes), cuts))
     fastest = min(time for time, _, _ in plans)
     _, dealt, cuts = next(plan for plan in reversed(plans) if (plan[0] - fastest) * LITTLE_TIME <= fastest)
     return [[order[cuts[i] : cuts[i + 1]] for i in share] for share in dealt]
 
 
-def _limits_to_try(widths: np.ndarray, num_processes: int, max_tokens: int, cost: CostModel) -> list[int]:
-    """Limits of tokens, largest first: parts of the largest, and one that gives all processes equal numbers of equal samples."""
-    largest = min(max_tokens, -(-2 * int(widths.sum()) // num_processes))  # twice a process's share is more than balance allows
-    turns = -(-(len(cheapest_cuts(widths, largest, cost)) - 1) // num_processes)
-    even = -(-len(widths) // (turns * num_processes)) * int(widths[-1])
-    limits = {min(even, largest), *(max(1, largest * sixteenths // 16) for sixteenths in LIMITS)}
-    return sorted(limits, reverse=True)
+def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
+    """Samples x padded width, summed over all micro-batches of a window."""
+    return sum(len(m) * int(lengths[m].max()) for share in plan for m in share)
+
+
+def _prices(widths: np.ndarray) -> np.ndarray:
+    """Cost of one more sample in a micro-batch of that width."""
+    return widths * (ATTENTION_WIDTH + widths)
 
 
 def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
@@ -100,25 +113,25 @@ def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list
     return max(busy)[0], [share[::-1] for share in dealt]
 
 
-def cheapest_cuts(widths: np.ndarray, max_tokens: int, cost: CostModel) -> np.ndarray:
+def cheapest_cuts(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
     """Where to cut a window, shortest sample first, so that the sum of costs is least: 0 ... n, the micro-batches lie between.
 
     Dynamic programming over where a micro-batch ends: with the last sample of its width, or because it is full. If neither, one
     sample more would make a later one smaller at no cost.
     """
-    num = len(widths)
+    num, fixed = len(widths), overhead * ATTENTION_WIDTH
     best, begins = np.zeros(num + 1, np.int64), np.zeros(num + 1, np.int64)
     best[1:] = np.iinfo(np.int64).max // 4  # cannot be reached
     is_last = np.append(widths[1:] != widths[:-1], True).tolist()
-    sizes, prices, most = np.arange(num, 0, -1), cost.prices(widths).tolist(), np.maximum(1, max_tokens // widths).tolist()
+    sizes, prices, most = np.arange(num, 0, -1), _prices(widths).tolist(), np.maximum(1, max_tokens // widths).tolist()
     for end, (price, limit) in enumerate(zip(prices, most, strict=True), start=1):
         if is_last[end - 1]:
             first = max(0, end - limit)
             costs = best[first:end] + sizes[first - end :] * price
             begin = int(costs.argmin())
-            best[end], begins[end] = costs[begin] + cost.fixed, first + begin
+            best[end], begins[end] = costs[begin] + fixed, first + begin
         elif end >= limit:
-            best[end], begins[end] = best[end - limit] + limit * price + cost.fixed, end - limit
+            best[end], begins[end] = best[end - limit] + limit * price + fixed, end - limit
     cuts = [num]
     while cuts[-1]:
         cuts.append(int(begins[cuts[-1]]))

@@ -109,11 +109,6 @@ class Window:
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
 
-    def fitting_parts(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """The same of one micro-batch."""
-        parts = self._parts(micro_batch)
-        return [micro_batch] if len(parts) == 1 else self.split(parts).micro_batches
-
     def padded_to_window(self) -> "Window":
         """With all micro-batches padded to the window's longest sample. A window planned by lengths is planned anew, as
         micro-batches of many short samples would be too large now.

@@ -47,7 +47,6 @@ FREE_TO_CHANGE = {
     "per_device_eval_batch_size",
     "full_determinism",
     "gradient_checkpointing",
-    "torch_compile",
     "fsdp_reduce_each_micro_batch",
     "resume_with_changes",
     "on_nonfinite",

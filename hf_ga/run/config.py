@@ -38,7 +38,6 @@ class FinetuneConfig(DataOptions):
     model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
-    torch_compile: bool = option(False, "Compile the model's layers, once for all lengths. The model must not draw dropout.")
     freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
     lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
     lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
@@ -169,8 +168,6 @@ class FinetuneConfig(DataOptions):
 
     def _check_combinations(self) -> None:
         """Flags that need or exclude each other."""
-        if self.torch_compile and self.gradient_checkpointing:
-            raise ConfigError("torch_compile and gradient_checkpointing are not supported together: leave one of them out.")
         if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
             raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
         if self.lora_r is not None and find_spec("peft") is None:

@@ -44,7 +44,6 @@ from hf_ga.run.report import read_metrics
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
-from hf_ga.speed.compiling import compile_layers
 from hf_ga.training import prove_targets
 
 
@@ -90,8 +89,6 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
     dropout = [f"keyed by sample at {len(run.proven.dropout.sites)} sites"]
     _print_facts(accelerator, loss=[str(run.proven)], dropout=dropout, layout=[str(layout)])
-    if config.torch_compile:
-        _print_facts(accelerator, compiled=[f"{compile_layers(run.model, run.proven.dropout)} layers, in the first windows"])
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -170,7 +167,6 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
     refused = {
         f"optim {config.optim}, whose state is of whole weights: use adamw": config.optim in ("adafactor", "adagrad"),
-        "torch_compile: leave it out": config.torch_compile,
         "lora_r, where there is little to shard: use DDP": config.lora_r is not None,
         "fsdp_cpu_ram_efficient_loading, as every process proves the loss on the true weights: set it to false": loads_once,
         "generated texts, as ranks need different numbers of forwards: generate with the saved model by --eval_only": generates,

@@ -1,17 +1,14 @@
 """From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
 
-from functools import partial
 from operator import itemgetter
 
 import numpy as np
 from accelerate import Accelerator
 
-from hf_ga.data.collation import collate_to_multiple
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.base_loader import check_limit
-from hf_ga.exact.costs import cost_model
-from hf_ga.exact.length_plan import ByLength
+from hf_ga.exact.length_plan import ByLength, padded_tokens
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.processes import print_on_main
@@ -64,12 +61,7 @@ def _loader(
 ) -> WindowLoader | StreamLoader:
     """Micro-batches of similar lengths, as wide as the device likes."""
     layout, collate = config.layout(accelerator.num_processes), data.collate
-    cost = cost_model(accelerator.device.type)
-    if cost.multiple > 1 and not proven.pad_to_window:  # where the width counts, it is that of the samples
-        multiple = {"multiple": cost.multiple, "most": config.sequence_length}
-        collate = partial(collate_to_multiple, collate=collate, pad_token_id=data.tokenizer.pad_token_id, **multiple)
     if data.stream is not None:
-        longest = int(cost.widths(np.array(config.sequence_length)))  # that there may be
         return StreamLoader(
             data.stream,
             collate,
@@ -79,7 +71,7 @@ def _loader(
             seed=config.seed,
             shuffle_buffer_size=config.shuffle_buffer_size,
             length_of=itemgetter("length"),
-            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch or layout.micro_batch_size * longest,
+            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch or layout.micro_batch_size * config.sequence_length,
             drop_last_window=config.drop_last_window,
             num_workers=config.dataloader_num_workers,
             pad_to_window=proven.pad_to_window,
@@ -112,7 +104,7 @@ def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
         chosen = lengths[order[start : start + size]]
         widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
         real += int(chosen.sum())
-        padded += splitter.planner.cost.padded_tokens(splitter.plan(chosen, pads_to_window), widths)
+        padded += padded_tokens(splitter.plan(chosen, pads_to_window), widths)
     how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
     ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
     return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"
