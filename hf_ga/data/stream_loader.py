@@ -94,7 +94,7 @@ class StreamLoader(BaseLoader):
             self._check_same(request.index, samples)
             self.num_consumed += 1
             self.fetcher.keep_first(samples)
-            window = Window(request, self.fetcher.of(samples), batches, self.state, self.splitter)
+            window = Window(request, self.fetcher.of(samples), batches, self.state, self.splitter.padded)
             del request, samples, batches  # what the caller releases is not held here
             yield window
             del window

@@ -18,7 +18,7 @@ from hf_ga.errors import DataError
 from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
-from hf_ga.exact.window import Splitter
+from hf_ga.exact.splitter import Splitter
 
 Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
 NUM_READ_FOR_PROOF, NUM_KEPT_FOR_PROOF = 256, 64  # from the beginning of the stream

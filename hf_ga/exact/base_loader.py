@@ -12,7 +12,8 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
 from hf_ga.exact.plan import Plan, Planner, plan_window
-from hf_ga.exact.window import LoaderState, Splitter
+from hf_ga.exact.splitter import Splitter
+from hf_ga.exact.window import LoaderState
 
 
 class BaseLoader:

@@ -1,5 +1,6 @@
 """The samples of one optimizer step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,10 +8,7 @@ import numpy as np
 
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.layout import Layout
-from hf_ga.exact.length_plan import ByLength
 from hf_ga.exact.memory import num_elements
-from hf_ga.exact.plan import Plan, Planner, check_plan
 
 
 @dataclass
@@ -28,36 +26,6 @@ class LoaderState:
     pad_to_window: bool = False
 
 
-@dataclass(frozen=True)
-class Splitter:
-    """Makes requests: which part of a window this process computes, from what all processes know."""
-
-    seed: int
-    layout: Layout
-    planner: Planner
-    process_index: int
-
-    def request(
-        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
-    ) -> WindowRequest:
-        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
-
-        Raises:
-            ConfigError: the planner drops or repeats samples.
-        """
-        plan = self.plan(lengths, whole_window)
-        check_plan(plan, len(sample_ids), self.layout.num_processes)
-        positions = index * self.layout.window_size + np.arange(len(sample_ids))
-        own, most = plan[self.process_index], max(map(len, plan))
-        known = lengths if isinstance(self.planner, ByLength) else None
-        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
-
-    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
-        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
-        equal = whole_window and isinstance(self.planner, ByLength)
-        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
-
-
 @dataclass
 class Window:
     """The samples of one optimizer step: what a step may need, and nothing else.
@@ -67,14 +35,14 @@ class Window:
         epoch, index: which window of which epoch (0-based).
         sample_ids, num_samples: of the samples of the window over all processes.
         state: what all windows of a loader share.
-        splitter: plans the window again where it must be padded to one width.
+        padded: plans the window again, to be padded to one width; needed where it was planned by lengths.
     """
 
     request: WindowRequest
     fetcher: Fetcher
     batches: list[dict[str, Any]]
     state: LoaderState = field(default_factory=LoaderState)
-    splitter: Splitter | None = None
+    padded: Callable[[WindowRequest], WindowRequest] | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -118,7 +86,7 @@ class Window:
             return self
         if request.lengths is None:
             return self._collated(replace(request, whole_window=True))
-        return self._collated(self.splitter.request(request.epoch, request.index, request.sample_ids, request.lengths, True))
+        return self._collated(self.padded(request))
 
     def _collated(self, request: WindowRequest) -> "Window":
         return replace(self, request=request, batches=self.fetcher[request])

@@ -87,7 +87,7 @@ class WindowLoader(BaseLoader):
         loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
         for batches, request in zip(loaded, requests, strict=True):
             self.num_consumed += 1
-            yield Window(request, self.fetcher, batches, self.state, self.splitter)
+            yield Window(request, self.fetcher, batches, self.state, self.splitter.padded)
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
