@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers as h
 import pytest
 import torch
 from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
 
 import hf_ga
+from hf_ga.parallel import shards
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
 from hf_ga.recovery.manifest import verify, write_manifest
@@ -408,3 +410,24 @@ def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch)
     with pytest.raises(hf_ga.CheckpointError, match="absent is not a checkpoint"):
         hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "absent")))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_large_state_is_several_files(tmp_path, monkeypatch):
+    """Each is made in memory. Control: another model of the same kind has other weights before."""
+    monkeypatch.setattr(shards, "FILE_BYTES", 4096)
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = h.gpt2()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**h.pad_right(h.token_samples(4))).loss.backward()
+        optimizer.step()
+        made.append((model, optimizer))
+    (model, optimizer), (other, others) = made
+    shards.save_shards(model, optimizer, tmp_path / "shards")
+    assert len(list((tmp_path / "shards").iterdir())) > 2
+    different = [n for n, p in other.named_parameters() if not torch.equal(p, model.get_parameter(n))]
+    shards.load_shards(other, others, tmp_path / "shards")
+    assert different and all(torch.equal(p, model.get_parameter(n)) for n, p in other.named_parameters())
+    for mine, restored in zip(model.parameters(), other.parameters(), strict=True):
+        assert all(torch.equal(value, others.state[restored][k]) for k, value in optimizer.state[mine].items())

@@ -1,4 +1,4 @@
-"""Weights and the optimizer's state as safetensors: each rank writes its own file, any layout reads them.
+"""Weights and the optimizer's state as safetensors: each rank writes its own files, any layout reads them.
 
 torch's distributed checkpoint does the work, with the storage in which nothing is pickled.
 """
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -23,23 +22,30 @@ from torch.optim import Optimizer
 from hf_ga.exact.forward import unwrapped
 from hf_ga.parallel.fsdp import own_name
 
+FILE_BYTES = 1 << 30  # of all ranks together; each file is made in memory
+MODEL, MOMENTS = "model.", "optimizer."
+
 
 def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
     """Write the shards of this process, or its part of what all hold; all processes must call it.
 
-    The settings of the optimizer's groups are numbers, not tensors, and are the caller's to keep.
-
     Args:
-        model: a parameter goes by its name in the unwrapped model. trained_only: leave frozen parameters out.
+        model: a parameter goes by its name in the unwrapped model. optimizer: the settings of its groups are not written.
+        trained_only: leave frozen parameters out.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # inside a prepared one
     made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)  # a rank of FSDP1 may have no parameters
-    state = _state(model, plain, trained_only)
+    tensors = _tensors(model, *get_state_dict(model, plain), trained_only)
     if made_no_step:  # torch has made one with gradients of zero, which the run that goes on must not count
         plain.state.clear()
-        state["optimizer"] = {}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + size // FILE_BYTES
+        size += tensor.size().numel() * tensor.dtype.itemsize
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch.distributed is disabled: one process is meant
-        distributed_checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        distributed_checkpoint.save(tensors, storage_writer=writer)
 
 
 def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
@@ -49,38 +55,29 @@ def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained
         CheckpointException, OSError, RuntimeError, ValueError, KeyError: they are not of this model, or damaged.
     """
     plain, reader = getattr(optimizer, "optimizer", optimizer), HuggingFaceStorageReader(str(folder))
-    state = _state(model, plain, trained_only)
+    weights, state = get_state_dict(model, plain)
     saved = reader.read_metadata().state_dict_metadata
-    # Parameters whose state was not saved never had a gradient: they begin without.
-    state["optimizer"] = {
-        name: moments for name, moments in state["optimizer"].items() if any(f"optimizer.{name}.{k}" in saved for k in moments)
-    }
+    # A parameter whose moments were not saved never had a gradient: it begins without, not with the zeros that torch has made.
+    moments = {n: of for n, of in state["state"].items() if any(f"{MOMENTS}{n}.{k}" in saved for k in of)}
+    tensors = _tensors(model, weights, {"state": moments}, trained_only)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        distributed_checkpoint.load(state, storage_reader=reader)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # tied weights have one name there
-    _set_moments(model, plain, state["optimizer"])
-
-
-def _set_moments(model: nn.Module, optimizer: Optimizer, moments: dict[str, Any]) -> None:
-    """Put the optimizer's state in place; where there is none, not the zeros of the step that torch makes to know the shapes."""
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    if not moments:  # plain SGD: torch would look for a tensor to learn the device from
-        optimizer.state.clear()
-        return
-    options = StateDictOptions(strict=False)
-    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
-    names = [name for group in groups for name in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        distributed_checkpoint.load(tensors, storage_reader=reader)  # into the tensors of weights and moments
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+    if moments:  # none of plain SGD: torch would look for a tensor to learn the device from
+        set_optimizer_state_dict(model, plain, state | {"state": moments}, options=StateDictOptions(strict=False))
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
         if name not in moments:
-            optimizer.state.pop(parameter, None)
+            plain.state.pop(parameter, None)
 
 
-def _state(model: nn.Module, optimizer: Optimizer, trained_only: bool) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer)
+def _tensors(model: nn.Module, weights: dict[str, Any], state: dict[str, Any], trained_only: bool) -> dict[str, Any]:
+    """What a checkpoint holds. Tied weights, and frozen ones with `trained_only`, are taken out of `weights`."""
     seen: set[nn.Parameter] = set()
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-        if parameter in seen or (trained_only and not parameter.requires_grad):  # tied weights are kept under one name
+        if parameter in seen or (trained_only and not parameter.requires_grad):
             weights.pop(own_name(name), None)
         seen.add(parameter)
-    return {"model": weights, "optimizer": moments["state"]}
+    moments = {f"{MOMENTS}{name}.{k}": value for name, of_one in state["state"].items() for k, value in of_one.items()}
+    return {f"{MODEL}{name}": weight for name, weight in weights.items()} | moments
