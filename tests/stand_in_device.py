@@ -10,6 +10,7 @@ another way, its kernels, its memory and its speed are not to be seen here.
 import copy
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -178,6 +179,13 @@ class DeviceModule:
 
     def synchronize(self, device: Any = None) -> None:
         pass
+
+    def current_stream(self) -> "DeviceModule":
+        """There is one only."""
+        return self
+
+    def stream(self, stream: "DeviceModule") -> AbstractContextManager[None]:
+        return nullcontext()
 
     def empty_cache(self) -> None:
         pass

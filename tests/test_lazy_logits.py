@@ -3,6 +3,7 @@
 import dataclasses
 
 import helpers as h
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_ga
+from hf_ga.exact.hooks import Call
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import evaluation
 from hf_ga.run.losses import SmoothedCrossEntropy
@@ -450,7 +452,7 @@ def test_any_split_is_the_full_batch(build, no_values):
     model, whole = build(), h.pad_right(SAMPLES)
     rule, truth = proven(model), h.full_batch_gradient(model, whole)
     (speed_up,) = rule.speed_ups
-    assert speed_up.rows_per_chunk is None
+    assert speed_up._count is not None and speed_up.rows_per_chunk is None
     for micro_batch in (12, 5, 1):
         _, grads, window = gradient_of(model, micro_batch, rule)
         h.assert_promise_1(grads, h.full_batch_gradient(model, whole, torch.float32), truth)
@@ -487,6 +489,21 @@ def test_a_step_under_autocast_is_as_exact_as_with_logits(build, precision, monk
     loss, grads, _ = gradient_of(model, 6, dataclasses.replace(rule, speed_ups=()), accelerator)
     assert lazy_loss == pytest.approx(loss, rel=1e-3)
     assert 0 < h.relative_error(lazy, truth) <= 1.3 * h.relative_error(grads, truth)
+
+
+def test_another_number_of_targets_than_counted_is_an_error():
+    model, batch = h.gpt2(), h.pad_right(SAMPLES)
+    rule, number, rows = proven(model), int((batch["labels"][:, 1:] != h.IGNORED).sum()), np.arange(len(SAMPLES))
+    (head,) = rule.speed_ups
+    for counted in (number, number + 1, number - 1):
+        head._count = lambda batch, num_samples, counted=counted: counted
+        with head.scope(model):
+            head.before(Call(hf_ga.MicroBatch(batch, rows, rows), counts=(counted,)))
+            if counted == number:
+                model(**batch).loss.backward()
+            else:
+                with pytest.raises(RuntimeError, match="another number of targets"):
+                    model(**batch)
 
 
 def test_evaluation_without_logits(monkeypatch):

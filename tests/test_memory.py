@@ -250,7 +250,7 @@ def undisturbed(place):
 @pytest.fixture(scope="module")
 def short_of_memory(place):
     with small_device(60):
-        return train(place, place / "short")
+        return train(place, place / "short", per_device_eval_batch_size=2)
 
 
 def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
@@ -274,7 +274,7 @@ def test_a_lower_limit_is_printed(place, tmp_path, capsys):
         return len(calls) == 2 or len(lines_of(output)) == 7  # the second micro-batch is the first window's largest
 
     with small_device(24, chosen=chosen):
-        train(place, output)
+        train(place, output, per_device_eval_batch_size=1)
     assert [line["step"] for line in lines_of(output) if "retries" in line] == [1, 8]
     said = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert len(said) == 2
@@ -284,7 +284,9 @@ def test_a_lower_limit_is_printed(place, tmp_path, capsys):
 def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short_of_memory):
     """Bit for bit: the checkpoint holds the limit, so nothing fails again."""
     with small_device(60):
-        resumed = train(place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"))
+        resumed = train(
+            place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"), per_device_eval_batch_size=2
+        )
     assert resumed["weights_sha256"] == short_of_memory["weights_sha256"]
     assert not any("retries" in line for line in lines_of(tmp_path / "out"))
 

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_ga.exact.hooks import Hook, SpeedUp
+from hf_ga.exact.batches import Batch
+from hf_ga.exact.hooks import Call, Hook, SpeedUp
+from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
 Forward = Callable[[Tensor], Tensor]
@@ -32,6 +34,9 @@ class ChunkedLoss(SpeedUp):
     name = "chunked loss"
 
     def __init__(self) -> None:
+        self._expected: int | None = None  # rows with a target in the next forward
+        self._count: Callable[[Batch, int], int] | None = None  # counts on the host the targets of the head's only cross entropy
+        self._call: Call | None = None
         self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
         self.was_read = False  # something else than the loss read logits
         self.rows_per_chunk: int | None = None  # None: as memory allows
@@ -68,7 +73,15 @@ class ChunkedLoss(SpeedUp):
     def verdict(self) -> str:
         if not self._rows:
             return "its loss is not a cross entropy of the logits"
+        micro_batch = self._call.micro_batch
+        rules = (COUNTING_RULES[name] for name in ("shifted labels", "labels") if "labels" in micro_batch.batch)
+        self._count = next((rule for rule in rules if [rule(micro_batch.batch, len(micro_batch))] == self._rows), None)
         return "its logits are read beside the loss" if self.was_read else ""
+
+    def before(self, call: Call) -> None:
+        """Targets that can be counted on the host need not be counted on the device."""
+        self._call, micro_batch = call, call.micro_batch
+        self._expected = self._count(micro_batch.batch, len(micro_batch)) if self._count and call.counts else None
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
@@ -92,7 +105,12 @@ class ChunkedLoss(SpeedUp):
 
     def rows_with_target(self, hidden: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         """Hidden states and targets of the rows that count."""
-        rows = (target != ignore_index).nonzero().squeeze(1)
+        counted = target != ignore_index
+        if self._expected is None:
+            rows = counted.nonzero().squeeze(1)
+        else:
+            torch._assert_async(counted.sum() == self._expected, "a loss has another number of targets than were counted")
+            rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
         self._rows.append(len(rows))
         return (hidden, target) if len(rows) == len(target) else (hidden.index_select(0, rows), target.index_select(0, rows))
 
