@@ -147,5 +147,6 @@ def _facts(subject: Subject) -> list[str]:
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
+        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; of a parameter likewise",
         f"{counted}; keyed dropout at {num_sites} sites",
     ]

@@ -93,14 +93,6 @@ def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray,
     return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
 
 
-def rounded_sum(parts: Sequence[Tensor], weights: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The weighted sum accumulated in a low precision."""
-    result = torch.zeros_like(parts[0], dtype=dtype)
-    for part, weight in zip(parts, weights, strict=True):
-        result += (part * float(weight)).to(dtype)
-    return result.double()
-
-
 def _wrong(weights: np.ndarray, text: str, name: str = "normalisation", seen: str = "") -> Hypothesis:
     return Hypothesis(weights, (Cause(name, text, seen),))
 

@@ -107,7 +107,7 @@ class EquivalenceReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "report.json", self.to_dict())
-        write_text(folder / "report.html", render_page(self.to_dict(), self.rows))
+        write_text(folder / "report.html", render_page(str(self), self.rows))
 
     def __str__(self) -> str:
         lines = [self.summary()]
@@ -116,7 +116,7 @@ class EquivalenceReport:
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
-        return render(self.to_dict(), self.rows)
+        return render(str(self), self.rows)
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
