@@ -70,12 +70,7 @@ def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: in
         text = f"x{factor:.3g}: the last window has {k} of {accumulation_steps} micro-batches, but is divided by the full GA"
         short = Cause("last window", text)
         usual += [Hypothesis(base.weights * factor, (*base.causes, short)) for base in usual]
-    return [
-        *usual,
-        _wrong(share * k, f"x{k:.2f}: the right gradient is multiplied by the number of micro-batches"),
-        _wrong(share / k, f"x{1 / k:.3g}: the right gradient is divided by GA once more"),
-        _wrong(np.full(k, 1 / k**2), f"mean of means, divided by the {k} micro-batches once more"),
-    ]
+    return usual
 
 
 def best_match(vector: Tensor, parts: Sequence[Tensor], candidates: Sequence[Hypothesis]) -> tuple[Hypothesis, float]:
