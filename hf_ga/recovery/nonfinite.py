@@ -134,8 +134,7 @@ def _repeat(case: Case, window: Window, *, backward: bool) -> list[Repeated]:
 
 
 def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     loss.backward()
     named = [(name, own_part(p.grad)) for name, p in callable_module(model).named_parameters() if p.grad is not None]
     return next((own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None)
