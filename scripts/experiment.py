@@ -170,7 +170,7 @@ class Experiment:
 def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, proven: ProvenLoss, arm: Arm) -> float:
     """One optimizer step with the arm's mistake. Returns the loss that such a loop would report: its weighted sum."""
     micro_batches = window.micro_batches
-    counts = np.array([proven.count(m.batch, len(m)) for m in micro_batches])
+    counts = np.array([sum(proven.loss.count(m.batch, len(m))) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
     reported, for_window = 0.0, window_key(window.request.seed, window.epoch, window.index)
     optimizer.zero_grad()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_ga.exact import fetch
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.checkpoint import weights_sha256
+from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run import finetune
 from hf_ga.run.cli import parse_config
 
@@ -31,7 +31,7 @@ def recorded(run) -> dict:
         "processes": run.accelerator.num_processes,
         "ddp": is_ddp,
         "fsdp_units": len(units),
-        "weights": weights_sha256(unwrapped(run.model)) if is_ddp else None,
+        "weights": state_sha256(unwrapped(run.model).state_dict()) if is_ddp else None,
     }
 
 

@@ -18,7 +18,7 @@ from runs import filled_place, lines_of, ragged_rows, relative_distance, small_c
 import hf_ga
 from hf_ga.parallel import shards
 from hf_ga.recovery import checkpoint
-from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
 from hf_ga.recovery.manifest import verify, write_manifest
 from hf_ga.run import build, loop, saving
 
@@ -394,15 +394,15 @@ def test_save_again_replaces(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
 
 
-def test_weights_sha256_sees_every_bit():
+def test_the_sha256_sees_every_bit():
     model, _ = small()
-    before = weights_sha256(model)
-    assert weights_sha256(model) == before
+    before = state_sha256(model.state_dict())
+    assert state_sha256(model.state_dict()) == before
     with torch.no_grad():
         model.bias[1] = torch.nextafter(model.bias[1], torch.tensor(9.0))
-    assert weights_sha256(model) != before
-    assert weights_sha256(torch.nn.Sequential(model)) != weights_sha256(model)  # names count
-    assert weights_sha256(model.double()) != weights_sha256(model.float())  # and types
+    assert state_sha256(model.state_dict()) != before
+    assert state_sha256(torch.nn.Sequential(model).state_dict()) != state_sha256(model.state_dict())  # names count
+    assert state_sha256(model.double().state_dict()) != state_sha256(model.float().state_dict())  # and types
 
 
 def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import hf_ga
 from hf_ga.data import corpus
 from hf_ga.errors import CheckpointError
-from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, weights_sha256
+from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
 from hf_ga.recovery.files import tidy
 from hf_ga.recovery.latest import find_checkpoint, set_latest
 from hf_ga.recovery.manifest import read_manifest, verify
@@ -285,7 +285,7 @@ def test_a_crash_while_saving_leaves_the_old_or_the_new_one(latest, step, kept, 
         assert [verify(folder) for folder in list_checkpoints(output)]  # none is half under its name, not even one to be deleted
         model, optimizer = trained(3, 1)
         state = load_checkpoint(found, model, optimizer)
-        assert weights_sha256(model) == weights_sha256(trained(3, state["run"])[0])
+        assert state_sha256(model.state_dict()) == state_sha256(trained(3, state["run"])[0].state_dict())
         save(output)
         assert not leftovers(output)
         assert [folder.name for folder in list_checkpoints(output)] == [f"checkpoint-{kept}", f"checkpoint-{step}"]
@@ -331,9 +331,9 @@ def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
         with pytest.raises((OSError, ValueError), match=r"config\.json"):
             tf.AutoModelForCausalLM.from_pretrained(folder)
         return "none"
-    loaded = weights_sha256(tf.AutoModelForCausalLM.from_pretrained(folder))
+    loaded = state_sha256(tf.AutoModelForCausalLM.from_pretrained(folder).state_dict())
     tf.AutoTokenizer.from_pretrained(folder)
-    return next(name for name, model in models.items() if weights_sha256(model) == loaded)
+    return next(name for name, model in models.items() if state_sha256(model.state_dict()) == loaded)
 
 
 def test_a_crash_while_the_best_model_is_saved(models, data, tmp_path, crasher):

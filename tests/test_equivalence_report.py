@@ -1,5 +1,6 @@
 """What a check hands out: text, dict, files, HTML, and the command line."""
 
+import html
 import json
 import math
 import re
@@ -31,7 +32,7 @@ def report():
 
 def test_the_text_has_the_verdict_first_and_every_row(report):
     lines = str(report).splitlines()
-    assert lines[0] == "BertForMaskedLM: hf_ga passed, a <loop> FAILED"
+    assert lines[0] == "BertForMaskedLM"
     assert lines[1].startswith("hf_ga: passed, the full batch's gradient in all 2 layouts (largest relative error ")
     assert lines[2].startswith("a <loop>: FAILED in 2 of 2 layouts")
     assert lines[3].startswith("  because of normalisation: mean of means")
@@ -82,23 +83,20 @@ def test_the_page_stands_alone(report, tmp_path):
     assert not page.open and "script" not in page.tags and page.tags.count("img") == 1
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert not re.search(r"https?://", text)
-    assert text.index("FAILED in 2 of 2") < text.index("<table>")  # the verdict comes first
-    assert "a &lt;loop&gt;" in text and "<loop>" not in text
-    assert text.count('class="good">passed') == 2 and text.count('class="bad">FAILED') == 2
-    assert "color-scheme" in text and "background: #ffffff" in text
+    assert html.escape(str(report)) in text and "a &lt;loop&gt;" in text and "<loop>" not in text
+    assert "color-scheme" in text and "background: white" in text
 
 
 def test_the_notebooks_fragment_is_no_page(report):
     text = report._repr_html_()
     page = Checked(text)
-    assert not page.open and "html" not in page.tags and page.tags.count("table") == 1
+    assert not page.open and "html" not in page.tags and page.tags.count("img") == 1
 
 
 def test_a_refusal_is_the_verdict():
     rows = [Row(OURS, "even", [2, 2], 2, refused="no <rule> fits", causes=[Cause("BatchNorm", "it mixes", "error 1e-1")])]
     refused = EquivalenceReport("Model", rows, ["a fact"], {}, {})
     assert not refused.passed and refused.max_error == math.inf and refused.to_dict()["max_error"] is None
-    assert refused.summary() == "Model: hf_ga refused"
     assert refused.verdict(OURS) == "refused: no <rule> fits"
     assert refused.reasons(OURS) == ["BatchNorm: it mixes (even; error 1e-1)"]
     text = refused._repr_html_()
@@ -126,7 +124,7 @@ def test_the_script_writes_its_report_and_asserts(tmp_path, capsys):
     assert read["passed"] and [row["layout"] for row in read["rows"]] == ["even", "uneven"]
     assert sum(read["rows"][0]["micro_batches"]) == 8  # 2 x 4, the window of these flags
     assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
-    assert "BertForSequenceClassification: hf_ga passed" in capsys.readouterr().out
+    assert "BertForSequenceClassification\nhf_ga: passed" in capsys.readouterr().out
 
 
 def test_quick_takes_16_samples_in_three_layouts(tmp_path):

@@ -176,7 +176,6 @@ def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, 
     text, *_ = stopped(case, max_grad_norm, mixed_precision=precision)
     assert "window 1 of epoch 0" in text and CASES[case] in text
     assert "it comes from samples 10, 13;" in text
-    assert ("before this step embedding.weight held" in text) == (case == "weight")
     assert text.startswith("the gradient of window" if case == "gradient" else "the loss of window")
 
 

@@ -20,6 +20,18 @@ from hf_ga.check.subjects import Step, device_of
 from hf_ga.exact.forward import head_loss
 
 MicroBatches = list[dict[str, Any]]
+TRAINING_ARGUMENTS = {
+    "per_device_train_batch_size": 1,  # an item is a micro-batch
+    "train_sampling_strategy": "sequential",
+    "num_train_epochs": 1,
+    "max_grad_norm": 0.0,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+}
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
@@ -36,11 +48,17 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
         gradients = {}
         still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)
         still.register_step_pre_hook(lambda *_: gradients.update({p: p.grad for p in model.parameters()}))
-        own = {"gradient_accumulation_steps": accumulation_steps, "bf16": precision == "bf16"}
+        own = {
+            "gradient_accumulation_steps": accumulation_steps,
+            "bf16": precision == "bf16",
+            "use_cpu": device_of(model).type == "cpu",
+        }
         with tempfile.TemporaryDirectory() as folder:
+            settings = TrainingArguments(folder, **(TRAINING_ARGUMENTS | own | arguments))
+            settings._n_gpu = 1  # on a machine with several it would put the model into DataParallel
             trainer = trainer_class(
                 model=model,
-                args=_training_arguments(output_dir=folder, use_cpu=device_of(model).type == "cpu", **(own | arguments)),
+                args=settings,
                 train_dataset=micro_batches,
                 data_collator=lambda items: dict(items[0]),
                 optimizers=(still, None),
@@ -72,21 +90,3 @@ def accelerate_arm() -> Step:
 
 
 ARMS = {"trainer": trainer_arm, "accelerate": accelerate_arm}
-
-
-def _training_arguments(**arguments: Any) -> TrainingArguments:
-    defaults = {
-        "per_device_train_batch_size": 1,  # an item is a micro-batch
-        "train_sampling_strategy": "sequential",
-        "num_train_epochs": 1,
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
-    }
-    settings = TrainingArguments(**(defaults | arguments))
-    settings._n_gpu = 1  # on a machine with several it would put the model into DataParallel
-    return settings

@@ -66,20 +66,14 @@ def check_equivalence(
     """
     chosen = CheckSettings(**settings)
     check_one_process()
+    checked = choose_layouts(layouts, np.array([sample_length(sample) for sample in samples]))
     with preserved_random_states(), own_accelerate_state(), torch.enable_grad():
-        return _check(unwrapped(model), list(samples), collate_fn, layouts, steps or {}, chosen)
-
-
-def _check(
-    model: nn.Module, samples: list[Any], collate_fn: Collate, layouts: Any, steps: Mapping[str, Step], settings: CheckSettings
-) -> EquivalenceReport:
-    chosen = choose_layouts(layouts, np.array([sample_length(sample) for sample in samples]))
-    copied = working_copy(model)
-    subject = Subject(copied, samples, collate_fn, make_accelerator(copied, settings.precision), settings)
-    _prove(subject)
-    rows = _rows(subject, chosen, steps)
-    shown = {name: getattr(settings, name) for name in ("precision", "seed", "max_grad_norm")} | {"num_samples": len(samples)}
-    return EquivalenceReport(type(model).__name__, rows, _facts(subject), shown, versions())
+        copied = working_copy(unwrapped(model))
+        subject = Subject(copied, list(samples), collate_fn, make_accelerator(copied, chosen.precision), chosen)
+        _prove(subject)
+        rows = _rows(subject, checked, steps or {})
+    shown = {name: getattr(chosen, name) for name in ("precision", "seed", "max_grad_norm")} | {"num_samples": len(samples)}
+    return EquivalenceReport(type(copied).__name__, rows, _facts(subject), shown, versions())
 
 
 def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
@@ -147,5 +141,6 @@ def _facts(subject: Subject) -> list[str]:
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
+        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; of a parameter likewise",
         f"{counted}; keyed dropout at {num_sites} sites",
     ]

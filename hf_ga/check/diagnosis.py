@@ -1,6 +1,6 @@
 """Why an arm differs: suspects are switched off together, then on again one at a time; the rest is read from the numbers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
-from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error, rounded_sum
+from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
@@ -17,26 +17,11 @@ from hf_ga.check.subjects import Step, Subject, run_ours, run_step
 from hf_ga.check.switches import SWITCHES, Switch
 from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
+from hf_ga.proof.probes import applicable_rules
 
-# All names that a cause may have.
-CAUSES = (
-    *(switch.name for switch in SWITCHES),
-    *("normalisation", "last window", "labels counted unshifted", "accumulation precision", "precision", "frozen parameter"),
-    *(
-        "cross-batch loss",
-        "auxiliary loss",
-        "several means",
-        "clipping per micro-batch",
-        "randomness",
-        "no gradients",
-        "not finite",
-    ),
-    *("reported loss", "unknown"),
-)
 MOST_ELEMENTS = 16_000_000  # of all micro-batches' gradients together that are compared: every so many
 MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}  # a hypothesis explains a gradient up to this
 EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}  # a switch that changes less is no cause
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -45,15 +30,14 @@ class Trial:
 
     Attributes:
         reference: of the full batch. arm: what the arm left. parts: gradient of each micro-batch's own mean loss.
-        counts: rule -> targets of each micro-batch.
-        frozen: names of parameters without a gradient that should have one -> their share of the norm.
+        counts: rule -> targets of each micro-batch. frozen: parameters without a gradient that should have one; left out above.
     """
 
     reference: Tensor
     arm: Tensor
     parts: list[Tensor]
     counts: dict[str, np.ndarray]
-    frozen: dict[str, float]
+    frozen: list[str]
 
     def additivity(self, rule: str) -> float:
         """Relative error of the rightly weighted sum of the parts."""
@@ -105,14 +89,16 @@ class Diagnosis:
         rule = min(quiet.counts, key=quiet.additivity)
         residual = quiet.additivity(rule)
         match, error, by_numbers = self._weights(quiet, rule)
-        found = [*_frozen(quiet.frozen), *self._not_additive(residual), *by_numbers]
+        found = [*self._not_additive(residual), *by_numbers]
+        if quiet.frozen:
+            found.append(Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}"))
         for suspect in self.suspects:
-            found += self._with_one(suspect, rule, match, max(error, residual), quiet.frozen)
+            found += self._with_one(suspect, rule, match, max(error, residual))
         return found or [Cause("unknown", _unknown(quiet))]
 
-    def _with_one(self, suspect: Switch, rule: str, match: Hypothesis, before: float, frozen: Collection[str]) -> list[Cause]:
+    def _with_one(self, suspect: Switch, rule: str, match: Hypothesis, before: float) -> list[Cause]:
         """The suspect, if with it alone switched on the arm or the model itself goes wrong."""
-        trial = self._trial(suspect.name, leave_out=frozen)
+        trial = self._trial(suspect.name)
         error = max(relative_error(match.gradient(trial.parts), trial.arm), trial.additivity(rule))
         if not error > max(self.effect, 5 * before):
             return []
@@ -130,8 +116,6 @@ class Diagnosis:
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
             return match, error, list(match.causes)
-        if low := _low_precision(trial, candidates, match, error):
-            return match, error, low
         norm = float(trial.arm.double().norm())
         clipped, left = best_match(trial.arm, trial.parts, [candidate.clipped(norm) for candidate in candidates])
         if left <= self.match:
@@ -142,7 +126,7 @@ class Diagnosis:
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
             return Hypothesis(weights), left, [Cause("normalisation", f"the micro-batches weigh x({factors}) of what is right")]
         if error <= MATCH["bf16"]:
-            text = f"the gradient is a sum of the micro-batches' gradients only up to {error:.1e}: as if computed in low precision"
+            text = f"the micro-batches' gradients add up to it only up to {error:.1e}: as if computed or added up in low precision"
             return match, error, [*match.causes, Cause("precision", text)]
         return match, error, []
 
@@ -157,7 +141,7 @@ class Diagnosis:
         text += ", with all else switched off: it goes across samples (in-batch negatives)"
         return [Cause("cross-batch loss", text, seen)]
 
-    def _trial(self, on: str | None = None, leave_out: Collection[str] = ()) -> Trial:
+    def _trial(self, on: str | None = None) -> Trial:
         """Arm and parts with all suspects switched off but `on`."""
         subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
@@ -168,8 +152,9 @@ class Diagnosis:
             whole = window.split([np.arange(window.num_samples)])
             reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
             arm = reference if self.refused else self._arm(window)
-            frozen = _frozen_parameters(arm, reference)
-            names = [name for name in reference if name not in frozen and name not in leave_out]
+            sizes = norms(reference)
+            frozen = [name for name, size in sizes.items() if size > 1e-6 * total(sizes) and not arm[name].any()]
+            names = [name for name in reference if name not in frozen]
             stride = -(-len(self.layout.offsets) * sum(reference[name].numel() for name in names) // MOST_ELEMENTS) or 1
             parts, counted = [], []
             for micro_batch in window.micro_batches:
@@ -192,54 +177,20 @@ def _unevenness(row: Row) -> int:
 def _counts(window: Window) -> dict[str, np.ndarray]:
     """Targets of each micro-batch by every rule that can be applied."""
     first = window.micro_batches[0].batch
-    labels = first.get("labels")
-    countable = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 0
-    applicable = {
-        "samples": True,
-        "labels": countable,
-        "shifted labels": countable and labels.dim() > 1,
-        "attended tokens": isinstance(first.get("attention_mask"), Tensor),
-    }
-    rules = {name: rule for name, rule in COUNTING_RULES.items() if applicable.get(name)}
+    rules = {name: COUNTING_RULES[name] for name in applicable_rules(first)}
     if isinstance(first.get("input_ids"), Tensor):
         rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
     found = {name: np.array([rule(m.batch, len(m)) for m in window.micro_batches], dtype=float) for name, rule in rules.items()}
     return {name: counts for name, counts in found.items() if counts.sum()}
 
 
-def _low_precision(trial: Trial, candidates: list[Hypothesis], match: Hypothesis, error: float) -> list[Cause]:
-    """Whether the arm's gradient is the same sum accumulated in bfloat16 or float16."""
-    for name, dtype in LOW.items():
-        for candidate in (match, *candidates):
-            plain = relative_error(candidate.gradient(trial.parts), trial.arm)
-            rounded = rounded_sum(trial.parts, candidate.weights, dtype)
-            if plain < 0.1 and relative_error(rounded, trial.arm) < 0.2 * plain:
-                text = f"gradients of the micro-batches are added up in {name} (relative error {plain:.1e})"
-                return [*candidate.causes, Cause("accumulation precision", text)]
-    return []
-
-
-def _frozen_parameters(arm: Gradients, reference: Gradients) -> dict[str, float]:
-    sizes, own = norms(reference), norms(arm)
-    whole = total(sizes)
-    return {name: size / whole for name, size in sizes.items() if own[name] == 0 and size > 1e-6 * whole}
-
-
-def _frozen(shares: dict[str, float]) -> list[Cause]:
-    if not shares:
-        return []
-    names = ", ".join(sorted(shares, key=lambda name: -shares[name])[:3])
-    names += f" and {len(shares) - 3} more" if len(shares) > 3 else ""
-    return [Cause("frozen parameter", f"no gradient reaches {names} ({total(shares):.1%} of the gradient's norm)")]
-
-
 def _unknown(trial: Trial) -> str:
     scale = float(trial.arm.double().norm() / trial.reference.double().norm())
     return (
-        f"none of {', '.join(CAUSES[:10])} explains it: with all suspects switched off the relative error of the gradient is "
+        "no known cause explains it: with all suspects switched off the relative error of the gradient is "
         f"{relative_error(trial.arm, trial.reference):.1e}, its norm x{scale:.3g} of the right one"
     )
 
 
 def _flat(gradients: Gradients, names: list[str], stride: int) -> Tensor:
-    return torch.cat([gradients[name].detach().flatten()[::stride].float() for name in names]) if names else torch.empty(0)
+    return torch.cat([gradients[name].flatten()[::stride].float() for name in names]) if names else torch.empty(0)

@@ -70,12 +70,7 @@ def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: in
         text = f"x{factor:.3g}: the last window has {k} of {accumulation_steps} micro-batches, but is divided by the full GA"
         short = Cause("last window", text)
         usual += [Hypothesis(base.weights * factor, (*base.causes, short)) for base in usual]
-    return [
-        *usual,
-        _wrong(share * k, f"x{k:.2f}: the right gradient is multiplied by the number of micro-batches"),
-        _wrong(share / k, f"x{1 / k:.3g}: the right gradient is divided by GA once more"),
-        _wrong(np.full(k, 1 / k**2), f"mean of means, divided by the {k} micro-batches once more"),
-    ]
+    return usual
 
 
 def best_match(vector: Tensor, parts: Sequence[Tensor], candidates: Sequence[Hypothesis]) -> tuple[Hypothesis, float]:
@@ -91,14 +86,6 @@ def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray,
     gram, right = (matrix @ matrix.T).cpu(), (matrix @ vector.double()).cpu()
     weights = torch.linalg.lstsq(gram, right, driver="gelsd").solution.numpy()
     return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
-
-
-def rounded_sum(parts: Sequence[Tensor], weights: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The weighted sum accumulated in a low precision."""
-    result = torch.zeros_like(parts[0], dtype=dtype)
-    for part, weight in zip(parts, weights, strict=True):
-        result += (part * float(weight)).to(dtype)
-    return result.double()
 
 
 def _wrong(weights: np.ndarray, text: str, name: str = "normalisation", seen: str = "") -> Hypothesis:

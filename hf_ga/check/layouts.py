@@ -64,10 +64,8 @@ def choose_layouts(layouts: str | Sequence[str] | Mapping[str, Sequence[int]], l
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
     names = AUTO if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
-    if unknown := [name for name in names if name not in AUTO]:
-        raise ConfigError(f"layouts must be auto, some of {', '.join(AUTO)}, or a dict of sizes, but not {unknown[0]!r}.")
-    if not names:
-        raise ConfigError(f"layouts must name at least one of {', '.join(AUTO)}, got none.")
+    if not names or not set(names) <= set(AUTO):
+        raise ConfigError(f"layouts must be auto, some of {', '.join(AUTO)}, or a dict of sizes, got {layouts!r}.")
     return [_named(name, lengths) for name in names]
 
 

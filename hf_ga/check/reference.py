@@ -33,15 +33,18 @@ def plain_backward(
     """
     model, precision = subject.model, precision or subject.settings.precision
     dtype, scale = DTYPES.get(precision), FP16_SCALE if precision == "fp16" else 1.0
-    batch = send_to_device(micro_batch.batch, device_of(model))
+    device = device_of(model)
+    batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in batch.items()}
     with (
         in_float64(model) if precision == "float64" else nullcontext(),
-        keyed_dropout(subject.dropout, window, micro_batch) if keyed else nullcontext(),
+        subject.dropout.scope(model) if keyed else nullcontext(),
         restored_buffers(model),
     ):
-        with torch.autocast(device_of(model).type, dtype=dtype, enabled=dtype is not None):
+        keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions).to(device)
+        subject.dropout.set_keys(keys, window_key(window.request.seed, window.epoch, window.index).to(device))
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss, count = run_forward(model, batch, subject.settings.loss_fn)
         mean = loss if count is None else loss / count
         (mean * scale).backward()
@@ -60,16 +63,6 @@ def find_dropout(subject: Subject) -> KeyedDropout:
         run_forward(subject.model, send_to_device(batch, device_of(subject.model)), subject.settings.loss_fn)
 
     return find_dropout_sites(subject.model, forward, allow_split_dependent_randomness=True)
-
-
-@contextmanager
-def keyed_dropout(dropout: KeyedDropout, window: Window, micro_batch: MicroBatch) -> Iterator[None]:
-    """One forward and backward with the masks of these samples."""
-    device = device_of(dropout.model)
-    with dropout.scope(dropout.model):
-        keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions)
-        dropout.set_keys(keys.to(device), window_key(window.request.seed, window.epoch, window.index).to(device))
-        yield
 
 
 class _InFloat64(TorchFunctionMode):

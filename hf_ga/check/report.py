@@ -1,5 +1,6 @@
 """What a check found: verdicts, reasons and figures, as text, dict and HTML."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,12 +76,6 @@ class EquivalenceReport:
         worst = f"{part.worst.layout} has a relative error of {part.worst.error:.1e}, the limit is {part.worst.limit:.1e}"
         return f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst}"
 
-    def summary(self) -> str:
-        """A line: which arms passed."""
-        words = {arm: "passed" if self.arm(arm).passed else "FAILED" for arm in self.arms}
-        words |= {row.arm: "refused" for row in self.rows if row.refused is not None}
-        return f"{self.model}: " + ", ".join(f"{arm} {word}" for arm, word in words.items())
-
     def reasons(self, arm: str) -> list[str]:
         """Why it differs, one line a cause, with the layouts in which it was found."""
         return [
@@ -90,33 +85,32 @@ class EquivalenceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON: numbers that are not finite are None."""
-        return _finite(
-            {
-                "passed": self.passed,
-                "max_error": self.max_error,
-                "worst": {"arm": self.worst.arm, "layout": self.worst.layout},
-                "verdicts": {arm: self.verdict(arm) for arm in self.arms},
-                "reasons": {arm: self.reasons(arm) for arm in self.arms},
-                **asdict(self),
-                "rows": [asdict(row) | {"share_of_limit": row.share} for row in self.rows],
-            }
-        )
+        values = {
+            "passed": self.passed,
+            "max_error": self.max_error,
+            "worst": {"arm": self.worst.arm, "layout": self.worst.layout},
+            "verdicts": {arm: self.verdict(arm) for arm in self.arms},
+            "reasons": {arm: self.reasons(arm) for arm in self.arms},
+            **asdict(self),
+            "rows": [asdict(row) | {"share_of_limit": row.share} for row in self.rows],
+        }
+        return json.loads(json.dumps(values), parse_constant=lambda name: None)
 
     def save(self, folder: str | Path) -> None:
         """Write report.json and report.html."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "report.json", self.to_dict())
-        write_text(folder / "report.html", render_page(self.to_dict(), self.rows))
+        write_text(folder / "report.html", render_page(str(self), self.rows))
 
     def __str__(self) -> str:
-        lines = [self.summary()]
+        lines = [self.model]
         for arm in self.arms:
             lines += [f"{arm}: {self.verdict(arm)}", *(f"  because of {reason}" for reason in self.reasons(arm))]
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
-        return render(self.to_dict(), self.rows)
+        return render(str(self), self.rows)
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
@@ -125,12 +119,3 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities are no JSON."""
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list) else value

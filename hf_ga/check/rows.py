@@ -8,7 +8,7 @@ OURS = "hf_ga"  # the arm that every check has
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an arm differs: `name` is one of `diagnosis.CAUSES`, `text` what is wrong, `seen` the figures that show it."""
+    """Why an arm differs: its `name`, `text` what is wrong, `seen` the figures that show it."""
 
     name: str
     text: str

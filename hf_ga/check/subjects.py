@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs, send_to_device
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
 from hf_ga.errors import ConfigError
@@ -104,7 +104,8 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
         returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
     trainable = [name for name, p in subject.model.named_parameters() if p.requires_grad]
     after = {name: model.get_parameter(name) for name in trainable}
-    return _as_number(returned), {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in after.items()}
+    loss = None if returned is None else float(torch.as_tensor(returned).detach())
+    return loss, {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in after.items()}
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
@@ -152,9 +153,3 @@ def working_copy(model: nn.Module) -> nn.Module:
         model.train()
     model.zero_grad()
     return model
-
-
-def _as_number(returned: Any) -> float | None:
-    if isinstance(returned, Tensor) and returned.numel() == 1:
-        return float(returned.detach())
-    return float(returned) if isinstance(returned, int | float) and not isinstance(returned, bool) else None

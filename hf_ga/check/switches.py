@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -26,10 +26,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any) -> Tensor:
         return attention(q, k, v, attn_mask, 0.0, *args, **kw)
 
-    with ExitStack() as stack:
-        for owner, name in (*((F, name) for name in _DROPOUT_FUNCTIONS), (torch, "dropout")):
-            stack.enter_context(patch.object(owner, name, lambda x, *args, **kwargs: x))
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
+    def keep(x: Tensor, *args: Any, **kw: Any) -> Tensor:
+        return x
+
+    functions = dict.fromkeys(_DROPOUT_FUNCTIONS, keep) | {"scaled_dot_product_attention": attend}
+    with patch.multiple(F, **functions), patch.object(torch, "dropout", keep):
         yield
 
 

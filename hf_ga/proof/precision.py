@@ -1,7 +1,8 @@
 """Full precision for proofs: tensors that have another type for a while, and models that cannot be trained exactly."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +31,13 @@ def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
     """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
-    prepared = model.__dict__.get("forward")
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
     low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
-    with torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32):
-        if prepared is None or not hasattr(model, "_original_forward"):
-            yield
-            return
-        model.forward = model._original_forward
-        try:
-            yield
-        finally:
-            model.forward = prepared
+    is_wrapped = "_original_forward" in model.__dict__
+    plain = patch.object(model, "forward", model._original_forward) if is_wrapped else nullcontext()
+    with torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32), plain:
+        yield
 
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:

@@ -257,8 +257,6 @@ def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
                 "module.eval(), or use GroupNorm instead"
             )
     config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        return "the router's auxiliary loss (output_router_logits) is a product of means over the micro-batch"
     if getattr(config, "expert_capacity", None):
         return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_ga.exact.batches import Batch
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import LossFunction, module_modes
 from hf_ga.exact.hooks import Hook, SpeedUp
@@ -58,10 +57,6 @@ class ProvenLoss:
     def hooks(self) -> tuple[Hook, ...]:
         """Keyed dropout, then the speed-ups."""
         return (self.dropout, *self.speed_ups)
-
-    def count(self, batch: Batch, num_samples: int) -> float:
-        """Targets of a collated batch on the host, of all means of the loss together."""
-        return sum(self.loss.count(batch, num_samples))
 
     def __str__(self) -> str:
         width = {

@@ -107,13 +107,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, types and bytes of all parameters and buffers, in the order of their names."""
-    return state_sha256(model.state_dict())
-
-
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """`weights_sha256` of the model whose `state_dict()` this is."""
+    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()`, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for, own_name
 
 ON_NONFINITE = ("stop", "skip")
-MAX_NAMED = 8  # samples and weights in a message
+MAX_NAMED = 8  # samples in a message
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,11 @@ class Repeated:
 
 @dataclass
 class Found:
-    """What one rank found: sample ids, names of the first module, of a parameter, and of weights that are not finite themselves."""
+    """What one rank found: sample ids, the names of the first module and of a parameter."""
 
-    samples: list[int] = field(default_factory=list)
-    module: str | None = None
-    parameter: str | None = None
-    weights: list[str] = field(default_factory=list)
-    failure: str | None = None
+    samples: list[int]
+    module: str | None
+    parameter: str | None
 
 
 def find_cause(
@@ -82,7 +80,7 @@ def find_cause(
     """One line that says which samples of the window, and which module or parameter, gave a number that is not finite.
 
     All ranks must call it, with the weights of the window; all get the same text. Weights, buffers, random states and modes stay;
-    gradients of the model are what they were.
+    the model is left without gradients.
 
     Args:
         window: as it was computed. loss: how its micro-batches were added up. dropout: the model's.
@@ -90,35 +88,11 @@ def find_cause(
     """
     backend = backend_for(accelerator)
     case = Case(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout)
-    with _untouched(model):
-        found = _guarded_search(case, backward=math.isfinite(mean_loss))
-    everybody = gather_object([found]) if accelerator.num_processes > 1 else [found]
-    return _describe(case, mean_loss, everybody)
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore whatever forwards and backwards change."""
-    gradients = [(p, p.grad) for p in model.parameters()]
     with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-
-
-def _guarded_search(case: Case, *, backward: bool) -> Found:
-    """A failing search is part of its result, which the other ranks wait for. Under FSDP, where forwards are collectives, it
-    raises.
-    """
-    try:
-        return _search(case, backward=backward)
-    except Exception as error:
-        if case.backend.is_sharded:
-            raise
-        return Found(weights=_bad_weights(case.model), failure=f"{type(error).__name__}: {error}")
+        found = _search(case, backward=math.isfinite(mean_loss))
+    model.zero_grad()
+    return _describe(case, mean_loss, gather_object([found]))
 
 
 def _search(case: Case, *, backward: bool) -> Found:
@@ -138,7 +112,6 @@ def _search(case: Case, *, backward: bool) -> Found:
         samples=[int(i) for one in bad for i in one.call.micro_batch.sample_ids],
         module=next((module for one in bad for module in one.modules if module not in healthy), None),
         parameter=next((one.parameter for one in bad if one.parameter is not None), None),
-        weights=_bad_weights(case.model),
     )
 
 
@@ -161,8 +134,7 @@ def _repeat(case: Case, window: Window, *, backward: bool) -> list[Repeated]:
 
 
 def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     loss.backward()
     named = [(name, own_part(p.grad)) for name, p in callable_module(model).named_parameters() if p.grad is not None]
     return next((own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None)
@@ -192,14 +164,6 @@ def _note(modules: list[str], label: str, module: nn.Module, inputs: tuple, outp
         modules.append(label)
 
 
-def _bad_weights(model: nn.Module) -> list[str]:
-    """Parameters that are not finite, and buffers with NaN: an infinity in a buffer may be a mask."""
-    named = callable_module(model)
-    parameters = [name for name, p in named.named_parameters() if not _is_finite(own_part(p))]
-    buffers = [name for name, b in named.named_buffers() if bool(own_part(b).isnan().any())]
-    return [own_name(name) for name in (*parameters, *buffers)]
-
-
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
@@ -225,7 +189,4 @@ def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
         parts.append(f"the gradient of {parameter} is not finite")
     if samples and module is None and parameter is None:
         parts.append(f"the outputs of all modules are finite, so it is the loss ({case.loss.name})")
-    if weights := list(dict.fromkeys(name for found in everybody for name in found.weights)):
-        parts.append(f"before this step {', '.join(weights[:MAX_NAMED])} held numbers that are not finite")
-    parts += [f"the search on process {i} failed: {f.failure}" for i, f in enumerate(everybody) if f.failure is not None]
     return "; ".join(parts)

@@ -47,9 +47,7 @@ def stop_requests() -> Iterator[StopRequest]:
     request, handlers = StopRequest(), {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-        handlers = {number: signal.getsignal(number) for number in numbers}
-    for number in [n for n, handler in handlers.items() if handler in (signal.SIG_IGN, None)]:  # None: a C library's
-        del handlers[number]
+        handlers = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}  # None: of C
 
     def note(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:

@@ -35,7 +35,7 @@ from hf_ga.exact.backend import sum_gradients
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
-from hf_ga.recovery.checkpoint import weights_sha256
+from hf_ga.recovery.checkpoint import state_sha256
 
 STEPS, MAX_NORM = 30, 0.1
 MICRO_BATCHES = {2: (1, 4, 16), 4: (1, 4)}  # a process, whose collectives are counted
@@ -177,7 +177,7 @@ def digest(model: nn.Module) -> str:
             whole = [p.detach().clone() for p in model.parameters()]
     else:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return weights_sha256(nn.ParameterList(whole))
+    return state_sha256(nn.ParameterList(whole).state_dict())
 
 
 def few_samples(folder: Path, kind: str) -> None:
