@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_ga.data.masking import mask_tokens
@@ -19,25 +18,6 @@ Samples = Sequence[dict[str, Any]]
 def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
     return pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=value)
-
-
-def collate_to_multiple(samples: Samples, collate: Callable, pad_token_id: int, multiple: int, most: int) -> dict[str, Tensor]:
-    """`collate`'s batch, padded to a width that is a multiple of `multiple` tokens (for tensor cores), but at most `most`.
-
-    Only tensors of tokens are padded: int64 with `input_ids`' width on the last axis.
-    """
-    batch = collate(samples)
-    width = batch["input_ids"].shape[-1]
-    more = min(-(-width // multiple) * multiple, max(most, width)) - width
-    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL}  # all others: 0
-    return {
-        name: F.pad(tensor, (0, more), value=padding.get(name, 0)) if _is_of_tokens(tensor, width) else tensor
-        for name, tensor in batch.items()
-    }
-
-
-def _is_of_tokens(tensor: Tensor, width: int) -> bool:
-    return tensor.dim() > 1 and tensor.dtype == torch.int64 and tensor.shape[-1] == width
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
