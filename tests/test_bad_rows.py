@@ -224,7 +224,7 @@ def test_other_files(split, name, place, tmp_path, capsys):
 PREDICT = {
     "text-classification": ("text", 3, ["a column of strings", "1 of 12 predict rows hold 3"]),
     "token-classification": ("tokens", ["a", None], ["1 of 12 predict rows hold ['a', None]"]),
-    "question-answering": ("question", "why " * 60, ["leave no room for a context"]),
+    "question-answering": ("question", "why " * 60, ["too short to respect the provided max_length"]),
     "multiple-choice": ("choices", ["a"], ["the same number of choices"]),
 }
 

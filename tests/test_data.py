@@ -599,7 +599,7 @@ def test_masked_lm(tmp_path):
     data = prepared(file, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
     cls, sep = (data.tokenizer.convert_tokens_to_ids(token) for token in ("<cls>", "<sep>"))
     assert data.splits["train"]["input_ids"][:] == [[cls, 3, 4, 5, sep], [cls, 2, 3, sep]]
-    assert data.splits["train"]["num_targets"][:] == [3, 1] and data.is_masked and not data.labels
+    assert data.splits["train"]["num_targets"][:] == [3, 1] and not data.labels
     assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
     nothing = write(tmp_path / "n.jsonl", [{"text": "<unk>"}])
     with pytest.raises(DataError, match="none of the 1 train rows has a target"):
@@ -783,15 +783,6 @@ def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
     config.dataset_name = str(tmp_path / "none")
     with pytest.raises(DataError, match="there is nothing to evaluate"):
         prepare_data(config, letter_tokenizer())
-
-
-def test_first_alias_of_validation_is_taken(tmp_path):
-    """In whatever order the splits are."""
-    splits = {"train": ROWS[:5], "dev": ROWS[5:7], "valid": ROWS[7:10]}
-    for number, names in enumerate((splits, reversed(splits))):
-        DatasetDict({name: Dataset.from_list(splits[name]) for name in names}).save_to_disk(tmp_path / str(number))
-        rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / str(number))))
-        assert rows.num_rows == {"train": 5, "validation": 3}
 
 
 # Rows to predict

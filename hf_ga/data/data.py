@@ -63,18 +63,13 @@ class PreparedData:
         """Samples -> arguments of the model."""
         return self.task.collator(self.tokenizer, len(self.labels), self.mlm_probability)
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether targets are drawn anew in every epoch."""
-        return self.task.pipeline == "fill-mask"
-
     def samples(self, split: str) -> Any:
         """The dataset of a window loader: the samples of a split without what only metrics need, for a masked LM with keys for
         their masks.
         """
         dataset = self.splits[split]
         dataset = dataset.remove_columns([name for name in FOR_METRICS if name in dataset.column_names])
-        return KeyedMasks(dataset) if self.is_masked else dataset
+        return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
 def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
