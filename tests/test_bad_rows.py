@@ -47,7 +47,7 @@ GONE = object()  # the whole column is missing
 STRINGS = ["text_column must name a column of strings", "1 of 11 train rows hold 5", "--text_column"]
 PROMPT = ["prompts, completions, instructions and outputs must be strings", "Fix or remove the row", "5"]
 LABEL, LISTS, SHAPE = "labels must be names or whole numbers", "labels must be lists of names", "answers must be {"
-CHOSEN, PLACE = "a label must be the name, the number (from 0) or the letter", "answers must stand in their contexts"
+CHOSEN, PLACE = "a label must be the number of a choice", "answers must stand in their contexts"
 
 
 def missing(flag: str, column: str) -> list[str]:

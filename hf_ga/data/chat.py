@@ -8,7 +8,6 @@ Three kinds of columns, the first that a dataset has:
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError
@@ -43,18 +42,10 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
     names = chat_columns(rows)
     for values in zip(*(rows[name] for name in names), strict=True):
         row = dict(zip(names, values, strict=True))
-        with _explained(row):
-            text = _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
-        yield text
-
-
-@contextmanager
-def _explained(row: dict[str, Any]) -> Iterator[None]:
-    """Whatever makes a row unusable becomes a DataError that shows the row."""
-    try:
-        yield
-    except (TemplateError, DataError, TypeError, ValueError) as error:
-        raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
+        try:
+            yield _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
+        except (TemplateError, DataError, TypeError, ValueError) as error:
+            raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:

@@ -65,9 +65,14 @@ def collate_masked(
     return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def collate_labels(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels, `labels` of shape (samples,): int64 class ids, or float32 numbers."""
-    return _with_labels(samples, pad_token_id, torch.tensor)
+def collate_labels(
+    samples: Samples, pad_token_id: int, to_tensor: Callable[[list[Any]], Tensor] = torch.tensor
+) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels, `labels`: by default of shape (samples,), int64 class ids or float32 numbers."""
+    batch = collate_ids(samples, pad_token_id)
+    if "label" in samples[0]:
+        batch["labels"] = to_tensor([sample["label"] for sample in samples])
+    return batch
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
@@ -76,16 +81,9 @@ def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> 
     def multi_hot(labels: list[list[int]]) -> Tensor:
         return torch.stack([torch.zeros(num_labels).index_fill(0, torch.tensor(ids, dtype=torch.int64), 1.0) for ids in labels])
 
-    return _with_labels(samples, pad_token_id, multi_hot)
+    return collate_labels(samples, pad_token_id, multi_hot)
 
 
 def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first token."""
-    return _with_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))
-
-
-def _with_labels(samples: Samples, pad_token_id: int, to_tensor: Callable[[list], Tensor]) -> dict[str, Tensor]:
-    batch = collate_ids(samples, pad_token_id)
-    if "label" in samples[0]:
-        batch["labels"] = to_tensor([sample["label"] for sample in samples])
-    return batch
+    return collate_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))

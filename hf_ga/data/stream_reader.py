@@ -1,6 +1,7 @@
 """Reading a stream: samples with their numbers -> the windows of one pass, in the main process or in a worker."""
 
 import copy
+import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class HeldSamples:
     """The samples of a window that was read, by their numbers in the stream.
 
     Attributes:
-        digest: 32 bits of whole numbers and texts in them, for a comparison between processes.
+        digest: 32 bits of them, for a comparison between processes.
         first: samples from the beginning of the stream by their lengths, for a proof; with the first window only.
     """
 
@@ -155,16 +156,11 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
         raise DataError(f"the stream is empty in epoch {epoch}: every pass must begin anew, with `iter(dataset)`.")
 
 
-def _digest(value: Any, start: int = 0) -> int:
-    """32 bits of the texts and whole numbers in a sample, of other numbers their shape: decoders may round them differently."""
-    if isinstance(value, Mapping):
-        return _digest(list(value.items()), start)
-    if isinstance(value, str):
-        return zlib.crc32(value.encode(), start)
-    if isinstance(value, list | tuple) and not all(isinstance(v, int) for v in value):
-        for part in value:
-            start = _digest(part, start)
-        return start
+def _digest(samples: Sequence[Numbered]) -> int:
+    """32 bits of what is in samples; of floats in arrays and tensors only the shape: decoders may round them differently."""
+    return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
+
+
+def _digest_of_array(value: Any) -> Any:
     array = np.asarray(value)
-    exact = array.dtype.kind in "iubS"
-    return zlib.crc32(array.tobytes() if exact else str(array.shape).encode(), start)
+    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iubS" else str(array.shape)
