@@ -90,7 +90,8 @@ def build_run(
     head_proven, proven = _prove(config, model, data, loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
     print_fact(accelerator, "batches", described(windows, planned_lengths(data)))
-    optimizer = build_optimizer(model, config.optim, _learning_rate(config), config.weight_decay)
+    usual = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
+    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
     warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
@@ -155,11 +156,6 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
     if not config.label_smoothing_factor:
         return None
     return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
-
-
-def _learning_rate(config: FinetuneConfig) -> float:
-    default = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
-    return config.learning_rate or default
 
 
 def make_evaluator(
