@@ -22,6 +22,7 @@ import hf_ga
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement
 from hf_ga.run.evaluation import Reader, evaluate, evaluation_windows
 from hf_ga.run.metrics import TEXT_METRICS
+from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZE = 7
@@ -66,32 +67,34 @@ def label_set_head():
     return helpers.bert_classifier(problem_type="multi_label_classification")
 
 
-# name -> (model, samples, further arguments of `evaluate`)
+# name -> (model, samples, metrics)
 CASES = {
-    "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), {}),
-    "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), {}),
-    "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), {"metrics": ("accuracy",)}),
-    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), {"metrics": ("accuracy", "f1")}),
-    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), {"metrics": ("accuracy", "f1")}),
-    "numbers": (lambda: louder(number_head()), partial(numbers, 53), {"metrics": ("mae", "pearson")}),
-    "label sets": (lambda: louder(label_set_head()), partial(label_sets, 53), {"metrics": ("exact_match", "micro_f1")}),
-    "texts": (lambda: louder(helpers.gpt2()), partial(ragged, 53), {"reader": Reader(TEXT_METRICS, read_texts, True)}),
-    "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), {"loss_fn": helpers.weighted_token_loss}),
-    "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], {}),
-    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], {}),
+    "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), ()),
+    "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), ()),
+    "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), ("accuracy",)),
+    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), ("accuracy", "f1")),
+    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ("accuracy", "f1")),
+    "numbers": (lambda: louder(number_head()), partial(numbers, 53), ("mae", "pearson")),
+    "label sets": (lambda: louder(label_set_head()), partial(label_sets, 53), ("exact_match", "micro_f1")),
+    "texts": (lambda: louder(helpers.gpt2()), partial(ragged, 53), ()),
+    "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), ()),
+    "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], ()),
+    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], ()),
 }
 
 
 def measured(accelerator, name):
-    make, samples_of, more = CASES[name]
+    make, samples_of, metrics = CASES[name]
     model, samples = make(), samples_of()
     probes = samples if len(samples) > 5 else ragged(53)
-    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=more.get("loss_fn"))
+    loss_fn = helpers.weighted_token_loss if name == "own loss" else None
+    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
     lengths = [len(s["input_ids"]) for s in samples]
     windows = evaluation_windows(
         samples, helpers.pad_right, accelerator=accelerator, batch_size=BATCH_SIZE, lengths=lengths, proven=rule
     )
-    return evaluate(accelerator, accelerator.prepare(model), windows, rule, **more)
+    reader = logits_reader(metrics) if metrics else Reader(TEXT_METRICS, read_texts, True) if name == "texts" else None
+    return evaluate(accelerator, accelerator.prepare(model), windows, rule, reader)
 
 
 def naive_targets(accelerator):

@@ -213,7 +213,7 @@ CASES = {
     "no answers": (f"{ANSWER} --dataset_name {{d}}/good.jsonl", ["text_column 'question' is not", "--text_column"]),
     "a question that fills a sample": (
         f"{ANSWER} --dataset_name {{d}}/long_question.jsonl",
-        ["the question 'why why", "leave no room for a context", "max_length 32"],
+        ["cannot read the train rows", "too short to respect the provided max_length"],
     ),
     "another number of choices": (
         f"{CHOOSE} --dataset_name {{d}}/ragged_choices.jsonl --validation_file {{d}}/choices.jsonl",

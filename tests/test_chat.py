@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.data import corpus
-from hf_ga.data.chat import chat_columns, prompts, rendered
+from hf_ga.data.chat import chat_columns, rendered
 from hf_ga.data.tokenization import tokenize_completions
 
 IGNORED = -100
@@ -70,13 +70,6 @@ def decoded_targets(rows, tokenizer):
 )
 def test_columns_of_a_conversation(columns, chosen):
     assert chat_columns(columns) == chosen
-
-
-def test_columns_without_completions():
-    assert chat_columns(["prompt"]) == [] and chat_columns(["prompt"], needs_completion=False) == ["prompt"]
-    assert chat_columns(["instruction", "input"], needs_completion=False) == ["instruction", "input"]
-    assert chat_columns(["messages"], needs_completion=False) == ["messages"]
-    assert chat_columns(["prompt", "completion"], needs_completion=False) == ["prompt", "completion"]
 
 
 # With a template
@@ -226,40 +219,6 @@ def test_strings_without_a_template_stand_as_they_are():
 def test_messages_without_a_template_are_refused(rows):
     with pytest.raises(DataError, match="no chat template"):
         list(rendered(rows, letter_tokenizer()))
-    with pytest.raises(DataError, match="no chat template"):
-        prompts({name: values for name, values in rows.items() if name != "completion"}, letter_tokenizer())
-
-
-# What a model is asked to continue
-
-
-@pytest.mark.parametrize("template", [CHATML, INSTRUCT, FORGETFUL], ids=["chatml", "instruct", "forgetful"])
-def test_prompts_end_where_the_last_completion_begins(template):
-    tokenizer, whole = tokenizer_with(template), turns("Hi", "Hello!", "How?", "Fine.")
-    rows = [
-        ({"messages": [whole]}, {"messages": [whole]}),
-        ({"messages": [whole]}, {"messages": [whole[:3]]}),
-        ({"prompt": ["Hi"], "completion": ["Yes"]}, {"prompt": ["Hi"]}),
-        ({"prompt": [whole[:3]], "completion": [whole[3:]]}, {"prompt": [whole[:3]]}),
-        ({"instruction": ["Add"], "input": ["1"], "output": ["2"]}, {"instruction": ["Add"], "input": ["1"]}),
-        ({"instruction": ["Add"], "output": ["2"]}, {"instruction": ["Add"]}),
-    ]
-    for complete, asked in rows:
-        ((text, spans, _),) = rendered(complete, tokenizer)
-        assert prompts(asked, tokenizer) == [text[: spans[-1][0]]]
-
-
-def test_prompts_without_a_template():
-    tokenizer = letter_tokenizer()
-    assert prompts({"text": ["a b", None, ""]}, tokenizer) == ["a b", "", ""]
-    assert prompts({"prompt": ["a b", ""]}, tokenizer) == ["a b", ""]
-    assert prompts({"instruction": ["a", "a"], "input": ["b", None]}, tokenizer) == ["a\n\nb\n\n", "a\n\n"]
-    with pytest.raises(DataError, match=r"must be strings.*the row {'prompt': None}"):
-        prompts({"prompt": ["a", None]}, tokenizer)
-
-
-def test_prompts_of_no_messages_are_empty():
-    assert prompts({"messages": [[], turns("a", "b")[1:]]}, tokenizer_with(CHATML)) == ["", ""]
 
 
 # By place, and whatever a template or a tokenizer does
@@ -297,13 +256,6 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_templates_that_cannot_be_used_show_the_row(case):
-    """Where rows are trained on and where they are continued."""
     template, message = TEMPLATES[case]
-    for use in (lambda rows, tokenizer: list(rendered(rows, tokenizer)), prompts):
-        with pytest.raises(DataError, match=f"{message}.*the row {{'messages'"):
-            use({"messages": [turns("Hi", "Yes")]}, tokenizer_with(template))
-
-
-def test_broken_prompts_show_the_row():
-    with pytest.raises(DataError, match=r"every message needs the strings.*the row {'messages'"):
-        prompts({"messages": [turns("Hi"), [{"role": "user", "content": None}]]}, tokenizer_with(CHATML))
+    with pytest.raises(DataError, match=f"{message}.*the row {{'messages'"):
+        list(rendered({"messages": [turns("Hi", "Yes")]}, tokenizer_with(template)))

@@ -31,18 +31,13 @@ def encoded(*rows, **flags):
 
 
 SWAG = {"sent1": "He runs.", "sent2": "She", **{f"ending{i}": f"goes {i}." for i in (2, 0, 3, 1)}, "label": 2}
-ARC = {"question": "Why?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "answerKey": "C"}
-NUMBERED_ARC = {"question": "Why?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "1"}
-RACE = {"article": "Long.", "question": "Who?", "options": ["x", "y"], "answer": "B"}
+RACE = {"article": "Long.", "question": "Who?", "options": ["x", "y"], "answer": 1}
 CASES = {
     "SWAG": (SWAG, ("He runs.", ["She goes 0.", "She goes 1.", "She goes 2.", "She goes 3."], 2)),
     "HellaSwag": ({"ctx": "He runs", "endings": ["off.", None], "label": "1"}, ("He runs", ["off.", ""], 1)),
-    "ARC": (ARC, ("Why?", ["x", "y", "z"], 2)),
-    "ARC, numbered from 1": (NUMBERED_ARC, ("Why?", ["x", "y"], 0)),
     "MMLU": ({"question": "Why?", "choices": ["x", "y"], "answer": 1}, ("Why?", ["x", "y"], 1)),
     "RACE": (RACE, ("Long.", ["Who? x", "Who? y"], 1)),
     "COPA": ({"premise": "It fell.", "choice1": "x", "choice2": "y", "label": 0}, ("It fell.", ["x", "y"], 0)),
-    "small letter": ({"question": "Why?", "choices": ["x", "y"], "answer": " b"}, ("Why?", ["x", "y"], 1)),
 }
 
 
@@ -64,10 +59,10 @@ def test_columns_by_flag():
         ({"choices": ["x"], "label": 0}, "the same number of choices.*rows with 1 and 2"),
         (
             {"choices": ["x", "y"], "label": 2},
-            "a label must be the name, the number .* 1 of 2 train rows hold.*'label': 2.*--label_column",
+            "a label must be the number .* 1 of 2 train rows hold .'label': 2, 'choices': 2.*--label_column",
         ),
-        ({"choices": ["x", "y"], "label": -1}, "1 of 2 train rows hold.*'label': -1"),
-        ({"choices": ["x", "y"], "label": None}, "1 of 2 train rows hold.*'label': None"),
+        ({"choices": ["x", "y"], "label": -1}, "1 of 2 train rows hold .'label': -1"),
+        ({"choices": ["x", "y"], "label": None}, "1 of 2 train rows hold .'label': None"),
         ({"choices": None, "label": 0}, "choices must be lists of strings, but 1 of 2 train rows hold.*--choices_column"),
     ],
 )
@@ -76,9 +71,9 @@ def test_rows_that_cannot_be_used(row, message):
         encoded({"question": "q", "choices": ["x", "y"], "label": 0}, {"question": "q", **row})
 
 
-@pytest.mark.parametrize("label", ["C", "7", "yes"])
+@pytest.mark.parametrize("label", ["B", "7", "yes"])
 def test_labels_beyond_the_choices(label):
-    with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows hold.*'label': '{label}'"):
+    with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows hold .'label': '{label}'"):
         encoded({"question": "q", "choices": ["x", "y"], "answer": label})
 
 

@@ -229,12 +229,6 @@ def test_tokenizer_training_is_deterministic(dataset):
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
 
 
-def test_tokenizer_needs_room_for_all_bytes():
-    assert len(corpus.train_tokenizer(["ab ab"], 262)) == 262
-    with pytest.raises(ConfigError, match="262"):
-        corpus.train_tokenizer(["ab ab"], 261)
-
-
 def test_library_without_sources_is_refused(monkeypatch):
     monkeypatch.setattr(corpus, "stdlib_rows", lambda: iter(()))
     with pytest.raises(DataError, match="without the sources"):

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_ga import ConfigError, DataError, FinetuneConfig
 from hf_ga.data import corpus, tasks
-from hf_ga.data.chat import prompts
 from hf_ga.data.collation import collate_causal, collate_labels, pad
 from hf_ga.data.columns import choose_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
@@ -568,7 +567,7 @@ def test_completions(tmp_path):
     data = prepared(file, validation_file=file, max_length=4)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 5, 1], [3, 4, 5, 6], [3, 5, 5, 1]]
     assert data.splits["train"]["labels"][:] == [[-100, -100, 5, 1], [-100] * 4, [-100, 5, 5, 1]]
-    assert data.splits["train"]["num_targets"][:] == [2, 0, 3] and data.has_conversations
+    assert data.splits["train"]["num_targets"][:] == [2, 0, 3]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
         "train: 1 of 4 rows truncated to 4 tokens",
         "train: 1 of 4 rows left out because they are empty",
@@ -600,7 +599,7 @@ def test_masked_lm(tmp_path):
     data = prepared(file, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
     cls, sep = (data.tokenizer.convert_tokens_to_ids(token) for token in ("<cls>", "<sep>"))
     assert data.splits["train"]["input_ids"][:] == [[cls, 3, 4, 5, sep], [cls, 2, 3, sep]]
-    assert data.splits["train"]["num_targets"][:] == [3, 1] and data.is_masked and not data.labels
+    assert data.splits["train"]["num_targets"][:] == [3, 1] and not data.labels
     assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
     nothing = write(tmp_path / "n.jsonl", [{"text": "<unk>"}])
     with pytest.raises(DataError, match="none of the 1 train rows has a target"):
@@ -786,15 +785,6 @@ def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
         prepare_data(config, letter_tokenizer())
 
 
-def test_first_alias_of_validation_is_taken(tmp_path):
-    """In whatever order the splits are."""
-    splits = {"train": ROWS[:5], "dev": ROWS[5:7], "valid": ROWS[7:10]}
-    for number, names in enumerate((splits, reversed(splits))):
-        DatasetDict({name: Dataset.from_list(splits[name]) for name in names}).save_to_disk(tmp_path / str(number))
-        rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / str(number))))
-        assert rows.num_rows == {"train": 5, "validation": 3}
-
-
 # Rows to predict
 
 
@@ -849,67 +839,6 @@ def test_pairs_to_predict(tmp_path):
     assert named.to_list() == [{"text": "a b c", "text_pair": "d d"}, {"text": None, "text_pair": None}]
     with pytest.raises(DataError, match="text_pair_column 'two' is not in the predict rows, which have: one"):
         to_predict("regression", [{"one": "a"}], train, tmp_path, **flags)
-
-
-def with_template():
-    tokenizer = letter_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-PROMPTS = {  # rows to predict, rows of training, whether they are conversations, the prompts with and without a template
-    "text": ([{"text": "a b"}, {"text": None}], [{"text": "a b c"}], False, ["a b", ""], ["a b", ""]),
-    "prompt": (
-        [{"prompt": "c"}, {"prompt": "d"}],
-        HASHED["causal-lm"],
-        True,
-        ["a c <eos> b ", "a d <eos> b "],
-        ["c", "d"],
-    ),
-    "prompt with a completion": ([{"prompt": "c", "completion": None}], HASHED["causal-lm"], True, ["a c <eos> b "], ["c"]),
-    "instruction": (
-        [{"instruction": "c", "input": "d"}, {"instruction": "e", "input": None}],
-        [{"instruction": "c", "input": "d", "output": "e"}],
-        True,
-        ["a c\n\nd <eos> b ", "a e <eos> b "],
-        ["c\n\nd\n\n", "e\n\n"],
-    ),
-    "messages": (
-        [{"messages": [{"role": "user", "content": "c"}]}],
-        [{"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}],
-        True,
-        ["a c <eos> b "],
-        None,
-    ),
-    "messages as a prompt": (
-        [{"prompt": [{"role": "user", "content": "c"}]}],
-        [{"prompt": [{"role": "user", "content": "c"}], "completion": [{"role": "assistant", "content": "d"}]}],
-        True,
-        ["a c <eos> b "],
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_to_continue(name, alone, tmp_path):
-    """They are the same whether training rows were read or not."""
-    rows, train, are_conversations, templated, plain = PROMPTS[name]
-    for tokenizer, expected in ((with_template(), templated), (letter_tokenizer(), plain)):
-        if expected is None:
-            continue
-        data, as_they_are, named, samples = to_predict("causal-lm", rows, None if alone else train, tmp_path, tokenizer)
-        assert prompts(named[:], tokenizer) == expected
-        assert data.has_conversations == are_conversations
-        assert as_they_are.to_list() == rows and len(samples) == len(rows)
-
-
-def test_prompts_that_lack_a_column(tmp_path):
-    with pytest.raises(DataError, match="column 'prompt' is not in the predict rows, which have: text"):
-        to_predict("causal-lm", [{"text": "a"}], HASHED["causal-lm"], tmp_path)
-    with pytest.raises(DataError, match=r"text_column 'text' is not in the predict rows, which have: i, j.*--text_column"):
-        to_predict("causal-lm", [{"i": 1, "j": 2}], None, tmp_path)
 
 
 # Batches

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 3, 7, 1000]
@@ -121,7 +122,7 @@ def test_own_loss_function_counts_by_weights():
         total += float((losses * torch.tensor(sample["weights"])).sum())
         weight += sum(sample["weights"])
     for batch_size in BATCH_SIZES:
-        results = evaluated(model, samples, batch_size, rule, loss_fn=helpers.weighted_token_loss)
+        results = evaluated(model, samples, batch_size, rule)
         assert results["loss"] == pytest.approx(total / weight, rel=1e-6)
         assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
 
@@ -153,7 +154,7 @@ def test_metrics_of_a_split(batch_size):
         predictions = [int(model(**{k: v for k, v in b.items() if k != "labels"}).logits.argmax()) for b in batches]
     assert len(set(predictions)) > 1
     rule = prove_targets(model, samples, helpers.pad_right)
-    results = evaluated(model, samples, batch_size, rule, metrics=("accuracy", "f1"))
+    results = evaluated(model, samples, batch_size, rule, reader=logits_reader(("accuracy", "f1")))
     accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
     assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
 

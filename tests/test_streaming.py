@@ -17,7 +17,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 from workers import streaming as worker
@@ -405,7 +404,7 @@ class Counted(dict):
 
 @pytest.mark.parametrize("buffer_size", [0, 20])
 def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
-    monkeypatch.setattr("hf_ga.data.stream_reader.NUM_READ_FOR_PROOF", 4)
+    monkeypatch.setattr("hf_ga.data.stream_reader.NUM_FOR_PROOF", 4)
     held = []
 
     class Watched(Numbers):
@@ -501,7 +500,6 @@ ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num
         (Listed(["text"]), {}, hf_ga.DataError, r"sample 0 of the stream is a str \('text'\)"),
         (Listed([{"x": 1}, None]), {}, hf_ga.DataError, "sample 1 of the stream is a NoneType"),
         (datasets.IterableDatasetDict({"train": ROWS}), {}, hf_ga.DataError, "name the split"),
-        (split_dataset_by_node(ROWS, 1, 2), {}, hf_ga.DataError, r"split by node \(part 1 of 2\)"),
         (Numbers(5), {"num_workers": 2}, hf_ga.ConfigError, "at most one worker"),
         (Numbers(5), {"shuffle_buffer_size": -1}, hf_ga.ConfigError, "shuffle_buffer_size must be at least 0, got -1"),
         (Numbers(5), {"drop_last_window": True}, hf_ga.DataError, "leaves nothing of a stream of 5 samples: a window has 8"),

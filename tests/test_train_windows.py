@@ -1,6 +1,5 @@
 """From prepared data to planned windows: limits of tokens, what is said of the plans, runs that are the same whatever the limit."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import helpers as h
@@ -13,7 +12,6 @@ from accelerate.utils import DistributedType
 from runs import train
 
 import hf_ga
-from hf_ga.data.collation import collate_causal, collate_masked, collate_targets, collate_to_multiple
 from hf_ga.errors import ConfigError
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.run.train_windows import described, planned_lengths
@@ -144,28 +142,3 @@ def test_a_resumed_run_may_have_another_limit(place, tmp_path):
     saved = next((tmp_path / "whole").glob("checkpoint-*3"))
     again = train(place, tmp_path / "again", **few, max_tokens_per_micro_batch=40, resume_from_checkpoint=str(saved))
     assert again["steps"] == 4 and again["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
-
-
-# -- multiples --------------------------------------------------------------------------------------------------------------
-
-ROWS = [{"input_ids": [5, 6, 7], "labels": [1, 2], "mask_key": 3}, {"input_ids": [5], "labels": [4], "mask_key": 4}]
-
-
-@pytest.mark.parametrize(("multiple", "most", "width"), [(1, 9, 3), (8, 99, 8), (8, 7, 7), (8, 2, 3), (3, 99, 3)])
-def test_multiples_by_hand(multiple, most, width):
-    """What is added is padding: ignored as a target, not attended to."""
-    causal = partial(collate_causal, pad_token_id=9)
-    plain = causal([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
-    wide = collate_to_multiple([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}], causal, 9, multiple, most)
-    for name, value in {"input_ids": 9, "attention_mask": 0, "labels": -100}.items():
-        assert wide[name].shape == (2, width)
-        assert wide[name][:, :3].equal(plain[name]) and (wide[name][:, 3:] == value).all()
-
-
-def test_multiples_leave_all_but_tokens():
-    """Targets of another width, and masks, which are drawn before."""
-    wide = collate_to_multiple(ROWS, partial(collate_targets, pad_token_id=9), 9, 8, 99)
-    assert wide["input_ids"].shape == (2, 8) and wide["labels"].tolist() == [[1, 2], [4, -100]]
-    masked = partial(collate_masked, pad_token_id=0, special_ids=[1], mask_token_id=2, vocab_size=9, probability=0.5)
-    plain, wide = masked(ROWS), collate_to_multiple(ROWS, masked, 0, 8, 99)
-    assert all(wide[name][:, :3].equal(plain[name]) and wide[name].shape == (2, 8) for name in plain)

@@ -8,7 +8,6 @@ Three kinds of columns, the first that a dataset has:
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,9 +22,9 @@ KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
 OPTIONAL = {"instruction": ("input",)}
 
 
-def chat_columns(columns: Collection[str], needs_completion: bool = True) -> list[str]:
-    """The columns of a conversation that are there; empty if none are. Without completions the prompts alone are enough."""
-    for needed in KINDS if needs_completion else [*KINDS, *(kind[:1] for kind in KINDS)]:
+def chat_columns(columns: Collection[str]) -> list[str]:
+    """The columns of a conversation that are there; empty if none are."""
+    for needed in KINDS:
         if set(needed) <= set(columns):
             return [*needed, *(c for c in OPTIONAL.get(needed[0], ()) if c in columns)]
     return []
@@ -40,47 +39,13 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
     Raises:
         DataError: a malformed row, a conversation without a template, or a template that cannot be cut into turns.
     """
-    for row in _rows(rows, chat_columns(rows)):
-        with _explained(row):
-            text = _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
-        yield text
-
-
-def prompts(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text before the (last) completion of each row, which a model shall continue. Completions may be missing.
-
-    Raises:
-        DataError: a malformed row, a conversation without a template, or a template that refuses it.
-    """
-    names = chat_columns(rows, needs_completion=False)
-    if not names:
-        return [text or "" for text in rows["text"]]
-    texts = []
-    for row in _rows(rows, names):
-        with _explained(row):
-            asked = {**row, "completion": "", "output": ""}
-            texts.append(_prompt(_conversation(asked)[0], tokenizer) if tokenizer.chat_template else _plain(asked)[0])
-    return texts
-
-
-def _rows(rows: dict[str, list], names: Collection[str]) -> Iterator[dict[str, Any]]:
+    names = chat_columns(rows)
     for values in zip(*(rows[name] for name in names), strict=True):
-        yield dict(zip(names, values, strict=True))
-
-
-@contextmanager
-def _explained(row: dict[str, Any]) -> Iterator[None]:
-    """Whatever makes a row unusable becomes a DataError that shows the row."""
-    try:
-        yield
-    except (TemplateError, DataError, TypeError, ValueError) as error:
-        raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
-
-
-def _prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
+        row = dict(zip(names, values, strict=True))
+        try:
+            yield _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
+        except (TemplateError, DataError, TypeError, ValueError) as error:
+            raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
@@ -112,7 +77,7 @@ def _parts(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _messages(value: Any) -> list[Message]:
-    if value != "" and not isinstance(value, list):  # "" stands for the completion of a prompt
+    if not isinstance(value, list):
         raise DataError("a conversation must be a list of messages")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not message.get("role"):

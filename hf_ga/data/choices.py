@@ -14,15 +14,12 @@ from hf_ga.data.tokenization import check_room
 from hf_ga.errors import DataError
 
 Rows = dict[str, list]
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
-    """Replace the columns of the choices by `choices`, lists of strings, and `label` by the number of the right one, from 0.
+    """Replace the columns of the choices by `choices`, lists of strings; check `label`, the number of the right one from 0.
 
-    Choices are a column `choices` of lists, or of {"text": [...], "label": [...]} whose labels are names of the choices, or the
-    columns `choice0`, `choice1`, ...; a column `text_pair` begins each of them. A label is a name of a choice, its number from 0,
-    or its letter.
+    Choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a column `text_pair` begins each of them.
 
     Raises:
         DataError: rows with different numbers of choices, fewer than two, or a label that is none of them.
@@ -38,42 +35,25 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
 
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
-    columns = [name for name in dataset.column_names if name.startswith("choice") or name in ("text_pair", "label")]
-    rows = list(dataset.select_columns(columns))
+    columns = [name for name in dataset.column_names if name.startswith("choice")]
+    columns.sort(key=lambda name: int(name.removeprefix("choice")) if name != "choices" else 0)
+    rows = list(dataset)
+    choices = [row["choices"] if "choices" in row else [row[name] for name in columns] for row in rows]
     rule = "choices must be lists of strings"
-    check_values(split, rows, lambda row: _are_texts(_choices(row)[0]), rule, "Choose the column with --choices_column.")
-    texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in _choices(row)[0]] for row in rows]
-    result = dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))
-    if "label" not in columns:
-        return result
-    rule = "a label must be the name, the number (from 0) or the letter of a choice"
-    remedy = "Choose the column with --label_column, or fix these rows."
-    check_values(split, rows, lambda row: _number(row["label"], *_choices(row)) is not None, rule, remedy)
-    labels = [_number(row["label"], *_choices(row)) for row in rows]
-    return result.add_column("label", labels, feature=Value("int64"))
-
-
-def _choices(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The texts of a row's choices, and their names if they have any."""
-    if "choices" not in row:
-        numbered = sorted((name for name in row if name.startswith("choice")), key=lambda name: int(name.removeprefix("choice")))
-        return [row[name] for name in numbered], []
-    value = row["choices"]
-    return (value.get("text"), value.get("label") or []) if isinstance(value, dict) else (value, [])
+    check_values(split, choices, _are_texts, rule, "Choose the column with --choices_column.")
+    pairs = list(zip(rows, choices, strict=True))
+    texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in of_row] for row, of_row in pairs]
+    if "label" in dataset.column_names:
+        labels = [{"label": row["label"], "choices": len(of_row)} for row, of_row in pairs]
+        rule, remedy = "a label must be the number of a choice, from 0", "Choose the column with --label_column, or fix these rows."
+        check_values(split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, remedy)
+        dataset = dataset.remove_columns("label").add_column("label", [int(row["label"]) for row in labels])
+    columns += ["text_pair"] if "text_pair" in dataset.column_names else []
+    return dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))
 
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(text is None or isinstance(text, str) for text in value)
-
-
-def _number(label: Any, texts: Sequence[Any], names: Sequence[Any]) -> int | None:
-    """The number of the right choice; None where the label is none of them."""
-    if label in names:
-        return list(names).index(label)
-    if isinstance(label, str):
-        label = label.strip().upper()
-        label = LETTERS.find(label) if len(label) == 1 and label in LETTERS else int(label) if label.isdecimal() else None
-    return label if isinstance(label, int) and 0 <= label < len(texts) else None
 
 
 def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_ga.data.masking import mask_tokens
@@ -19,25 +18,6 @@ Samples = Sequence[dict[str, Any]]
 def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
     return pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=value)
-
-
-def collate_to_multiple(samples: Samples, collate: Callable, pad_token_id: int, multiple: int, most: int) -> dict[str, Tensor]:
-    """`collate`'s batch, padded to a width that is a multiple of `multiple` tokens (for tensor cores), but at most `most`.
-
-    Only tensors of tokens are padded: int64 with `input_ids`' width on the last axis.
-    """
-    batch = collate(samples)
-    width = batch["input_ids"].shape[-1]
-    more = min(-(-width // multiple) * multiple, max(most, width)) - width
-    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL}  # all others: 0
-    return {
-        name: F.pad(tensor, (0, more), value=padding.get(name, 0)) if _is_of_tokens(tensor, width) else tensor
-        for name, tensor in batch.items()
-    }
-
-
-def _is_of_tokens(tensor: Tensor, width: int) -> bool:
-    return tensor.dim() > 1 and tensor.dtype == torch.int64 and tensor.shape[-1] == width
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
@@ -85,9 +65,14 @@ def collate_masked(
     return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def collate_labels(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels, `labels` of shape (samples,): int64 class ids, or float32 numbers."""
-    return _with_labels(samples, pad_token_id, torch.tensor)
+def collate_labels(
+    samples: Samples, pad_token_id: int, to_tensor: Callable[[list[Any]], Tensor] = torch.tensor
+) -> dict[str, Tensor]:
+    """Ids and, where the samples have labels, `labels`: by default of shape (samples,), int64 class ids or float32 numbers."""
+    batch = collate_ids(samples, pad_token_id)
+    if "label" in samples[0]:
+        batch["labels"] = to_tensor([sample["label"] for sample in samples])
+    return batch
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
@@ -96,16 +81,9 @@ def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> 
     def multi_hot(labels: list[list[int]]) -> Tensor:
         return torch.stack([torch.zeros(num_labels).index_fill(0, torch.tensor(ids, dtype=torch.int64), 1.0) for ids in labels])
 
-    return _with_labels(samples, pad_token_id, multi_hot)
+    return collate_labels(samples, pad_token_id, multi_hot)
 
 
 def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first token."""
-    return _with_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))
-
-
-def _with_labels(samples: Samples, pad_token_id: int, to_tensor: Callable[[list], Tensor]) -> dict[str, Tensor]:
-    batch = collate_ids(samples, pad_token_id)
-    if "label" in samples[0]:
-        batch["labels"] = to_tensor([sample["label"] for sample in samples])
-    return batch
+    return collate_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))

@@ -61,7 +61,7 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
         DataError: a column that is named, or needed, is not in every split; two roles for one column.
     """
     first = next(iter(rows.values()))
-    chosen = _inputs(first, options, task, needs_completion=needs_label)
+    chosen = _inputs(first, options, task)
     if needs_label and task.labels != "none":
         chosen |= _learned(first, options, task, chosen)
     check_columns(rows, chosen)
@@ -117,7 +117,7 @@ def _is_text(feature: Any) -> bool:
     return isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")
 
 
-def _inputs(dataset: Dataset, options: DataOptions, task: Task, needs_completion: bool) -> dict[str, str]:
+def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str]:
     if task.labels == "tags":
         return {"tokens": options.text_column or _first(dataset, ("tokens", "words"))}
     if task.labels == "answers":
@@ -126,7 +126,7 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task, needs_completion
         return _question_and_choices(dataset, options)
     if task.labels == "target":
         return {"text": options.text_column or _source(dataset)}
-    chat = chat_columns(dataset.column_names, needs_completion=needs_completion)
+    chat = chat_columns(dataset.column_names)
     if task.pipeline == "text-generation" and options.text_column is None and chat:
         if options.block_size:
             raise DataError(

@@ -128,13 +128,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
 
     Every text survives `decode(encode(text))` unchanged: all 256 bytes are tokens, nothing is normalised, and there is
     no post-processor, so no token is added either. A causal model's <eos> is the caller's to append, and a classifier
-    that reads a <cls> the caller's to give. Fewer tokens come out where the texts have no more pairs to merge.
-    Raises ConfigError where `vocab_size` cannot hold the special tokens and the bytes.
+    that reads a <cls> the caller's to give. Fewer tokens come out where the texts have no more pairs to merge, and never fewer
+    than the special tokens and the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(SPECIAL_TOKENS) + len(alphabet)
-    if vocab_size < smallest:
-        raise ConfigError(f"a byte-level vocabulary has at least {smallest} tokens, not {vocab_size}: raise vocab_size")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -28,7 +28,7 @@ from hf_ga.errors import DataError
 # Columns of samples that only metrics and predictions need; see the functions that tokenize.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
 # Roles of columns that a row to predict lacks.
-LEARNED = {"completion", "output", "label", "answers", "target"}
+LEARNED = {"label", "answers", "target"}
 # Columns of a sample that are numbers, or lists of them, and determine what a model learns.
 _LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
 _FORMAT = 5  # part of the cache key: raise it whenever tokenization would give other samples
@@ -63,23 +63,13 @@ class PreparedData:
         """Samples -> arguments of the model."""
         return self.task.collator(self.tokenizer, len(self.labels), self.mlm_probability)
 
-    @property
-    def has_conversations(self) -> bool:
-        """Whether rows are prompts with completions."""
-        return bool(chat_columns(self.columns, needs_completion=False))
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether targets are drawn anew in every epoch."""
-        return self.task.pipeline == "fill-mask"
-
     def samples(self, split: str) -> Any:
         """The dataset of a window loader: the samples of a split without what only metrics need, for a masked LM with keys for
         their masks.
         """
         dataset = self.splits[split]
         dataset = dataset.remove_columns([name for name in FOR_METRICS if name in dataset.column_names])
-        return KeyedMasks(dataset) if self.is_masked else dataset
+        return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
 def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
@@ -130,8 +120,6 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
     check_columns(columns, roles)
     named = rename_columns(columns, roles)["predict"]
-    if data.task.pipeline == "text-generation":  # prompts are tokenized when they are continued
-        return rows, named, Dataset.from_dict({"length": [0] * len(named)})
     inputs = named
     if data.task.labels == "choice":
         inputs = encode_choices(DatasetDict(predict=named))["predict"]

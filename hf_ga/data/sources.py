@@ -2,10 +2,9 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
@@ -17,7 +16,6 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.order import epoch_order
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
-VALIDATION_ALIASES = ("valid", "val", "dev", "eval")
 
 
 def load_rows(options: DataOptions) -> DatasetDict:
@@ -33,7 +31,7 @@ def load_rows(options: DataOptions) -> DatasetDict:
     has_own_rows = bool(extra) or options.predict_file is not None
     if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
         return DatasetDict(extra)
-    rows = DatasetDict({**with_usual_names(_named_rows(options)), **extra})
+    rows = DatasetDict({**_named_rows(options), **extra})
     rows = DatasetDict({split: rows[split] for split in corpus.SPLITS if split in rows and (len(rows[split]) or split == "train")})
     if not options.eval_only and not len(rows.get("train", ())):
         raise DataError(
@@ -47,13 +45,6 @@ def load_rows(options: DataOptions) -> DatasetDict:
     if not rows and options.predict_file is None:
         raise DataError(f"dataset_name {options.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
     return rows
-
-
-def with_usual_names(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits, with `validation` for what goes by another usual name."""
-    aliases = [alias for alias in VALIDATION_ALIASES if alias in splits and "validation" not in splits]
-    renamed = dict.fromkeys(aliases[:1], "validation")
-    return {renamed.get(split, split): rows for split, rows in splits.items()}
 
 
 def _named_rows(options: DataOptions) -> DatasetDict:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.data.checks import check_values
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.tokenization import check_fast, check_room
-from hf_ga.errors import DataError
 
 Rows = dict[str, list]
 
@@ -74,11 +73,11 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     which characters [start, end) of the context a token stands for; -1: none.
 
     Raises:
-        DataError: a question that leaves no room for a context. ConfigError: a tokenizer that does not tell characters.
+        ConfigError: a tokenizer that does not tell characters. What the tokenizer raises of a question longer than `max_length`.
     """
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
-    _check_questions(questions, tokenizer, max_length)
+    check_room(tokenizer, max_length, is_pair=True)
     whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
     truncation = "only_second" if max_length else False
     encoded = tokenizer(
@@ -115,20 +114,6 @@ def _sample(
         "length": len(ids),
         "num_targets": int(bool(ids)),
     }
-
-
-def _check_questions(questions: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
-    check_room(tokenizer, max_length, is_pair=True)
-    if max_length is None:
-        return
-    room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
-    encoded = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    for question, ids in zip(questions, encoded, strict=True):
-        if len(ids) >= room:
-            raise DataError(
-                f"the question {question!r:.60} has {len(ids)} tokens, which leave no room for a context within max_length "
-                f"{max_length}: use a larger max_length, or remove the row."
-            )
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:

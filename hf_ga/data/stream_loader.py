@@ -31,7 +31,7 @@ class StreamLoader(BaseLoader):
 
     Every process reads the whole stream, and every pass begins with `iter(dataset)`, after `dataset.set_epoch(epoch)` where there
     is such a method. What is held in memory: the shuffle buffer, the window that is read, beside the one that is trained on (and
-    two more where a worker reads ahead), and for a proof 64 of the stream's first 256 samples. A state counts consumed windows:
+    two more where a worker reads ahead), and for a proof the stream's first 128 samples. A state counts consumed windows:
     resuming reads the stream from its beginning and drops what was consumed, so it costs that reading (with all maps of the
     stream), and is exact for every stream that yields the same again.
 
@@ -49,7 +49,7 @@ class StreamLoader(BaseLoader):
 
     Raises:
         ConfigError: sizes that fit no layout, more than one worker (each would read the whole stream).
-        DataError: a stream that is split by process or can be read only once; while iterating: an empty stream, one that ends
+        DataError: a stream that can be read only once; while iterating: an empty stream, one that ends
             before the position that was loaded, a sample that is no dict or list, processes that read different streams.
 
     Example:
@@ -75,7 +75,9 @@ class StreamLoader(BaseLoader):
         drop_last_window: bool = False,
         num_workers: int = 0,
     ) -> None:
-        _check_stream(dataset)
+        if isinstance(dataset, Iterator):
+            name = type(dataset).__name__
+            raise DataError(f"a {name} can be read only once, but every epoch reads the stream anew: give what makes it.")
         if shuffle_buffer_size < 0:
             raise ConfigError(f"shuffle_buffer_size must be at least 0, got {shuffle_buffer_size}.")
         if num_workers > 1:
@@ -130,17 +132,3 @@ class StreamLoader(BaseLoader):
 
     def _identity(self) -> dict[str, int]:
         return {**super()._identity(), "shuffle_buffer_size": self.shuffle_buffer_size}
-
-
-def _check_stream(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, Iterator):
-        raise DataError(
-            f"a {name} can be read only once, but every epoch reads the stream anew: give what makes it, with `__iter__`."
-        )
-    part = getattr(dataset, "_distributed", None)  # of datasets.distributed.split_dataset_by_node
-    if part is not None and part.world_size > 1:
-        raise DataError(
-            f"the stream is split by node (part {part.rank} of {part.world_size}): every process must read the whole "
-            "stream and keeps its share of it. Leave split_dataset_by_node out."
-        )

@@ -1,6 +1,7 @@
 """Reading a stream: samples with their numbers -> the windows of one pass, in the main process or in a worker."""
 
 import copy
+import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +22,15 @@ from hf_ga.exact.hashing import Stream, make_key
 from hf_ga.exact.splitter import Splitter
 
 Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
-NUM_READ_FOR_PROOF, NUM_KEPT_FOR_PROOF = 256, 64  # from the beginning of the stream
+NUM_FOR_PROOF = 128  # samples that are kept from the beginning of the stream
 
 
 class HeldSamples:
     """The samples of a window that was read, by their numbers in the stream.
 
     Attributes:
-        digest: 32 bits of whole numbers and texts in them, for a comparison between processes.
-        first: samples from the beginning of the stream, for a proof; with the first window only.
+        digest: 32 bits of them, for a comparison between processes.
+        first: samples from the beginning of the stream by their lengths, for a proof; with the first window only.
     """
 
     def __init__(self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0) -> None:
@@ -68,8 +69,9 @@ class StreamFetcher(Fetcher):
         self.first, self.is_repeatable = samples.first or self.first, True
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Samples from the beginning of the stream, at most `NUM_KEPT_FOR_PROOF`."""
-        return [copy.copy(self.first[i]) for i in _evenly(len(self.first), count)]
+        """Samples from the beginning of the stream, over the whole range of lengths: they tell whether padding matters."""
+        chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
+        return [copy.copy(self.first[i]) for i in chosen]
 
 
 @dataclass(eq=False)
@@ -107,8 +109,8 @@ class WindowReader(IterableDataset):
     def _windows(self) -> Iterator[HeldSamples]:
         size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed
         stream = numbered_samples(self.dataset, seed, self.epoch)
-        head = list(islice(stream, NUM_READ_FOR_PROOF))
-        first = _spread([sample for _, sample in head], self.length_of)
+        head = list(islice(stream, NUM_FOR_PROOF))
+        first = sorted((sample for _, sample in head), key=self.length_of)
         samples = shuffled(chain(head, stream), self.shuffle_buffer_size, seed, self.epoch)
         del head
         num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
@@ -154,26 +156,11 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
         raise DataError(f"the stream is empty in epoch {epoch}: every pass must begin anew, with `iter(dataset)`.")
 
 
-def _spread(samples: Sequence[Any], length_of: Callable[[Any], int]) -> list[Any]:
-    """Samples over the whole range of lengths: shortest and longest tell whether padding matters."""
-    by_length = sorted(range(len(samples)), key=lambda i: length_of(samples[i]))
-    return [samples[by_length[i]] for i in _evenly(len(samples), NUM_KEPT_FOR_PROOF)]
+def _digest(samples: Sequence[Numbered]) -> int:
+    """32 bits of what is in samples; of floats in arrays and tensors only the shape: decoders may round them differently."""
+    return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
 
 
-def _evenly(size: int, most: int) -> np.ndarray:
-    return np.linspace(0, size - 1, min(most, size)).astype(int)
-
-
-def _digest(value: Any, start: int = 0) -> int:
-    """32 bits of the texts and whole numbers in a sample, of other numbers their shape: decoders may round them differently."""
-    if isinstance(value, Mapping):
-        return _digest(list(value.items()), start)
-    if isinstance(value, str):
-        return zlib.crc32(value.encode(), start)
-    if isinstance(value, list | tuple) and not all(isinstance(v, int) for v in value):
-        for part in value:
-            start = _digest(part, start)
-        return start
+def _digest_of_array(value: Any) -> Any:
     array = np.asarray(value)
-    exact = array.dtype.kind in "iubS"
-    return zlib.crc32(array.tobytes() if exact else str(array.shape).encode(), start)
+    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iubS" else str(array.shape)

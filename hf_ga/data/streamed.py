@@ -12,9 +12,10 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, load_dataset
 
+from hf_ga.data.corpus import SPLITS
 from hf_ga.data.labels import label_ids
 from hf_ga.data.options import DataOptions
-from hf_ga.data.sources import check_name, is_file, is_saved, load_file, readable_file, reading, unreadable, with_usual_names
+from hf_ga.data.sources import check_name, is_file, is_saved, load_file, readable_file, reading, unreadable
 from hf_ga.errors import DataError, HfGaError
 
 NUM_READ_AHEAD = 1000
@@ -29,18 +30,15 @@ def load_streamed(options: DataOptions) -> tuple[DatasetDict, IterableDataset]:
     Raises:
         DataError: a missing or unreadable file, an unknown dataset, no training rows, no validation rows.
     """
-    splits = with_usual_names(_streams(options))
-    name, files = options.dataset_name, {"validation": options.validation_file, "test": options.test_file}
-    if "train" not in splits:
-        raise DataError(f"dataset_name {name} has no training rows (splits: {', '.join(splits)}): there is nothing to train on.")
-    rows = DatasetDict(train=_read(name, splits["train"], NUM_READ_AHEAD))
-    if not len(rows["train"]):
-        raise DataError(f"dataset_name {name} has no training rows: there is nothing to train on.")
-    for split, file in files.items():
-        if file:
+    splits, name = _streams(options), options.dataset_name
+    files, rows = {"validation": options.validation_file, "test": options.test_file}, DatasetDict()
+    for split in SPLITS:
+        if file := files.get(split):
             rows[split] = load_file(file)
         elif split in splits:
-            rows[split] = _read(name, splits[split], None)
+            rows[split] = _read(name, splits[split], NUM_READ_AHEAD if split == "train" else None)
+    if not len(rows.get("train", ())):
+        raise DataError(f"dataset_name {name} has no training rows (splits: {', '.join(splits)}): there is nothing to train on.")
     if not len(rows.get("validation", ())):
         raise DataError(
             f"dataset_name {name} has no validation rows, and none can be taken from a stream: give --validation_file, or leave "
@@ -68,7 +66,7 @@ class StreamedSamples:
         named = feature if isinstance(feature, ClassLabel) else None
         encode = partial(_encode, feature=named, labels=labels, tokenize=tokenize)
         samples = stream.map(encode, batched=True, batch_size=BATCH_SIZE, remove_columns=list(columns))
-        self.samples = samples.filter(_is_filled, input_columns="length")
+        self.samples = samples.filter(bool, input_columns="length")
 
     def set_epoch(self, epoch: int) -> None:
         """For streams that shuffle by epoch."""
@@ -111,7 +109,3 @@ def _encode(rows: dict[str, list], feature: ClassLabel | None, labels: Sequence[
         ids = label_ids([[value] for value in rows["label"]], feature, labels, "the stream")
         rows = {**rows, "label": [of_row[0] for of_row in ids]}
     return tokenize(rows)
-
-
-def _is_filled(length: int) -> bool:
-    return length > 0

@@ -44,13 +44,12 @@ def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, ne
     """
     import peft
 
-    heads = [name for name in ("classifier", "score") if task_type in ("SEQ_CLS", "TOKEN_CLS") and hasattr(model, name)]
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha or 2 * config.lora_r,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
-        modules_to_save=sorted({*heads, *_new_modules(model, new_weights)}) or None,
+        modules_to_save=_new_modules(model, new_weights) or None,
         task_type=task_type,
     )
     try:

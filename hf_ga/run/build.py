@@ -16,7 +16,6 @@ from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.parallel.prepare import prepare
-from hf_ga.parallel.processes import print_on_main
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_lora, freeze, is_lora
@@ -26,8 +25,9 @@ from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.run.models import load_model
 from hf_ga.run.optimizers import build_optimizer
 from hf_ga.run.readers import make_reader
+from hf_ga.run.report import print_fact
 from hf_ga.run.run import Run
-from hf_ga.run.train_windows import check_tokens, train_windows
+from hf_ga.run.train_windows import described, planned_lengths, train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
@@ -82,12 +82,15 @@ def build_run(
         dtype: in which the model came, and is saved.
     """
     loss_fn = chosen_loss_fn(config)
-    check_tokens(config, data)  # before a model is built
+    windows = train_windows(config, accelerator, data)  # checks its sizes, before a model is built
     model = build_model(config, accelerator, data, model_config, dtype)
-    _print_size(accelerator, model)
-    head_proven, proven = _prove(config, accelerator, model, data, loss_fn)
-    windows = train_windows(config, accelerator, data, proven)
-    optimizer = build_optimizer(model, config.optim, _learning_rate(config), config.weight_decay)
+    trainable, total = (model.num_parameters(only_trainable=only) for only in (True, False))
+    print_fact(accelerator, "model", f"{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
+    head_proven, proven = _prove(config, model, data, loss_fn)
+    windows.state.pad_to_window = proven.pad_to_window
+    print_fact(accelerator, "batches", described(windows, planned_lengths(data)))
+    usual = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
+    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
     warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
@@ -114,15 +117,8 @@ def build_run(
     )
 
 
-def _print_size(accelerator: Accelerator, model: nn.Module) -> None:
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    total = sum(p.numel() for p in parameters)
-    print_on_main(accelerator, f"{'model':<11}{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
-
-
 def _prove(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
+    config: FinetuneConfig, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
 ) -> tuple[ProvenLoss, ProvenLoss]:
     """What is proven of the head's own loss, which evaluations measure, and of the loss that is trained."""
     more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
@@ -161,11 +157,6 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
     return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
 
 
-def _learning_rate(config: FinetuneConfig) -> float:
-    default = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
-    return config.learning_rate or default
-
-
 def make_evaluator(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, proven: ProvenLoss
 ) -> Callable[..., dict[str, float]]:
@@ -180,8 +171,7 @@ def make_evaluator(
             lengths=data.splits[split]["length"],
             proven=proven,
         )
-        reader = make_reader(config, accelerator, model, data, split)
-        return evaluate(accelerator, model, windows, proven, metrics=data.task.metrics, reader=reader)
+        return evaluate(accelerator, model, windows, proven, make_reader(config, accelerator, model, data, split))
 
     return measure
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.forward import LossFunction, restored_modes
+from hf_ga.exact.forward import restored_modes
 from hf_ga.exact.hooks import Call, Hook
-from hf_ga.exact.loss import Loss, OwnSum, Sums
+from hf_ga.exact.loss import Loss, Sums
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
@@ -29,7 +29,6 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.proof.targets import ProvenLoss
-from hf_ga.run.metrics import METRICS, predictions_and_references
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
@@ -81,26 +80,19 @@ def evaluate(
     model: nn.Module,
     windows: WindowLoader,
     proven: ProvenLoss,
-    *,
-    metrics: Sequence[str] = (),
-    loss_fn: LossFunction | None = None,
     reader: Reader | None = None,
 ) -> dict[str, float]:
     """Evaluate in evaluation mode; the modes of all modules are restored. All ranks call it, and all get the same numbers.
 
     Args:
-        windows: see `evaluation_windows`. proven: counts targets as training does. metrics: keys of `METRICS`, of what
-            `metrics.predictions_and_references` reads off the logits. reader: other metrics, instead.
+        windows: see `evaluation_windows`. proven: counts targets as training does. reader: metrics beside the loss.
 
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN where there is
-        nothing to compare); without metrics (language models), and where a reader says so, `perplexity` = exp(loss).
+        nothing to compare); without a reader, and where it says so (language models), `perplexity` = exp(loss).
     """
     windows.set_epoch(0)
-    if reader is None and metrics:
-        reader = Reader({name: METRICS[name] for name in metrics}, _read_logits)
-    loss = proven.loss if loss_fn is None else OwnSum(loss_fn)
-    useful = LeanForward if reader or loss_fn is not None else (LeanForward, ChunkedLoss)  # logits are needed, or not
+    loss, useful = proven.loss, LeanForward if reader else (LeanForward, ChunkedLoss)  # logits are needed, or not
     hooks = [hook for hook in proven.speed_ups if isinstance(hook, useful)]
     with restored_modes(model):
         model.eval()
@@ -154,10 +146,6 @@ def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
     sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
     number = float(sum(counts[: loss.num_means]))
     return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
-
-
-def _read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
 
 
 def _computed(metrics: Mapping[str, type[Metric]], shares: Sequence[_Share]) -> dict[str, float]:

@@ -40,7 +40,7 @@ from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
-from hf_ga.run.report import read_metrics
+from hf_ga.run.report import print_fact, read_metrics
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
@@ -81,14 +81,15 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     check_agreement(accelerator, "data", _hash_of(data))
     wanted = config.resume_from_checkpoint
     checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
-    _print_facts(accelerator, data=[data.description, *data.facts], precision=[precision_name(accelerator)])
+    print_fact(accelerator, "data", data.description, *data.facts)
+    print_fact(accelerator, "precision", precision_name(accelerator))
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
-    _check_last_window(config, layout.window_size, data)
     run = build_run(config, accelerator, data, model_config, dtype)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
-    dropout = [f"keyed by sample at {len(run.proven.dropout.sites)} sites"]
-    _print_facts(accelerator, loss=[str(run.proven)], dropout=dropout, layout=[str(layout)])
+    print_fact(accelerator, "loss", run.proven)
+    print_fact(accelerator, "dropout", f"keyed by sample at {len(run.proven.dropout.sites)} sites")
+    print_fact(accelerator, "layout", layout)
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -116,13 +117,6 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
         )
     where = "" if isinstance(error, OutOfMemory) else "memory ran out: use smaller batches, or FSDP over more devices. "
     return OutOfMemory(f"{where}{error} Then {then}.")
-
-
-def _print_facts(accelerator: Accelerator, **facts: list[str]) -> None:
-    """Print aligned lines under one name."""
-    for name, lines in facts.items():
-        for i, line in enumerate(lines):
-            print_on_main(accelerator, f"{'' if i else name:<11}{line}")
 
 
 def precision_name(accelerator: Accelerator) -> str:
@@ -181,14 +175,6 @@ def _hash_of(data: PreparedData) -> str:
     return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
 
 
-def _check_last_window(config: FinetuneConfig, window_size: int, data: PreparedData) -> None:
-    if config.drop_last_window and data.stream is None and len(data.splits["train"]) < window_size:
-        raise ConfigError(
-            f"drop_last_window leaves nothing of {len(data.splits['train'])} samples, which are less than one window of "
-            f"{window_size}: use a smaller global batch, or keep the last window."
-        )
-
-
 def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds: float) -> dict[str, Any]:
     """Save the last model, write the reports, predict; returns the summary."""
     config, accelerator, data = run.config, run.accelerator, run.data
@@ -206,7 +192,8 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     accelerator.end_training()
     shown = {k: v for k, v in summary.items() if k.startswith(("train_loss", "eval_", "test_")) and isinstance(v, float)}
     results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items() if not name.endswith("num_targets"))
-    _print_facts(accelerator, results=[results], output=[str(run.output_dir)])
+    print_fact(accelerator, "results", results)
+    print_fact(accelerator, "output", run.output_dir)
     return summary
 
 

@@ -12,7 +12,6 @@ from transformers import (
 )
 
 from hf_ga.data import corpus
-from hf_ga.data.checks import check_token_ids
 from hf_ga.data.data import PreparedData
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.run.config import FinetuneConfig
@@ -111,8 +110,7 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
 
 
 def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
-    """Every token of the tokenizer, and every id in the samples, must have a row in the model's embedding."""
-    check_token_ids(data.splits, vocabulary)
+    """Every token of the tokenizer must have a row in the model's embedding."""
     last = max(data.tokenizer.get_vocab().values(), default=0)
     if max(last + 1, len(data.tokenizer)) > vocabulary:
         token = data.tokenizer.convert_ids_to_tokens(last)

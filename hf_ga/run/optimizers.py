@@ -25,13 +25,8 @@ def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_de
 
     Matrices (two or more axes) decay; vectors, which are the norms' weights and all biases, do not. A parameter that is shared
     (tied embeddings) counts once.
-
-    Raises:
-        KeyError: the name is not in `OPTIMIZERS`. ValueError: nothing is trainable.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("no parameter of the model is trainable: every requires_grad is False.")
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},

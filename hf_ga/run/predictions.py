@@ -1,7 +1,6 @@
 """Predictions for the rows of a file: one JSON object a line, the row with `prediction` beside its columns, in the file's order."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,39 +83,22 @@ def _of_batch(
         answers = read_answers(outputs, samples)
         return [{"answer": a.text, "score": a.score, "start": a.start, "end": a.end} for a in answers]
     logits = outputs.logits.float().cpu()
-    make = _MAKERS[kind]
-    return [make(data, of_sample, sample, row) for of_sample, sample, row in zip(logits, samples, rows, strict=True)]
+    return [_prediction(data, *of_sample) for of_sample in zip(logits, samples, rows, strict=True)]
 
 
-def _one_label(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    probabilities = logits.softmax(-1)
-    best = int(probabilities.argmax())
-    name = {"choice": best} if data.task.labels == "choice" else {"label": data.labels[best]}
-    return name | {"score": round(float(probabilities[best]), 6)}
-
-
-def _label_set(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    scores = {name: round(float(p), 6) for name, p in zip(data.labels, logits.sigmoid(), strict=True)}
-    return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
-
-
-def _number(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    return {"value": float(logits[0])}
-
-
-def _tags(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    """The sample's `label` holds, at the first piece of each word, the word's number."""
-    tags: list[str | None] = [None] * len(row["tokens"])
-    for piece, word in enumerate(sample["label"]):
-        if word >= 0:
-            tags[word] = data.labels[int(logits[piece].argmax())]
-    return {"tags": tags}
-
-
-_MAKERS: dict[str, Callable[..., Prediction]] = {
-    "class": _one_label,
-    "classes": _label_set,
-    "number": _number,
-    "tags": _tags,
-    "choice": _one_label,
-}
+def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
+    """What a head says of one sample; see `write_predictions`."""
+    kind = data.task.labels
+    if kind == "number":
+        return {"value": float(logits[0])}
+    if kind == "classes":
+        scores = {name: round(float(p), 6) for name, p in zip(data.labels, logits.sigmoid(), strict=True)}
+        return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
+    if kind == "tags":
+        tags: list[str | None] = [None] * len(row["tokens"])
+        for piece, word in enumerate(sample["label"]):  # at the first piece of each word, the word's number
+            if word >= 0:
+                tags[word] = data.labels[int(logits[piece].argmax())]
+        return {"tags": tags}
+    probability, best = (value.item() for value in logits.softmax(-1).max(-1))
+    return ({"choice": best} if kind == "choice" else {"label": data.labels[int(best)]}) | {"score": round(probability, 6)}

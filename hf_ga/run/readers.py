@@ -1,6 +1,7 @@
-"""What metrics compare where that is texts or lists of tags: entities, answers that are read off spans, generated texts."""
+"""What metrics compare: logits and labels, entities, answers that are read off spans, generated texts."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
 from hf_ga.run.generation import generated_targets
-from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, TEXT_METRICS
+from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, predictions_and_references
 
 
 def make_reader(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, split: str
 ) -> Reader | None:
-    """The reader for a task's evaluation of a split; None where logits and labels are compared as they are."""
+    """The reader for a task's evaluation of a split; None where only the loss is measured."""
 
     def read_entities(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[list[str]], list[list[str]]]:
         labels, names = micro_batch.batch["labels"].numpy(), np.asarray(data.labels)
@@ -43,7 +44,18 @@ def make_reader(
         return Reader(ENTITY_METRICS, read_entities)
     if data.task.labels == "answers":
         return Reader(ANSWER_METRICS, read_spans)
-    return Reader(TEXT_METRICS, generate, predicts_tokens=True) if config.predict_with_generate else None
+    if config.predict_with_generate:
+        return Reader(TEXT_METRICS, generate, predicts_tokens=True)
+    return logits_reader(data.task.metrics) if data.task.metrics else None
+
+
+def logits_reader(metrics: Sequence[str]) -> Reader:
+    """The named ones of `METRICS`, of logits and labels as they are; see `predictions_and_references`."""
+
+    def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
+
+    return Reader({name: METRICS[name] for name in metrics}, read)
 
 
 def are_entities(labels: list[str]) -> bool:

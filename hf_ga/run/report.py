@@ -1,10 +1,13 @@
-"""What a run leaves to read: metrics.jsonl, summary.json, a plot of the curves."""
+"""What a run prints, and leaves to read: metrics.jsonl, summary.json, a plot of the curves."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
+from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.files import SUFFIX, flush
 from hf_ga.recovery.write_errors import writing
 
@@ -42,6 +45,12 @@ class MetricsFile:
                 os.truncate(self.path, self.size)
                 raise
         self.size = self.path.stat().st_size
+
+
+def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
+    """Print aligned lines under one name, on the main process."""
+    for i, line in enumerate(lines):
+        print_on_main(accelerator, f"{'' if i else name:<11}{line}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

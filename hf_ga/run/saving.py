@@ -41,8 +41,10 @@ def save(run: Run, progress: Progress) -> None:
         "identity": run.identity,
     }
     with raise_on_all_ranks(run.accelerator):
-        if run.accelerator.is_main_process:
-            _flush_metrics(run)
+        metrics = run.output_dir / "metrics.jsonl"
+        if run.accelerator.is_main_process and metrics.exists():
+            with writing(metrics, run.output_dir):
+                flush(metrics)  # a checkpoint relies on the lines that were written before it
     save_checkpoint(
         run.accelerator,
         run.output_dir,
@@ -53,13 +55,6 @@ def save(run: Run, progress: Progress) -> None:
         keep=run.config.save_total_limit,
         trained_only=is_lora(run.model),  # the rest is in the base model
     )
-
-
-def _flush_metrics(run: Run) -> None:
-    """A checkpoint relies on the lines that were written before it."""
-    if (metrics := run.output_dir / "metrics.jsonl").exists():
-        with writing(metrics, run.output_dir):
-            flush(metrics)
 
 
 def save_best(run: Run) -> None:

@@ -1,6 +1,7 @@
 """From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
 
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -11,8 +12,6 @@ from hf_ga.exact.base_loader import check_limit
 from hf_ga.exact.length_plan import ByLength, padded_tokens
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.processes import print_on_main
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
 
 NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are described, at most: planning them takes less than a second
@@ -32,62 +31,33 @@ def planned_lengths(data: PreparedData) -> np.ndarray:
     return np.maximum(lengths, -(-targets * lengths.max() // max(targets.max(), 1)))
 
 
-def check_tokens(config: FinetuneConfig, data: PreparedData) -> None:
-    """Refuse a limit into which the longest sample, or of a stream the longest that there may be, does not fit.
+def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: PreparedData) -> WindowLoader | StreamLoader:
+    """The loader of the training samples, planned by length.
 
     Raises:
-        ConfigError: that.
+        ConfigError: the longest sample (of a stream, the longest that there may be) has more tokens than a micro-batch may have.
+        DataError: `drop_last_window` leaves nothing.
     """
-    if config.max_tokens_per_micro_batch is None:
-        return
+    layout, limit = config.layout(accelerator.num_processes), config.max_tokens_per_micro_batch
+    shared: dict[str, Any] = {
+        "accelerator": accelerator,
+        "per_device_batch_size": layout.micro_batch_size,
+        "global_batch_size": layout.window_size,
+        "seed": config.seed,
+        "drop_last_window": config.drop_last_window,
+        "num_workers": config.dataloader_num_workers,
+    }
     if data.stream is None:
-        check_limit(config.max_tokens_per_micro_batch, int(planned_lengths(data).max()), "the longest sample's")
-    else:
-        check_limit(config.max_tokens_per_micro_batch, config.sequence_length, "max_length's")
-
-
-def train_windows(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, proven: ProvenLoss
-) -> WindowLoader | StreamLoader:
-    """The loader of the training samples, planned by length; prints a summary of the plan."""
-    windows = _loader(config, accelerator, data, proven)
-    lengths = windows.lengths if isinstance(windows, WindowLoader) else planned_lengths(data)
-    print_on_main(accelerator, f"{'batches':<11}{described(windows, lengths)}")
-    return windows
-
-
-def _loader(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, proven: ProvenLoss
-) -> WindowLoader | StreamLoader:
-    """Micro-batches of similar lengths, as wide as the device likes."""
-    layout, collate = config.layout(accelerator.num_processes), data.collate
-    if data.stream is not None:
-        return StreamLoader(
-            data.stream,
-            collate,
-            accelerator=accelerator,
-            per_device_batch_size=layout.micro_batch_size,
-            global_batch_size=layout.window_size,
-            seed=config.seed,
-            shuffle_buffer_size=config.shuffle_buffer_size,
-            length_of=itemgetter("length"),
-            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch or layout.micro_batch_size * config.sequence_length,
-            drop_last_window=config.drop_last_window,
-            num_workers=config.dataloader_num_workers,
-            pad_to_window=proven.pad_to_window,
-        )
-    return WindowLoader(
-        data.samples("train"),
-        collate,
-        accelerator=accelerator,
-        per_device_batch_size=layout.micro_batch_size,
-        global_batch_size=layout.window_size,
-        seed=config.seed,
-        lengths=planned_lengths(data),
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        drop_last_window=config.drop_last_window,
-        num_workers=config.dataloader_num_workers,
-        pad_to_window=proven.pad_to_window,
+        lengths = planned_lengths(data)
+        return WindowLoader(data.samples("train"), data.collate, lengths=lengths, max_tokens_per_micro_batch=limit, **shared)
+    check_limit(limit, config.sequence_length, "max_length's")
+    return StreamLoader(
+        data.stream,
+        data.collate,
+        shuffle_buffer_size=config.shuffle_buffer_size,
+        length_of=itemgetter("length"),
+        max_tokens_per_micro_batch=limit or layout.micro_batch_size * config.sequence_length,
+        **shared,
     )
 
 
