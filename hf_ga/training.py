@@ -10,14 +10,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.forward import LossFunction, is_compiled, module_modes, unwrapped
+from hf_ga.exact.forward import LossFunction, is_compiled, unwrapped
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.precision import check_optimizer, check_precision
 from hf_ga.exact.step import Step
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for
-from hf_ga.proof.cache import find_proof, is_same_loss, keep_proof
+from hf_ga.proof.cache import find_proof, keep_proof
 from hf_ga.proof.targets import ProvenLoss, prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
@@ -115,7 +115,7 @@ def backward_window(
     check_supported(accelerator)
     check_precision(accelerator)
     proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
-    _check_fits(proven, model, loss_fn)
+    proven.check_fits(model, loss_fn)
     # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
@@ -165,19 +165,16 @@ def train_step(
         for window in windows:
             result = train_step(accelerator, model, optimizer, window, scheduler=scheduler, max_grad_norm=1.0)
     """
-    _check_step(scheduler, on_nonfinite)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation.")
+    if on_nonfinite not in ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
     check_optimizer(accelerator, optimizer)
     accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
-    result = backward_window(
-        accelerator,
-        model,
-        window,
-        targets=targets,
-        loss_fn=loss_fn,
-        allow_split_dependent_randomness=allow_split_dependent_randomness,
-        fsdp_reduce_each_micro_batch=fsdp_reduce_each_micro_batch,
-    )
+    proof = {"loss_fn": loss_fn, "allow_split_dependent_randomness": allow_split_dependent_randomness}
+    reducing = {"fsdp_reduce_each_micro_batch": fsdp_reduce_each_micro_batch}
+    result = backward_window(accelerator, model, window, targets=targets, **proof, **reducing)
     if result.skipped:
         return result
     update(backend_for(accelerator), model, optimizer, max_grad_norm, result)
@@ -185,40 +182,12 @@ def train_step(
         getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
-        proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
+        proven = targets or _proven(model, window, **proof)
         window = window.padded_to_window() if proven.pad_to_window else window
         result.cause = find_cause(accelerator, model, window, proven.loss, proven.dropout, result.loss)
         if on_nonfinite == "stop":
             raise NonFinite(f"{result.cause}. Nothing was updated.")
     return result
-
-
-def _check_step(scheduler: Any, on_nonfinite: str) -> None:
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation, not in train_step."
-        )
-    if on_nonfinite not in ON_NONFINITE:
-        raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
-
-
-def _check_fits(proven: ProvenLoss, model: nn.Module, loss_fn: LossFunction | None) -> None:
-    """Raise ConfigError if the proof is not of this model, as it is now, with this loss."""
-    if loss_fn is not None and not is_same_loss(loss_fn, getattr(proven.loss, "loss_fn", None)):
-        raise ConfigError(
-            "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
-            "`targets` out."
-        )
-    if proven.modes != module_modes(model):
-        raise ConfigError(
-            "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be in "
-            "training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
-        )
-    if proven.dropout.sites and is_compiled(model):
-        raise ConfigError(
-            "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set its "
-            "dropout to 0, or do not compile it."
-        )
 
 
 def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_split_dependent_randomness: bool) -> ProvenLoss:
@@ -234,10 +203,9 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
             "under FSDP1 a model must be proven before it is wrapped: proven = hf_ga.prove_targets(model, samples, collate_fn) "
             "before prepare, then targets=proven."
         )
-    samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
     proven = prove_targets(
         unwrapped(model),
-        samples,
+        window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES),
         window.fetcher.collate_fn,
         loss_fn=loss_fn,
         allow_split_dependent_randomness=allow_split_dependent_randomness,

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from hf_ga.errors import ConfigError
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.forward import LossFunction, module_modes
+from hf_ga.exact.forward import LossFunction, is_compiled, module_modes
 from hf_ga.exact.hooks import Hook, SpeedUp
 from hf_ga.exact.loss import Loss
+from hf_ga.proof.identity import is_same_loss
 from hf_ga.proof.prover import Prover
 
 
@@ -57,6 +59,28 @@ class ProvenLoss:
     def hooks(self) -> tuple[Hook, ...]:
         """Keyed dropout, then the speed-ups."""
         return (self.dropout, *self.speed_ups)
+
+    def check_fits(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        """Check that this was proven of the model as it is now, with this loss.
+
+        Raises:
+            ConfigError: another loss function, other training modes, or layers that were compiled although they draw dropout.
+        """
+        if loss_fn is not None and not is_same_loss(loss_fn, getattr(self.loss, "loss_fn", None)):
+            raise ConfigError(
+                "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
+                "`targets` out."
+            )
+        if self.modes != module_modes(model):
+            raise ConfigError(
+                "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be "
+                "in training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
+            )
+        if self.dropout.sites and is_compiled(model):
+            raise ConfigError(
+                "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set "
+                "its dropout to 0, or do not compile it."
+            )
 
     def __str__(self) -> str:
         width = {
