@@ -64,7 +64,7 @@ def computed(device, build, make_samples, loss_fn):
         grads.append({name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})
     lengths = [len(sample["input_ids"]) for sample in samples]
     batches = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, proven=rule)
-    results, of_evaluation = noted(evaluate, accelerator, model, batches, rule, loss_fn=loss_fn)
+    results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
     forwards = sum(len(window.batches) for window in batches)
     told = {"results": results, "waits": waits, "micro-batches": micro_batches}
     return grads, {**told, "waits of evaluation": of_evaluation, "forwards": forwards}

@@ -278,7 +278,8 @@ def prepared_or_error(text: str, kind: str, folder, tokenizer, number: list[int]
         check_batch(data, kind)
         if data.stream is not None:
             assert sum(1 for _ in data.stream) >= len(data.splits["train"])
-        prepare_unlabelled(config, data, str(file))
+        if data.task.labels != "none":
+            prepare_unlabelled(config, data, str(file))
     except (hf_ga.DataError, hf_ga.ConfigError) as error:
         assert str(error).strip()
         return False

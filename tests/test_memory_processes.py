@@ -25,7 +25,7 @@ from processes import SEED
 pytestmark = pytest.mark.launch
 WORKER = Path(__file__).resolve().parent / "workers" / "memory.py"
 LIMIT = 150  # seconds for a run that fails, start-up included; the processes would wait for half an hour
-FAILS = 8  # forward of process 1: the probe, three windows, a checkpoint and an evaluation come first
+FAILS = 7  # forward of process 1: three windows, a checkpoint and an evaluation come first
 
 
 @pytest.fixture(scope="module")
