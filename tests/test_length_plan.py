@@ -106,7 +106,7 @@ def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch,
     def time(plan):
         return time_in_turns(plan, lengths, overhead) if in_step else max(priced(share, lengths, overhead) for share in plan)
 
-    slack = 1 + 1 / 32 if num_processes == 1 else 1.25  # small windows of unlucky lengths
+    slack = 1 + 1 / 32 if num_processes == 1 else 1.1
     for other in (plan_window(len(lengths), num_processes, micro_batch), plan_by_sizes(window, num_processes, [micro_batch])):
         assert time(plan) <= time(other) * slack * (1 + 1e-12)
 
@@ -169,9 +169,9 @@ def test_padded_tokens_by_hand():
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["ddp", "fsdp"])
 def test_is_quick(in_step):
-    """4,096 samples over 256 processes: below 100 ms; 64 on one: below 5 ms. Catches a loop over pairs of samples."""
+    """4,096 samples over 256 processes: below 75 ms; 64 on one: below 3 ms. Catches a loop over pairs of samples."""
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, 4096), 2, 512).astype(int)
-    for window, num_processes, most in ((4096, 256, 0.1), (64, 1, 0.005)):
+    for window, num_processes, most in ((4096, 256, 0.075), (64, 1, 0.003)):
         seconds = []
         for _ in range(5):  # the least: other programs share this machine's cores
             began = time.process_time()

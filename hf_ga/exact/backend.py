@@ -1,8 +1,8 @@
 """What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a window.
 
-This backend serves one process and DDP: ranks hold replicas, exchange one small status and sum the gradients once a window. DDP's
-own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different numbers of micro-batches, or
-none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
+This backend serves one process and DDP: ranks hold replicas, exchange a small status before and after the forwards, and sum the
+gradients once a window. DDP's own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different
+numbers of micro-batches, or none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os

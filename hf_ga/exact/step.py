@@ -1,4 +1,4 @@
-"""The gradient of one window: forwards and backwards of its micro-batches, one exchange of status, one sum over ranks."""
+"""The gradient of one window: its targets counted over all ranks, forwards and backwards, one status, one sum over ranks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
