@@ -1,6 +1,10 @@
 """Set before anything else is imported: no network, one thread (the models are tiny, and threads would wait for each other)."""
 
 import os
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent / "support"  # what tests of several rooms share; the programs that tests start find it, too
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
     os.environ[name] = "1"

@@ -1,18 +1,18 @@
-"""Several ranks: the main process first, errors and values on all ranks, output from one, cores for each."""
+"""Several ranks: the main process first, errors and values on all ranks, output from one, cores for each, the end."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
-from transformers.utils import logging
 
 from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.exact.backend import sum_over_ranks
+from hf_ga.parallel.fsdp import is_sharded
 
 
 @contextmanager
@@ -67,18 +67,24 @@ def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
+def end_training(accelerator: Accelerator) -> None:
+    """End the trackers and the process group, as the last thing that a process does on purpose.
+
+    A collective returns before gloo's thread has freed its tensors, for which it needs the interpreter: a thread that comes to it
+    while the interpreter shuts down aborts the process (pytorch/pytorch#179291). Destroying the group joins its threads, but the
+    caches of FSDP2's tensors keep the group alive.
+    """
+    uses_gloo = is_sharded(accelerator) and accelerator.device.type == "cpu"
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    if uses_gloo:
+        time.sleep(0.5)  # seconds; freeing takes microseconds, once the system runs the thread
+
+
 def print_on_main(accelerator: Accelerator, text: str) -> None:
     """Print once. Accelerate's own `print` does so once a machine."""
     if accelerator.is_main_process:
         print(text)
-
-
-def silence_other_ranks(accelerator: Accelerator) -> None:
-    """Progress bars and warnings of the libraries on the main process only."""
-    if not accelerator.is_main_process:
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
 
 
 def share_cores(accelerator: Accelerator) -> None:

@@ -23,11 +23,11 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, full_
 from hf_ga.parallel.processes import (
     broadcast_from_main,
     check_agreement,
+    end_training,
     main_process_first,
     print_on_main,
     raise_on_all_ranks,
     share_cores,
-    silence_other_ranks,
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
@@ -40,7 +40,7 @@ from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
-from hf_ga.run.report import print_fact, read_metrics
+from hf_ga.run.report import print_fact, read_metrics, silence_other_ranks
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
@@ -188,8 +188,7 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
             write_reports(run.output_dir, summary)
     _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
     summary = broadcast_from_main(accelerator, summary)
-    accelerator.wait_for_everyone()  # after it no thread of the process group holds a tensor of Python's, which it could not free
-    accelerator.end_training()
+    end_training(accelerator)
     shown = {k: v for k, v in summary.items() if k.startswith(("train_loss", "eval_", "test_")) and isinstance(v, float)}
     results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items() if not name.endswith("num_targets"))
     print_fact(accelerator, "results", results)
@@ -249,7 +248,7 @@ def _evaluate_only(
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
     if accelerator.is_main_process:
         write_json(folder / "evaluation.json", results)
-    accelerator.wait_for_everyone()
+    end_training(accelerator)
     return results
 
 

@@ -10,6 +10,7 @@ from hf_ga.errors import DataError, RunStopped
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
 from hf_ga.exact.window import Window
+from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
 from hf_ga.run.report import MetricsFile
@@ -111,7 +112,7 @@ def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
     """Raise where a signal came, also after the last window (in its evaluation, or while it was saved)."""
     (asked,) = sum_over_ranks(run.accelerator, [request.came])
     if asked:
-        run.accelerator.end_training()
+        end_training(run.accelerator)
         raise RunStopped(
             f"stopped by {request} after step {progress.step}: saved as {run.output_dir / f'{PREFIX}{progress.step}'}; go on with "
             "--resume_from_checkpoint auto"

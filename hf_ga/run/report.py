@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 from accelerate import Accelerator
+from transformers.utils import logging
 
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.files import SUFFIX, flush
@@ -45,6 +47,14 @@ class MetricsFile:
                 os.truncate(self.path, self.size)
                 raise
         self.size = self.path.stat().st_size
+
+
+def silence_other_ranks(accelerator: Accelerator) -> None:
+    """Progress bars and warnings of the libraries on the main process only."""
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:

@@ -1,0 +1,67 @@
+"""Run by `accelerate launch` with several processes: train on one stream, then find that the streams differ.
+
+accelerate launch --num_processes 2 tests/workers/streaming.py OUTPUT_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import helpers as h
+import torch
+from accelerate import Accelerator
+from torch.utils.data import IterableDataset
+
+import hf_ga
+from hf_ga.data.stream_loader import StreamLoader
+
+OPTIONS = {"global_batch_size": 10, "per_device_batch_size": 2, "seed": 3, "shuffle_buffer_size": 12}
+
+
+class Listed(IterableDataset):
+    """A stream of given samples."""
+
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def train(accelerator: Accelerator, num_workers: int) -> list[float]:
+    """Two passes over 33 samples (the last window has 3); returns the losses, then all weights."""
+    loader = StreamLoader(Listed(h.token_samples(33)), h.pad_right, accelerator=accelerator, num_workers=num_workers, **OPTIONS)
+    model = h.gpt2(0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps = [hf_ga.train_step(accelerator, model, optimizer, window) for _ in range(2) for window in loader]
+    return [step.loss for step in steps] + torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def message(accelerator: Accelerator, samples: list) -> str:
+    """What a loader says whose processes read different streams."""
+    try:
+        for window in StreamLoader(Listed(samples), h.pad_right, accelerator=accelerator, **{**OPTIONS, "shuffle_buffer_size": 0}):
+            assert window.num_samples
+    except hf_ga.DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=True)
+    rank, samples = accelerator.process_index, h.token_samples(33)
+    found = {
+        "num_processes": accelerator.num_processes,
+        "trained": train(accelerator, num_workers=1),
+        "same": message(accelerator, samples),
+        "other order": message(accelerator, samples[::-1] if rank else samples),
+        "shorter by a window": message(accelerator, samples[:30] if rank else samples),
+        "shorter by a sample": message(accelerator, samples[:32] if rank else samples),
+    }
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

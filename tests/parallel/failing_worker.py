@@ -1,0 +1,108 @@
+"""Run by `accelerate launch`: python failing.py OUTPUT_DIR KIND. Process 1 fails, as a user's data or model may."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from processes import h, make_accelerator, make_windows, prepare, save, whole_gradients
+from torch import nn
+
+import hf_ga
+
+SAMPLES = 16
+
+
+class Fails(RuntimeError):
+    """On purpose."""
+
+
+class Bomb(nn.Module):
+    """A classifier that can fail in its forward, and a collate function that can fail as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.armed = h.bert_classifier(0.1), ""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        if self.armed == "forward":
+            raise Fails("a forward of process 1 went wrong in row \udc80")  # a text that cannot be encoded
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    def collate(self, samples: list[dict]) -> dict:
+        if self.armed == "collate":
+            raise Fails("row 7 cannot be decoded")
+        return h.pad_right(samples)
+
+    def sum_of_loss(self, outputs, batch) -> tuple[torch.Tensor, int]:
+        if self.armed == "loss_fn":
+            raise Fails("labels beyond the vocabulary")
+        total = nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
+        return total, len(batch["labels"])
+
+
+def survived(folder: Path, kind: str) -> None:
+    """Every process raises in the same window, keeps the gradients it had, and can go on."""
+    accelerator, bomb = make_accelerator(kind), Bomb()
+    model, _, rule = prepare(accelerator, kind, bomb, h.class_samples(SAMPLES), collate=bomb.collate)
+    own = hf_ga.prove_targets(bomb, h.class_samples(SAMPLES), bomb.collate, loss_fn=bomb.sum_of_loss)
+    for stage in ("forward", "loss_fn", "collate"):
+        (window,) = make_windows(accelerator, h.class_samples(SAMPLES), bomb.collate, global_batch_size=SAMPLES)
+        options = {"targets": own, "loss_fn": bomb.sum_of_loss} if stage == "loss_fn" else {"targets": rule}
+        if stage == "collate":  # the step collates again: one width for the window
+            options = {"targets": replace(rule, pad_to_window=True)}
+        bomb.armed = stage if accelerator.process_index == 1 else ""
+        try:
+            hf_ga.backward_window(accelerator, model, window, **options)
+            said = "nothing"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        bomb.armed = ""
+        model.zero_grad(set_to_none=True)
+        after = hf_ga.backward_window(accelerator, model, window, **options)
+        save(accelerator, folder, f"survived {stage}", whole_gradients(model), said=said, loss=after.loss)
+
+
+def survived_in_the_router(folder: Path) -> None:
+    """The pass in which experts are counted ends in another sum than that of the status."""
+    accelerator, samples = make_accelerator("ddp"), h.token_samples(SAMPLES)
+    base = h.mixtral(0.5)
+    model, _, rule = prepare(accelerator, "ddp", base, samples)
+    (window,) = make_windows(accelerator, samples, global_batch_size=SAMPLES)
+    handle = base.register_forward_pre_hook(fail_on_one(accelerator.process_index))
+    try:
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    handle.remove()
+    loss = hf_ga.backward_window(accelerator, model, window, targets=rule).loss
+    save(accelerator, folder, "survived router", None, said=said, loss=loss)
+
+
+def fail_on_one(process_index: int) -> Callable:
+    def hook(module: nn.Module, inputs: tuple) -> None:
+        if process_index == 1:
+            raise Fails("an expert is missing")
+
+    return hook
+
+
+def ends(folder: Path, kind: str) -> None:
+    """What nobody catches: the launcher must end all processes."""
+    accelerator, bomb = make_accelerator(kind), Bomb()
+    model, _, rule = prepare(accelerator, kind, bomb, h.class_samples(SAMPLES), collate=bomb.collate)
+    windows = make_windows(accelerator, h.class_samples(SAMPLES), bomb.collate, global_batch_size=4, per_device_batch_size=1)
+    for window in windows:
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        if window.index == 1 and accelerator.process_index == 1:
+            bomb.armed = "collate" if kind == "ddp" else "forward"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[2] == "ddp":
+        survived(Path(sys.argv[1]), "ddp")
+        survived_in_the_router(Path(sys.argv[1]))
+    ends(Path(sys.argv[1]), sys.argv[2])

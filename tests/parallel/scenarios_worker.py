@@ -1,0 +1,340 @@
+"""Run by `accelerate launch`: python scenarios.py OUTPUT_DIR SCENARIO ... Each writes what every process found."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers as tf
+from accelerate import Accelerator, PartialState
+from accelerate.utils import GradScalerKwargs
+from processes import (
+    LAST,
+    SEED,
+    WINDOW,
+    Collectives,
+    end_process,
+    h,
+    make_accelerator,
+    make_windows,
+    prepare,
+    save,
+    whole_gradients,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import hf_ga
+from hf_ga.exact.backend import sum_gradients
+from hf_ga.exact.order import epoch_order
+from hf_ga.exact.plan import Plan, plan_window
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
+from hf_ga.recovery.checkpoint import state_sha256
+
+STEPS, MAX_NORM = 30, 0.1
+MICRO_BATCHES = {2: (1, 4, 16), 4: (1, 4)}  # a process, whose collectives are counted
+KINDS = ("ddp", "fsdp1", "fsdp2")
+CASES = {
+    "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),
+    "masked LM": (h.bert_masked_lm, h.token_samples, "BertLayer"),
+}
+
+
+def gradients(folder: Path, kind: str) -> None:
+    """Both windows of an epoch, 64 samples and 13, dropout on, reduced once and, under FSDP, after each micro-batch."""
+    for case, (build, make_samples, layer) in CASES.items():
+        accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
+        model, _, rule = prepare(accelerator, kind, build(0.1), samples)
+        for window in make_windows(accelerator, samples):
+            for each in (False, True)[: 1 if kind == "ddp" else 2]:
+                model.zero_grad(set_to_none=True)
+                result = hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
+                name = f"gradients {kind} {case} {window.index} {'each' if each else 'once'}"
+                save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
+
+
+def added(folder: Path, kind: str) -> None:
+    """The gradients of two windows, one added to the other."""
+    build, make_samples, layer = CASES["GPT-2"]
+    accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
+    model, _, rule = prepare(accelerator, kind, build(0.1), samples)
+    for window in make_windows(accelerator, samples):
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+    save(accelerator, folder, f"added {kind}", whole_gradients(model))
+
+
+def buckets(folder: Path, kind: str) -> None:
+    """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process has its own numbers."""
+    index = make_accelerator("ddp").process_index
+    types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(2 + i, 3, dtype=dtype)) for i, dtype in enumerate(types)]
+    for i, parameter in enumerate(parameters):
+        if i != 3 and (i != 1 or index):
+            parameter.grad = torch.full_like(parameter, 10.0 * i + index + 1).t().contiguous().t()
+    sum_gradients(parameters, [True, True, True, False, True], bucket_bytes=64)
+    sums = [None if p.grad is None else [p.grad.min().item(), p.grad.max().item(), str(p.grad.dtype)] for p in parameters]
+    (folder / f"buckets.{index}.json").write_text(json.dumps(sums))
+
+
+def steps(folder: Path, kind: str) -> None:
+    """Thirty steps of AdamW with clipping."""
+    build, make_samples, layer = CASES["GPT-2"]
+    accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
+    model, optimizer, rule = prepare(accelerator, kind, build(0.1), samples)
+    windows, results = make_windows(accelerator, samples), []
+    while len(results) < STEPS:
+        results += [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=MAX_NORM) for w in windows]
+    weights = {name: tensor.clone() for name, tensor in full_state_dict(accelerator, model).items()}
+    save(accelerator, folder, f"steps {kind}", weights, losses=[r.loss for r in results], norms=[r.grad_norm for r in results])
+
+
+def naive(folder: Path, kind: str) -> None:
+    """Two controls: DDP's average of local means (Accelerate's usual loop), and what `even_batches` puts into the tail."""
+    accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
+    model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
+    for window in make_windows(accelerator, samples, planner=h.by_number(WINDOW)):
+        model.zero_grad(set_to_none=True)
+        accelerator.backward(model(**window.micro_batches[0].batch).loss * 2)  # undo the division by accumulation steps
+        save(accelerator, folder, f"naive means {window.index}", whole_gradients(model))
+    model.zero_grad(set_to_none=True)
+    tail = torch.utils.data.DataLoader(samples[WINDOW:], batch_size=4, collate_fn=h.pad_right)  # 13 samples
+    rows = []
+    for batch in accelerator.prepare(tail):  # rightly weighted by targets: only the repeated rows are wrong
+        count = int((batch["labels"][:, 1:] != h.IGNORED).sum())
+        accelerator.backward(model(**batch).loss * count * 2 * accelerator.num_processes)
+        rows.append([len(batch["labels"]), count])
+    save(accelerator, folder, "naive tail", whole_gradients(model), rows=rows)
+
+
+def larger() -> nn.Module:
+    """1.1 MB of gradients."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return h.seeded(lambda: tf.BertForSequenceClassification(tf.BertConfig(vocab_size=40, num_labels=3, **sizes)))()
+
+
+def counted(folder: Path, kind: str) -> None:
+    """Collectives of one window at 1, 4 and 16 micro-batches a process."""
+    samples = h.class_samples(WINDOW)
+    for micro_batches in MICRO_BATCHES[PartialState(cpu=True).num_processes]:
+        for each in (False, True)[: 1 if kind == "ddp" else 2]:
+            accelerator = make_accelerator(kind)
+            model, _, rule = prepare(accelerator, kind, larger(), samples)
+            share = WINDOW // accelerator.num_processes
+            (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
+            hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
+            model.zero_grad(set_to_none=True)
+            with Collectives() as sent:
+                hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
+            name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
+            size = sum(p.numel() * 4 for p in larger().parameters())
+            facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}
+            save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
+
+
+class OverflowingBias(nn.Linear):
+    """The gradient of the bias alone can be infinite: under FSDP it lies in one process's shard."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.load_state_dict(linear.state_dict())
+        self.overflows = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias * 1
+        if self.overflows and bias.requires_grad:
+            bias.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        return nn.functional.linear(x, self.weight, bias)
+
+
+def overflow(folder: Path, kind: str) -> None:
+    """fp16: in the second window a gradient of process 1 (of the only one, where there is one) is infinite."""
+    samples = h.class_samples(WINDOW)
+    accelerator = make_accelerator(kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)])
+    enable_fp16_on_cpu(accelerator)
+    base = h.bert_classifier(0.1)
+    base.classifier = OverflowingBias(base.classifier)
+    model, optimizer, rule = prepare(accelerator, kind, base, samples)
+    skipped, scales, digests = [], [], []
+    for window in make_windows(accelerator, samples, global_batch_size=16):
+        base.classifier.overflows = window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
+        result = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
+        skipped.append([result.skipped, result.overflowed])
+        scales.append(accelerator.scaler.get_scale())
+        digests.append(digest(model))
+    save(accelerator, folder, f"overflow {kind}", None, skipped=skipped, scales=scales, digests=digests)
+
+
+def digest(model: nn.Module) -> str:
+    """Of the bits of all parameters: of this process's copy or, where they lie in shards, of the whole, gathered here."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            whole = [p.detach().clone() for p in model.parameters()]
+    else:
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return state_sha256(nn.ParameterList(whole).state_dict())
+
+
+def few_samples(folder: Path, kind: str) -> None:
+    """Windows of 3, 1 and 6 samples, of which some have no targets; the last window is one sample."""
+    samples = h.token_samples(7)
+    samples[1] = h.without_targets(samples[1])
+    samples[4] = h.without_targets(samples[4])
+    for size in (3, 1, 6):
+        accelerator = make_accelerator(kind, "GPT2Block")
+        model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), h.token_samples(8))
+        for window in make_windows(accelerator, samples, global_batch_size=size, planner=h.by_number(1), shuffle=False):
+            model.zero_grad(set_to_none=True)
+            result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+            facts = {"loss": result.loss, "targets": result.num_targets, "own": len(window.micro_batches)}
+            save(accelerator, folder, f"few {kind} {size} {window.index}", whole_gradients(model), skipped=result.skipped, **facts)
+
+
+def options(folder: Path, kind: str) -> None:
+    """FSDP with activation checkpointing, and in bf16, whose sums stay in float32; DDP in bf16."""
+    samples = h.token_samples(WINDOW)
+    for option in ("checkpointing", "bf16"):
+        precision = "bf16" if option == "bf16" else "no"
+        accelerator = make_accelerator(f"{kind} {option}", "GPT2Block", mixed_precision=precision)
+        base = h.gpt2(0.1)
+        if option == "checkpointing" and kind == "ddp":
+            base.gradient_checkpointing_enable()
+        model, _, rule = prepare(accelerator, kind, base, samples)
+        (window,) = make_windows(accelerator, samples)
+        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
+        save(accelerator, folder, f"options {kind} {option}", whole_gradients(model), types=sorted(types))
+        if option == "bf16" and kind != "ddp":
+            refused(accelerator, folder, kind, partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
+
+
+def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callable) -> None:
+    """What FSDP would silently do otherwise: sums in bf16 (Accelerate's own policy, or one that leaves the type out), no sums."""
+    plugin, said = accelerator.state.fsdp_plugin, []
+    policy = plugin.mixed_precision_policy
+    settings = [{"mixed_precision_policy": replace(policy, reduce_dtype=dtype)} for dtype in (torch.bfloat16, None)]
+    for changed in [*settings, {"ignored_modules": ["wte"]}]:
+        before = {name: getattr(plugin, name) for name in changed}
+        vars(plugin).update(changed)
+        said.append(message_of(backward))
+        vars(plugin).update(before)
+    if kind == "fsdp1":  # shards cannot be proven on
+        said.append(message_of(partial(backward, targets=None)))
+    save(accelerator, folder, f"refused {kind}", None, said=said, reduce_dtype=str(policy.reduce_dtype))
+
+
+def message_of(action: Callable) -> str:
+    try:
+        action()
+    except hf_ga.ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def subset(folder: Path, kind: str) -> None:
+    """An optimizer over one bias, of which FSDP1's shards give some processes nothing."""
+    samples = h.class_samples(16)
+    accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
+    rule = hf_ga.prove_targets(base, samples, h.pad_right)
+    model, optimizer = hf_ga.prepare(accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2))
+    windows = make_windows(accelerator, samples, global_batch_size=8)
+    results = [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3) for w in windows]
+    weights = full_state_dict(accelerator, model)
+    facts = {"skipped": [r.skipped for r in results], "losses": [r.loss for r in results]}
+    save(accelerator, folder, f"subset {kind}", {n: t.clone() for n, t in weights.items()}, **facts)
+
+
+def pretraining(dropout: float = 0.0) -> nn.Module:
+    return h.seeded(h._bert)(tf.BertForPreTraining, dropout)
+
+
+def pretraining_samples(count: int) -> list[dict]:
+    """Some samples without masked tokens, some without a next sentence: the two means have targets of their own."""
+    samples = h.token_samples(count)
+    ignored = [h.without_targets(s) if i % 3 == 0 else s for i, s in enumerate(samples)]
+    return [{**s, "next_sentence_label": h.IGNORED if i % 4 == 1 else i % 2} for i, s in enumerate(ignored)]
+
+
+class TwoHeads(nn.Module):
+    """Each sample goes through one of two heads: a process may use only one of them. A third part is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.never = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(h.WIDTH, 3), nn.Linear(h.WIDTH, 3)])
+
+    def forward(self, input_ids, attention_mask, labels=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pooled = torch.tanh(self.body(input_ids) * attention_mask[..., None]).sum(1)
+        which = input_ids[:, 0] % 2
+        return [(head(pooled[which == i]), which == i) for i, head in enumerate(self.heads) if (which == i).any()]
+
+
+def two_heads(dropout: float = 0.0) -> nn.Module:
+    return h.seeded(TwoHeads)()
+
+
+def two_heads_samples(count: int) -> list[dict]:
+    """One head for the first half of a window of 18, so for the first of two processes, the other for the rest."""
+    samples = h.class_samples(count)
+    for position, i in enumerate(epoch_order(count, SEED, 0, True)):
+        samples[i]["input_ids"][0] = 2 + (position % 18 >= 9)
+    return samples
+
+
+def two_heads_loss(outputs: list, batch: dict) -> tuple[torch.Tensor, int]:
+    losses = [nn.functional.cross_entropy(logits, batch["labels"][rows], reduction="sum") for logits, rows in outputs]
+    return sum(losses), len(batch["labels"])
+
+
+HEADS = {  # model, samples, layer, loss_fn
+    "sum of two means": (pretraining, pretraining_samples, "BertLayer", None),
+    "router": (partial(h.mixtral, 0.5), h.token_samples, "MixtralDecoderLayer", None),
+    "own loss": (h.plain_tagger, h.weighted_samples, "", h.weighted_token_loss),
+    "one width": (h.xlnet_classifier, h.class_samples, "XLNetLayer", None),
+    "heads by sample": (two_heads, two_heads_samples, "Embedding", two_heads_loss),
+}
+
+
+def all_to_the_last(lengths: np.ndarray, num_processes: int) -> Plan:
+    """A short window goes to the last process, one by one: the others have no micro-batch."""
+    if len(lengths) > 3:
+        return plan_window(len(lengths), num_processes, 8)
+    return [*[[]] * (num_processes - 1), [np.array([i]) for i in range(len(lengths))]]
+
+
+def heads(folder: Path, kind: str) -> None:
+    """Rules with more than one divisor, a loss over the whole window, an own loss, a head that sees padding."""
+    for head, (build, make_samples, layer, loss_fn) in HEADS.items():
+        if kind != "ddp" and not layer:
+            continue
+        samples = make_samples(21)
+        accelerator = make_accelerator(kind, layer)
+        model, _, rule = prepare(accelerator, kind, build(), samples, loss_fn)
+        for window in make_windows(accelerator, samples, global_batch_size=18, planner=all_to_the_last):  # 18 and 3
+            model.zero_grad(set_to_none=True)
+            name = f"heads {kind} {head} {window.index}"
+            result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
+            never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
+            save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
+
+
+SCENARIOS = {
+    f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset, added, buckets)
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    folder, kinds, names = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    for name in names:
+        for kind in kinds:
+            SCENARIOS[name](folder, kind)
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Running out of memory: the same update in smaller micro-batches, no sample lost or seen twice, one clear error at the end.
+
+Memory runs out on command (`Device`): torch's own error, in a forward or in the middle of a backward. The oracle is the undisturbed
+run or, for gradients, one forward and backward of the whole window.
+"""
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+from functools import cache
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from memory_worker import ERRORS, Device, of_sample
+from runs import filled_place, lines_of, relative_distance, train
+from torch import nn
+
+import hf_ga
+from hf_ga.errors import OutOfMemory
+from hf_ga.exact import step
+from hf_ga.exact.memory import is_out_of_memory
+from hf_ga.parallel.prepare import enable_fp16_on_cpu
+from hf_ga.run import build
+
+SAMPLES, WINDOW, MICRO_BATCH, SEED = 53, 24, 8, 3  # windows of 24, 24 and 5
+EARLIER = 2.0**-8  # gradients that the caller had
+CASES = {  # model, samples, own loss
+    "GPT-2": (lambda: h.gpt2(0.1), h.token_samples, None),
+    "own loss": (lambda: h.plain_tagger(0.1), h.weighted_samples, h.weighted_token_loss),
+    "router": (lambda: h.mixtral(0.5), h.token_samples, None),
+    "one width": (lambda: h.xlnet_classifier(0.1), h.class_samples, None),
+}
+
+
+def accelerator_in(precision: str = "no") -> Accelerator:
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    enable_fp16_on_cpu(accelerator)
+    return accelerator
+
+
+def windows_of(accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more) -> hf_ga.WindowLoader:
+    options = {"planner": h.by_number(MICRO_BATCH), "global_batch_size": WINDOW, "seed": SEED, **more}
+    return hf_ga.WindowLoader(samples, collate, accelerator=accelerator, **options)
+
+
+def gradient_of_window(case: str, fits: float, earlier: float | None = None, **how) -> tuple[h.Gradients, hf_ga.StepResult, Device]:
+    """Of the first window, by `backward_window`, added to `earlier` where the caller has gradients."""
+    build, make_samples, loss_fn = CASES[case]
+    accelerator, model, samples = accelerator_in(), build(), make_samples(SAMPLES)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
+    device, window = Device(model, fits, **how), next(iter(windows_of(accelerator, samples)))
+    for parameter in model.parameters():
+        parameter.grad = None if earlier is None else torch.full_like(parameter, earlier)
+    result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
+    return h.gradients(model), result, device
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_of_a_window_in_which_memory_ran_out(case, backward):
+    """That of the window as planned, with the same dropout, added to what the caller had."""
+    whole, undisturbed, untouched = gradient_of_window(case, np.inf)
+    retried, result, device = gradient_of_window(case, 30, EARLIER, backward=backward)
+    assert result.retries == len(device.failures) >= 1 and max(n for n, _ in device.failures) > 1
+    assert undisturbed.retries == 0 and device.take() >= untouched.take()  # all samples in the last try; a router's more than once
+    used = [name for name, gradient in whole.items() if gradient.norm()]  # the others keep what was there before
+    assert h.relative_error({n: retried[n] - EARLIER for n in used}, {n: whole[n] for n in used}) < 2e-6
+    assert (result.loss, result.num_targets) == (pytest.approx(undisturbed.loss, rel=1e-6), pytest.approx(undisturbed.num_targets))
+
+
+@contextmanager
+def kept(parameters):
+    """Instead of `gradients_apart`: what a failed try left in `.grad` stays there."""
+    yield
+
+
+def test_gradients_of_a_failed_try_would_be_found_out(monkeypatch):
+    whole, _, _ = gradient_of_window("GPT-2", np.inf)
+    monkeypatch.setattr(step, "gradients_apart", kept)
+    wrong, result, device = gradient_of_window("GPT-2", 60, chosen=third_of_three())
+    assert result.retries == len(device.failures) == 1
+    assert h.relative_error(wrong, whole) > 0.3
+
+
+def third_of_three():
+    """Memory runs out in the last micro-batch only: the gradients of the others are there already."""
+    calls = []
+    return lambda: calls.append(1) or len(calls) == 3
+
+
+def test_gradient_against_the_whole_window():
+    """Promise 1, without dropout, cut down to single samples."""
+    accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)
+    window = next(iter(windows_of(accelerator, samples)))
+    batch = h.pad_right([samples[i] for i in window.sample_ids])
+    single, double = (h.full_batch_gradient(model, batch, dtype) for dtype in (torch.float32, torch.float64))
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    device = Device(model, 12)
+    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    h.assert_promise_1(h.gradients(model), single, double)
+    assert result.retries == len(device.failures) >= 3 and sum(device.take().values()) == WINDOW
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, samples: list[dict]) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind: str = "list", backward: bool = False):
+    """Two epochs of updates. Returns the losses, retries by window, the device, and whether each window saw its samples once."""
+    accelerator, model, samples = accelerator_in(precision), h.gpt2(0.1), h.token_samples(SAMPLES)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    device = Device(model, 20, chosen=chosen, backward=backward)
+    if kind == "stream":
+        options = {"per_device_batch_size": micro_batch, "global_batch_size": WINDOW, "seed": SEED, "num_workers": 1}
+        windows = hf_ga.StreamLoader(Stream(samples), h.pad_right, accelerator=accelerator, **options)
+    else:
+        more = {"num_workers": 2} if kind == "workers" else {}
+        windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
+    losses, retries, once = [], [], []
+    for _ in range(2):
+        for window in windows:
+            result = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=0.5)
+            losses.append(result.loss)
+            retries.append(result.retries)
+            once.append(device.take() == Counter(of_sample(samples[i]["input_ids"]) for i in window.sample_ids))
+    return np.array(losses), retries, device, once
+
+
+@cache
+def undisturbed_losses(kind: str) -> np.ndarray:
+    return run_of_steps("no", lambda: False, kind=kind)[0]
+
+
+def at_random(seed: int, share: float = 0.25):
+    rng = random.Random(seed)
+    return lambda: rng.random() < share
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("list", 1), ("list", 2), ("workers", 4), ("stream", 7)])
+def test_run_with_failures_at_random_is_the_undisturbed_one(kind, seed):
+    """Loss by loss, in forwards and backwards; every window sees each of its samples once."""
+    expected = undisturbed_losses("stream" if kind == "stream" else "list")
+    losses, retries, device, once = run_of_steps("no", at_random(seed), kind=kind, backward=seed % 2 == 0)
+    assert sum(retries) == len(device.failures) >= 2 and all(once)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision):
+    """No further from the undisturbed run than another split is: its rounding depends on the split."""
+    expected, _, _, _ = run_of_steps(precision, lambda: False)
+    other, _, _, _ = run_of_steps(precision, lambda: False, micro_batch=3)
+    losses, retries, _, once = run_of_steps(precision, at_random(6), backward=True)
+    assert sum(retries) >= 2 and all(once)
+    assert np.abs(losses - expected).max() <= 3 * np.abs(other - expected).max() + 1e-6
+
+
+def test_the_limit_is_remembered():
+    """Micro-batches over it are cut before the first try, so a device that is always as small fails in the first window only."""
+    _, retries, device, _ = run_of_steps("no", lambda: True)
+    assert retries[0] == len(device.failures) > 0 and not any(retries[1:])
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_single_sample_that_does_not_fit(backward):
+    """It is named; the caller's gradients are there as before, and smaller windows can be computed."""
+    accelerator, model, samples = accelerator_in(), h.gpt2(0.1), h.token_samples(SAMPLES)
+    samples[5] = {name: (values * 9)[:30] for name, values in samples[5].items()}
+    rule = hf_ga.prove_targets(model, samples[:5], h.pad_right)
+    device = Device(model, 25, backward=backward)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, EARLIER)
+    windows = list(windows_of(accelerator, samples))
+    bad = next(window for window in windows if 5 in window.sample_ids)
+    with pytest.raises(
+        OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of process 0.*max_length"
+    ):
+        hf_ga.backward_window(accelerator, model, bad, targets=rule)
+    assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (1, 30)
+    good = next(window for window in windows if window is not bad)
+    assert hf_ga.backward_window(accelerator, model, good, targets=rule).num_targets > 0
+
+
+class Greedy(nn.Module):
+    """Asks for more memory than there is, for micro-batches of several samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.greedy = h.gpt2(), False
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        if self.greedy and len(input_ids) > 1:
+            torch.empty(2**60, dtype=torch.uint8)
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_memory_that_really_runs_out():
+    """Torch's allocator of the CPU says no."""
+    accelerator, model, samples = accelerator_in(), Greedy(), h.token_samples(SAMPLES)
+    rule, window = hf_ga.prove_targets(model, samples, h.pad_right), next(iter(windows_of(accelerator, samples)))
+    model.greedy = True
+    assert hf_ga.backward_window(accelerator, model, window, targets=rule).retries >= 2  # 8, 4 and perhaps 2 samples do not fit
+
+
+def test_other_errors_are_no_lack_of_memory():
+    assert all(map(is_out_of_memory, ERRORS.values()))
+    assert not any(map(is_out_of_memory, [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory.")]))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with filled_place(tmp_path_factory.mktemp("memory")) as folder:
+        yield folder
+
+
+@contextmanager
+def small_device(fits: float, **how):
+    """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
+    prepare, devices = build.prepare, []
+
+    def prepared(accelerator, model, optimizer):
+        devices.append(Device(model, fits, **how))
+        return prepare(accelerator, model, optimizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "prepare", prepared)
+        yield devices
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place):
+    return train(place, place / "undisturbed")
+
+
+@pytest.fixture(scope="module")
+def short_of_memory(place):
+    with small_device(60):
+        return train(place, place / "short", per_device_eval_batch_size=2)
+
+
+def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
+    """Retries in metrics.jsonl where there were any, the limit in summary.json, the losses of the undisturbed run."""
+    lines, expected = lines_of(place / "short"), lines_of(place / "undisturbed")
+    assert [line.get("retries", 0) > 0 for line in lines] == [True] + [False] * 7
+    assert not any("retries" in line for line in expected) and undisturbed["most_tokens_in_a_micro_batch"] is None
+    assert 24 <= short_of_memory["most_tokens_in_a_micro_batch"] <= 60
+    for name in ("loss", "eval_loss", "grad_norm"):
+        found, right = ([line[name] for line in run if name in line] for run in (lines, expected))
+        assert found == pytest.approx(right, rel=1e-5) and found
+    assert 0 < relative_distance(place / "short", place / "undisturbed") < 1e-6  # in other parts, so rounded otherwise
+
+
+def test_a_lower_limit_is_printed(place, tmp_path, capsys):
+    """Here the limit falls twice, in the first window and in the last one."""
+    output, calls = tmp_path / "out", []
+
+    def chosen() -> bool:
+        calls.append(1)
+        return len(calls) == 2 or len(lines_of(output)) == 7  # the second micro-batch is the first window's largest
+
+    with small_device(24, chosen=chosen):
+        train(place, output, per_device_eval_batch_size=1)
+    assert [line["step"] for line in lines_of(output) if "retries" in line] == [1, 8]
+    said = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
+    assert len(said) == 2
+    assert all("tokens (padding included) in a micro-batch; the update is the same" in line for line in said)
+
+
+def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short_of_memory):
+    """Bit for bit: the checkpoint holds the limit, so nothing fails again."""
+    with small_device(60):
+        resumed = train(
+            place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"), per_device_eval_batch_size=2
+        )
+    assert resumed["weights_sha256"] == short_of_memory["weights_sha256"]
+    assert not any("retries" in line for line in lines_of(tmp_path / "out"))
+
+
+def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
+    """One line, with the checkpoint to go on from."""
+    saved = tmp_path / "out" / "checkpoint-3"
+    with small_device(23, chosen=saved.exists), pytest.raises(OutOfMemory) as caught:
+        train(place, tmp_path / "out")
+    assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(caught.value)
+    assert str(caught.value).endswith(f"Then go on from {saved} with --resume_from_checkpoint auto.")

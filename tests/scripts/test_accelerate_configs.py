@@ -1,0 +1,120 @@
+"""Each launch profile is read by Accelerate's own parser and launcher, says what it is for, and every key in it is explained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+PROFILES = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
+FOLDER = PROFILES[0].parent
+# What the launcher makes of each: (many processes by torch's launcher, FSDP, processes, machines, precision, on the CPU).
+LAUNCHED = {
+    "cpu": (False, False, 1, 1, "no", True),
+    "cpu_2": (True, False, 2, 1, "no", True),
+    "single_gpu": (False, False, 1, 1, "no", False),
+    "single_gpu_fp16": (False, False, 1, 1, "fp16", False),
+    "multi_gpu": (True, False, 8, 1, "no", False),
+    "multi_node": (True, False, 16, 2, "no", False),
+    "fsdp1": (False, True, 8, 1, "bf16", False),
+    "fsdp2": (False, True, 8, 1, "bf16", False),
+    "fsdp2_offload": (False, True, 8, 1, "bf16", False),
+}
+
+
+def launched(profile, *flags):
+    """The launcher's arguments, checked and completed by itself."""
+    parser = launch_command_parser()
+    args, _, _ = _validate_launch_command(parser.parse_args(["--config_file", str(profile), *flags, "script.py"]))
+    return args
+
+
+def unknown_fsdp_keys(profile):
+    """Accelerate hands on whatever stands in `fsdp_config`; what is no flag of the launcher has no effect."""
+    flags = vars(launch_command_parser().parse_args(["script.py"]))
+    return [key for key in (yaml.safe_load(profile.read_text()).get("fsdp_config") or {}) if key not in flags]
+
+
+def plugin_of(profile):
+    """What a process that is launched so shards with."""
+    with patch_environment(**prepare_multi_gpu_env(launched(profile))):
+        return FullyShardedDataParallelPlugin()
+
+
+def test_the_profiles_are_these():
+    assert {profile.stem for profile in PROFILES} == LAUNCHED.keys()
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
+def test_accelerate_launches_it_as_meant(profile):
+    """A key that Accelerate does not know raises there."""
+    config, args = load_config_from_file(str(profile)), launched(profile)
+    assert not unknown_fsdp_keys(profile)
+    assert not (args.use_deepspeed or args.use_megatron_lm or args.tpu)
+    found = (args.multi_gpu, args.use_fsdp, args.num_processes, args.num_machines, args.mixed_precision, bool(args.use_cpu))
+    assert found == LAUNCHED[profile.stem]
+    assert config.num_processes == args.num_processes and config.mixed_precision == args.mixed_precision
+
+
+def test_flags_win_over_the_profile():
+    args = launched(FOLDER / "multi_gpu.yaml", "--num_processes", "3", "--mixed_precision", "bf16")
+    assert (args.num_processes, args.mixed_precision, args.multi_gpu) == (3, "bf16", True)
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
+def test_every_key_is_explained(profile):
+    """In its own line, and the file says in its first one what it is for."""
+    first, *lines = profile.read_text().splitlines()
+    assert first.startswith("# ")
+    keys = [line for line in lines if not line.startswith("#") and line.strip() != "fsdp_config:"]
+    assert len(keys) >= 5
+    assert [line for line in keys if len(line.partition(" # ")[2].strip()) < 5] == []
+
+
+def test_nodes_meet_at_the_first_machine():
+    environment = prepare_multi_gpu_env(args := launched(FOLDER / "multi_node.yaml", "--machine_rank", "1"))
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("8", "2", 1)
+    assert (args.rdzv_endpoint, args.rdzv_backend) == ("127.0.0.1:29500", "static")
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "fsdp2_offload"])
+def test_what_fsdp_shards_with(name):
+    plugin = plugin_of(FOLDER / f"{name}.yaml")
+    assert plugin.fsdp_version == int(name[4])
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy and plugin.transformer_cls_names_to_wrap is None
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    assert not plugin.activation_checkpointing
+    assert not plugin.cpu_ram_efficient_loading and not plugin.sync_module_states  # all processes need true weights for the proof
+    offload = plugin.cpu_offload
+    assert type(offload).__name__ == {"fsdp1": "CPUOffload", "fsdp2": "OffloadPolicy"}.get(name, "CPUOffloadPolicy")
+    if name == "fsdp1":
+        assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD and plugin.use_orig_params
+        assert plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE and not plugin.forward_prefetch
+        assert not offload.offload_params
+    else:
+        assert plugin.reshard_after_forward is True
+
+
+def test_a_misspelt_key_is_found(tmp_path):
+    """The controls: at the top Accelerate raises by itself, in `fsdp_config` only the comparison with its flags sees it."""
+    text = (FOLDER / "fsdp2.yaml").read_text()
+    (tmp_path / "top.yaml").write_text(text.replace("mixed_precision", "mixed_precison"))
+    with pytest.raises(ValueError, match="mixed_precison"):
+        load_config_from_file(str(tmp_path / "top.yaml"))
+    (tmp_path / "inner.yaml").write_text(text.replace("fsdp_offload_params", "fsdp_offload_parameters"))
+    assert launched(tmp_path / "inner.yaml").use_fsdp
+    assert unknown_fsdp_keys(tmp_path / "inner.yaml") == ["fsdp_offload_parameters"]
+
+
+def test_half_precision_is_not_what_fsdp_would_sum_in_by_itself():
+    """What `prepare` changes of these profiles: Accelerate's own policy for bf16."""
+    plugin = plugin_of(FOLDER / "fsdp2.yaml")
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16

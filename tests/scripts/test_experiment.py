@@ -1,0 +1,52 @@
+"""The experiment, short: layouts agree, every mistake shows. (The whole is `scripts/run_ga_experiment.py`, 100 steps.)"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, Experiment, differences
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "run_ga_experiment.py"
+
+
+@pytest.fixture(scope="module")
+def results():
+    """6 steps: windows of 64, 64 and 22 samples, two epochs of them."""
+    experiment = Experiment(num_samples=150, max_length=24, steps=6, learning_rate=5e-4, seed=0)
+    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    return {group: [experiment.run(arm) for arm in arms] for group, arms in groups.items()}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("run_ga_experiment", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_layouts_agree(results, script):
+    assert script.broken_limits({**results, "mistakes": []}) == []
+
+
+@pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[arm.name for arm in MISTAKES])
+def test_each_mistake_shows(results, index):
+    """The control: with these arms the limits would be broken, by a factor of 10 at least in one of the three figures."""
+    off = differences(results["mistakes"][index], results["layouts"][0])
+    assert max(value / LIMITS[name] for name, value in off.items()) > 10
+
+
+def test_dropout_is_on(results):
+    assert results["layouts"][0].train_losses[-1] != results["dropout 0"][0].train_losses[-1]
+
+
+def test_a_mistake_breaks_the_limits(results, script):
+    assert script.broken_limits({"layouts": [results["layouts"][0], results["mistakes"][1]], "dropout 0": []})
+
+
+def test_table_and_plot(results, script, tmp_path):
+    table = script.make_table(results).splitlines()
+    assert len(table) == 2 + len(LAYOUTS) + len(WITHOUT_DROPOUT) + len(MISTAKES)
+    assert len({line.count("|") for line in table}) == 1
+    script.plot(results, tmp_path / "experiment.png")
+    assert (tmp_path / "experiment.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,130 @@
+"""scripts/kill_test.py: real kills end as the undisturbed run does, and its comparison sees a run that does not."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_ga
+from hf_ga.run import finetune
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+DOCS = (SCRIPTS.parent / "docs/recovery.md").read_text().splitlines()
+COMMANDS = [line.partition("#")[0].split() for line in DOCS if line.startswith("python scripts/kill_test.py")]
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """(kill_test, killed_run) as modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("kill_test"), importlib.import_module("killed_run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scripts, tmp_path_factory):
+    """A folder with the inputs and a whole run in `undisturbed`."""
+    folder = tmp_path_factory.mktemp("kill test")
+    scripts[1].write_inputs(folder)
+    hf_ga.finetune(hf_ga.FinetuneConfig(**scripts[1].settings(folder, folder / "undisturbed")))
+    return folder
+
+
+def resumed(scripts, folder, output):
+    """What is left of the run when only its first checkpoint that was kept is there, and then resumed."""
+    shutil.copytree(folder / "undisturbed", output)
+    for name in ("checkpoint-12", "summary.json", "model.safetensors"):
+        (shutil.rmtree if (output / name).is_dir() else Path.unlink)(output / name)
+    hf_ga.finetune(hf_ga.FinetuneConfig(**scripts[1].settings(folder, output)))
+    return scripts[0].differences(folder / "undisturbed", output)
+
+
+def test_a_resumed_run_is_the_same(scripts, undisturbed, tmp_path):
+    assert resumed(scripts, undisturbed, tmp_path / "out") == []
+
+
+def test_a_resume_without_the_optimizer_is_seen(scripts, undisturbed, tmp_path, monkeypatch):
+    resume = finetune.resume
+
+    def forgets(run, *args, **kwargs):
+        fresh = run.optimizer.state_dict()
+        progress = resume(run, *args, **kwargs)
+        run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": fresh["state"]})
+        return progress
+
+    monkeypatch.setattr(finetune, "resume", forgets)
+    found = resumed(scripts, undisturbed, tmp_path / "out")
+    assert any(text.startswith("weights_sha256 ") for text in found) and "model.safetensors differs" in found
+    assert any(text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("damage", "seen"),
+    [
+        (lambda lines: lines[:4] + lines[5:], "metrics.jsonl has the steps [1, 2, 3, 4, 6,"),
+        (lambda lines: lines[:5] + lines[4:], "metrics.jsonl has the steps [1, 2, 3, 4, 5, 5,"),
+        (lambda lines: [*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] are not"),
+        (lambda lines: [line.replace('"tokens_per_second": ', '"tokens_per_second": 1') for line in lines], None),
+    ],
+    ids=["a lost line", "a doubled line", "another value", "another speed"],
+)
+def test_lines_are_compared(damage, seen, scripts, undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "undisturbed", tmp_path / "out")
+    path = tmp_path / "out" / "metrics.jsonl"
+    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
+    found = scripts[0].differences(undisturbed / "undisturbed", tmp_path / "out")
+    assert len(found) == (seen is not None) and all(seen in text for text in found)
+
+
+def test_files_are_compared(scripts, undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "undisturbed", tmp_path / "out")
+    (tmp_path / "out" / "partial-checkpoint-4").mkdir()
+    weights = tmp_path / "out" / "best" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    (tmp_path / "out" / "summary.json").write_text(json.dumps(summary | {"eval_loss": 0.5}))
+    found = scripts[0].differences(undisturbed / "undisturbed", tmp_path / "out")
+    assert found == [
+        f"eval_loss 0.5 instead of {summary['eval_loss']}",
+        "best/model.safetensors differs",
+        "files that only one of them has: partial-checkpoint-4",
+    ]
+
+
+def test_operations_are_counted(scripts, tmp_path, monkeypatch):
+    """Those that change the folder, by absolute paths or in an open folder; and the one that was drawn is the last one."""
+    kill_test, killed_run = scripts
+    watch, ended, output = killed_run.Watch(kill_test.SERVER.RawArray("i", 2), die_at=6), [], tmp_path / "out"
+    counting = [True]
+    monkeypatch.setattr(killed_run.os, "kill", lambda *_: ended.append(watch.shared[1]))
+    sys.addaudithook(lambda event, values: counting and killed_run.count_operation(event, values, str(output), watch))
+    output.mkdir()
+    (output / "a").write_text("")
+    (output / "a").read_text()
+    (output / "a").rename(output / "b")
+    (tmp_path / "c").write_text("")
+    assert (watch.shared[1], kill_test.PHASES[watch.shared[0]]) == (2, "start")
+    (output / "checkpoint-1").mkdir()
+    (output / "checkpoint-1").rename(output / "partial-checkpoint-1")
+    assert kill_test.PHASES[watch.shared[0]] == "rotating"
+    shutil.rmtree(output)
+    assert watch.shared[1] == 6 and ended == [6]
+    counting.clear()  # a hook stays as long as Python does
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("words", "kills", "processes"), [(COMMANDS[0], 3, 1), (COMMANDS[1], 2, 2)], ids=["1 process", "2"])
+def test_kills(words, kills, processes, tmp_path):
+    """The two commands of the docs, shortened."""
+    flags = [*words[2:], "--kills", str(kills), "--seed", "3", "--output_dir", str(tmp_path / "runs")]
+    command = [sys.executable, str(SCRIPTS / "kill_test.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("undisturbed: ") and lines[-1] == f"0 of {kills} differ"
+    (phases,) = [line for line in lines if line.startswith("kills by phase: ")]
+    assert sum(int(word) for word in phases.replace(",", "").split() if word.isdigit()) == kills

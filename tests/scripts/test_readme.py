@@ -1,0 +1,151 @@
+"""README and docs are true: their Python blocks run, their commands run (shortened), and CI runs the README's test command."""
+
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Trainer
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for text in PAGES.values()
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+def starting(*words: str) -> list[str]:
+    """Each command once."""
+    return list(dict.fromkeys(line for line in COMMANDS if line.startswith(words)))
+
+
+CHECKS, PLANS = (
+    starting("python scripts/check_equivalence.py"),
+    starting("python scripts/plan_batch.py", "python scripts/submit_slurm.py"),
+)
+LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
+RUNS = list(dict.fromkeys(line for line in LAUNCHES if "scripts/finetune.py" in line))
+# Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py.
+ELSEWHERE = starting("python scripts/kill_test.py", "python scripts/benchmark.py", "python scripts/sweep_heads.py")
+
+
+def execute(block: str, capsys) -> tuple[dict, str]:
+    names: dict = {"__name__": "snippet"}
+    exec(compile(block, "docs", "exec"), names)
+    return names, capsys.readouterr().out
+
+
+def test_every_block_and_command_is_tried():
+    assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
+        "README": 3,
+        "checker": 1,
+        "library": 1,
+        "trainer": 1,
+    }
+    tried = {*CHECKS, *PLANS, *ELSEWHERE, *RUNS}
+    assert {line for line in COMMANDS if line not in tried and "pip install" not in line} == set()
+
+
+def test_the_demonstration_fails_and_then_passes(capsys):
+    """A demonstration in which both arms agree, or none, would catch nothing."""
+    _, printed = execute(BLOCKS["README"][0], capsys)
+    usual, ours = (float(value) for value in re.findall(r"relative error of the gradient (\S+)", printed))
+    assert usual > 0.1
+    assert ours < 1e-6
+
+
+@pytest.mark.parametrize(("page", "index"), [("README", 1), ("library", 0)])
+def test_the_loops_run(page, index, capsys):
+    _, printed = execute(BLOCKS[page][index], capsys)
+    assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
+
+
+@pytest.mark.parametrize(("page", "index"), [("README", 2), ("trainer", 0)])
+def test_the_one_import_line_gives_a_trainer(page, index, capsys):
+    names, _ = execute(BLOCKS[page][index], capsys)
+    assert issubclass(names["Trainer"], Trainer) and names["Trainer"] is not Trainer
+
+
+def test_the_check_convicts_the_step_and_acquits_ours(capsys):
+    names, printed = execute(BLOCKS["checker"][0], capsys)
+    assert "hf_ga: passed" in printed and "mine: FAILED" in printed and "x4.00" in printed
+    assert names["report"].arm("hf_ga").passed and not names["report"].passed
+
+
+SHORTER = ["--max_steps", "2", "--max_length", "16", "--per_device_eval_batch_size", "256"]
+PLAIN = "accelerate launch scripts/finetune.py"  # nothing between the launcher and the script
+
+
+@pytest.mark.launch
+def test_the_commands_run(tmp_path):
+    """In one folder and in this order, as some resume; shortened to a few steps and few tokens. First those that give the launcher
+    arguments and one that does not, by themselves, then the others without importing everything for each.
+    """
+    others = [command for command in RUNS if command.startswith(PLAIN)]
+    alone = [others[0], *(command for command in RUNS if command not in others)]
+    for command in alone:
+        words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in command.split()]
+        words[0] = str(Path(sys.executable).parent / words[0])
+        result = subprocess.run([*words, *SHORTER], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
+    (tmp_path / "job.json").write_text(json.dumps([[*c.removeprefix(PLAIN).split(), *SHORTER] for c in others[1:]]))
+    words = [sys.executable, str(ROOT / "tests" / "command_lines.py"), "job.json"]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=480)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "outputs/finetune/summary.json").exists() and (tmp_path / "outputs/safe/summary.json").exists()
+
+
+def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
+    """The exact layout with the lines that the docs show, and the batch script with the launch command of each node."""
+    monkeypatch.chdir(tmp_path)
+    printed = []
+    for command in PLANS:
+        _, script, *flags = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", [script, *(str(ROOT / flag) if flag.startswith("scripts/") else flag for flag in flags)])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        printed.append(capsys.readouterr().out)
+    shown = [line.strip() for line in PAGES["processes"].splitlines() if line.startswith("    samples ")]
+    assert len(shown) == 2 and set(shown) <= set(printed[0].splitlines())
+    assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
+
+
+@pytest.mark.launch
+def test_the_check_runs(tmp_path):
+    """With a quick window; it must pass, as `--assert` says by the exit code."""
+    (check,) = CHECKS
+    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in check.split()[1:]]
+    command = [sys.executable, *words, "--quick", "--compare", "none", "--max_length", "16"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
+
+
+def test_ci_runs_the_test_command():
+    """What the README tells a newcomer to run is what continuous integration runs."""
+    command = next(line for line in COMMANDS if "pytest" in line)
+    ci = (ROOT / ".ci/run").read_text()
+    for part in command.split(" && ")[2:]:
+        assert part.removeprefix("pip install ") in ci, part
+
+
+def test_links_lead_somewhere():
+    """Relative links of README and docs."""
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README" else ROOT / "docs"
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert link.startswith("http") or (folder / link).exists(), f"{page}: {link}"
+
+
+def test_the_readme_is_short_and_the_main_command_comes_early():
+    lines = PAGES["README"].splitlines()
+    assert len(lines) <= 200
+    assert next(i for i, line in enumerate(lines) if "accelerate launch scripts/finetune.py" in line) < 40
