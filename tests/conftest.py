@@ -21,19 +21,13 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="the tests marked `full` too, and many more random examples: long")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that start processes are spread evenly over the others, so that two of them seldom run beside each other."""
-    if not config.getoption("--full"):
-        longer = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=longer)
-        items[:] = [item for item in items if item not in longer]
-    launching = {item.path for item in items if item.get_closest_marker("launch")}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests are spread evenly over the others: those start processes, and two of them seldom run beside each
+    other.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
     place = {}
-    for files in (sorted(launching), sorted({item.path for item in items} - launching)):
+    for files in (sorted(slow), sorted({item.path for item in items} - slow)):
         place |= {path: i / len(files) for i, path in enumerate(files)}
     items.sort(key=lambda item: (place[item.path], item.path))  # stable within a file
 

@@ -530,7 +530,7 @@ def test_a_collator_with_its_own_generator_is_refused():
 # -- a real process group ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_processes_train_as_one_and_see_when_their_streams_differ(tmp_path):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

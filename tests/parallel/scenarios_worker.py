@@ -36,7 +36,7 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
 from hf_ga.recovery.checkpoint import state_sha256
 
 STEPS, MAX_NORM = 30, 0.1
-MICRO_BATCHES = {2: (1, 4, 16), 4: (1, 4)}  # a process, whose collectives are counted
+MICRO_BATCHES = {2: (1, 4, 16)}  # a process, whose collectives are counted
 KINDS = ("ddp", "fsdp1", "fsdp2")
 CASES = {
     "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),

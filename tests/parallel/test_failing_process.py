@@ -16,7 +16,7 @@ import hf_ga
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow("starts processes")
 WORKER = Path(__file__).with_name("failing_worker.py")
 LIMIT = 150  # seconds, start-up included; the processes would wait for half an hour
 MESSAGES = {
@@ -65,7 +65,7 @@ def test_an_error_that_nobody_catches_ends_all_in_bounded_time_ddp(ddp):
     assert "Fails: row 7 cannot be decoded" in done.stderr
 
 
-@pytest.mark.parametrize("kind", [pytest.param("fsdp1", marks=pytest.mark.full), "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp1", marks=pytest.mark.slow("long")), "fsdp2"])
 def test_an_error_that_nobody_catches_ends_all_in_bounded_time_fsdp(tmp_path, kind):
     """In a forward, in which the other processes wait for the shards of the failing one."""
     began = time.monotonic()

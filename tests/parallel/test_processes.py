@@ -22,20 +22,16 @@ import hf_ga
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow("starts processes")
 WORKER = Path(__file__).with_name("scenarios_worker.py")
 SCENARIOS = {
     1: ["gradients", "steps"],
     2: ["gradients", "steps", "naive", "counted", "overflow", "heads", "options", "subset", "added", "buckets"],
     3: ["gradients", "steps", "heads"],
-    4: ["gradients", "steps", "counted", "few_samples"],
+    4: ["few_samples"],
 }
-OF_FOUR_IN_FULL = ("gradients", "steps", "counted")  # two processes show it too, and four wait for the cores
 LAUNCHES = [(kind, n) for n in SCENARIOS for kind in (KINDS if n > 1 else KINDS[:1])]  # one process shards nothing
-# More processes than two show the same.
-LAYOUTS = [pytest.param(kind, n, marks=[pytest.mark.full] * (n > 2)) for kind, n in LAUNCHES]
-TWO_AND_THREE = [2, pytest.param(3, marks=pytest.mark.full)]
-TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.full)]
+LAYOUTS = [(kind, n) for kind, n in LAUNCHES if "gradients" in SCENARIOS[n]]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +43,7 @@ def found(tmp_path_factory, request):
         if num_processes not in folders:
             folder = tmp_path_factory.mktemp(f"processes{num_processes}")
             kinds = ",".join(kind for kind, n in LAUNCHES if n == num_processes)
-            left_out = OF_FOUR_IN_FULL if num_processes == 4 and not request.config.getoption("--full") else ()
-            names = [name for name in SCENARIOS[num_processes] if name not in left_out]
-            done = launch(num_processes, WORKER, str(folder), kinds, *names)
+            done = launch(num_processes, WORKER, str(folder), kinds, *SCENARIOS[num_processes])
             folders[num_processes] = folder, done
         folder, done = folders[num_processes]
         said = [line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line]
@@ -164,7 +158,7 @@ def test_small_buckets_of_two_types(found):
     assert facts(found(2), "buckets") == [expected, expected]
 
 
-@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
+@pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize(("head", "kind"), [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]])
 def test_heads_with_rules_of_their_own(found, kind, head, num_processes):
     """Two divisors, a balancing loss over the window, an own loss, heads that only some samples use, a loss that sees padding: 18
@@ -276,8 +270,7 @@ def test_other_dropout_masks_fail_the_same_test(thirty_steps):
 # -- what is sent ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_processes", TWO_AND_FOUR)
-def test_ddp_sums_gradients_once_a_window(found, num_processes):
+def test_ddp_sums_gradients_once_a_window(found, num_processes=2):
     """One all-reduce of exactly the gradients' bytes and two small ones (targets, status), however many micro-batches."""
     for micro_batches in MICRO_BATCHES[num_processes]:
         for fact in facts(found(num_processes), f"counted ddp {micro_batches} once"):
@@ -291,9 +284,8 @@ def test_ddp_sums_gradients_once_a_window(found, num_processes):
     )
 
 
-@pytest.mark.parametrize("num_processes", TWO_AND_FOUR)
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_fsdp_reduces_once_a_window_or_each_time(found, kind, num_processes):
+def test_fsdp_reduces_once_a_window_or_each_time(found, kind, num_processes=2):
     """Parameters are gathered in every micro-batch; gradients are reduced once, or each time where that is asked for."""
     counts = {}
     for micro_batches in MICRO_BATCHES[num_processes]:

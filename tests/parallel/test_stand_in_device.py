@@ -22,7 +22,7 @@ ASKED_BY_ITSELF = ("width",) if h.BEFORE_5_23 else ()  # XLNet made a mask on th
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["standin", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow("starts processes")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ print(json.dumps([torch.get_num_threads(), weight_error(*runs)]))
 """
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("samples", [48, 90])
 def test_exact_trainer_with_all_threads(samples):
     """ExactTrainer once planned micro-batches for two threads where Trainer takes `gradient_accumulation_steps` of them."""

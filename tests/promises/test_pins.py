@@ -20,6 +20,6 @@ def test_gradients():
 
 
 @same_machine
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_weights_of_whole_runs():
     assert pins.runs() == {name: value for name, value in STORED["floats"].items() if name.startswith("run")}

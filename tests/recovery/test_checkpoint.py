@@ -327,8 +327,8 @@ def test_lost_lines(place, undisturbed, tmp_path):
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
 
-@pytest.mark.full
-@pytest.mark.launch
+@pytest.mark.slow("long")
+@pytest.mark.slow("starts processes")
 def test_killed_process_is_resumed(place, tmp_path):
     """SIGKILL at an unknown place behind a checkpoint, other processes, other hash seeds of Python: the same bits."""
 

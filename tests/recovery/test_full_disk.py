@@ -92,7 +92,7 @@ def test_the_limit_is_real(tmp_path):
     (tmp_path / "file").write_bytes(b"0" * 11)
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_all_processes_stop_with_the_same_words(place, tmp_path):
     """Under FSDP, where process 1 cannot write its shards, where the main process cannot finish, and where a shard is damaged."""
     small = {"max_steps": 4, "eval_steps": 4, "save_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2}

@@ -19,7 +19,7 @@ from runs import filled_place, lines_of, small_config, train
 
 import hf_ga
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow("starts processes")
 WORKER = Path(__file__).with_name("memory_worker.py")
 LIMIT = 150  # seconds for a run that fails, start-up included; the processes would wait for half an hour
 FAILS = 7  # forward of process 1: three windows, a checkpoint and an evaluation come first

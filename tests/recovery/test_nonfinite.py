@@ -463,7 +463,7 @@ def launched(tmp_path_factory):
     return [json.loads((folder / f"{process}.json").read_text()) for process in (0, 1)]
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("name", [f"{kind} {where}" for kind in KINDS for where in KINDS[kind]])
 def test_processes_say_the_same_and_skip_the_same(launched, name):
     """Only process 1 has the bad samples."""

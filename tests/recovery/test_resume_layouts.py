@@ -73,7 +73,7 @@ def chain(place: Path, output: Path, links: list[tuple[str, int, int]]) -> list[
     return phases
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_one_run_on_nine_layouts(place, whole, tmp_path):
     """1 -> 2 -> 4 -> 1 processes, DDP -> FSDP2 -> one process -> FSDP1 -> one, micro-batches of 8, 4 and 2; dropout on."""
     printed = run_phases(tmp_path / "job", chain(place, tmp_path / "out", CHAIN))
@@ -118,7 +118,7 @@ def test_a_resume_one_window_further_is_another_run(place, whole, tmp_path, monk
     assert abs(losses[-1] - others[-1]) > 1e-4
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_processes_resumed_on_two_are_the_same_bits(place, tmp_path):
     """The control: on one process they are not the same bits."""
 
@@ -160,7 +160,7 @@ def round_trips(tmp_path_factory):
     return dict(zip(cases, json.loads((folder / "results.json").read_text()), strict=True))
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("case", CASES)
 def test_a_plain_checkpoint_goes_into_shards_and_back(case, round_trips):
     """Bit for bit: weights, moments, rates and decay. The control: before it was loaded, nearly all of it was different."""

@@ -295,7 +295,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place
 # -- several processes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_the_launcher_is_told_to_stop(place, undisturbed, tmp_path):
     """It passes the signal on to both processes, which agree where to stop; the resumed run is the undisturbed one."""
     (tmp_path / "worker.py").write_text(WORKER)

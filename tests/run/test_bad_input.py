@@ -562,7 +562,7 @@ def test_deepspeed(files, tmp_path, capsys, monkeypatch):
     )
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("name", ["unknown flag", "malformed JSON lines"])
 def test_bad_input_of_the_script(name, files, tmp_path):
     """As a user sees it: exit code 2 and, in the end, the same one line, without a traceback before it."""

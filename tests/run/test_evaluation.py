@@ -209,7 +209,7 @@ def on_processes(tmp_path_factory):
     return found
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("name", evaluation_worker.CASES)
 def test_all_processes_get_the_very_same_numbers(name, on_processes):
     """Bit for bit those of one process: of every head, of texts, of fewer samples than processes, of none with a target."""
@@ -218,7 +218,7 @@ def test_all_processes_get_the_very_same_numbers(name, on_processes):
     assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_those_numbers_are_right(on_processes):
     """By hand: losses in float64 one sample at a time, classes by counting."""
     found = on_processes[3, 1]
@@ -242,7 +242,7 @@ def number_by_hand(sample) -> float:
     return float(model(**{k: v for k, v in batch.items() if k != "labels"}).logits)
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_the_usual_loop_counts_samples_twice(on_processes):
     """The control: a prepared DataLoader fills its last round of batches with the first samples again."""
     true = on_processes[1, 0]["causal LM"]["num_targets"]
@@ -250,7 +250,7 @@ def test_the_usual_loop_counts_samples_twice(on_processes):
     assert counts[1] == true and all(counts[processes] > true for processes in (2, 3, 4))
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_processes_with_different_data_are_told_so(on_processes):
     """All of them, in the same words; the same data are welcome. What the first process knows, all get."""
     for (count, _), found in on_processes.items():

@@ -130,7 +130,7 @@ def files_of(folder):
 # -- DDP --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_processes_are_the_same_run(one, two):
     """With dropout, losses and evaluations of every step, and the weights at the end."""
     assert_same_lines(two[2], one[1])
@@ -141,7 +141,7 @@ def test_two_processes_are_the_same_run(one, two):
         assert two[0][0]["summary"][name] == pytest.approx(one[0][name], rel=1e-6), name
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_both_processes_hold_the_same(two):
     """The same weights to the bit, and the same summary, which is that of the file."""
     first, second = two[0]
@@ -150,14 +150,14 @@ def test_both_processes_hold_the_same(two):
     assert first["summary"] == second["summary"] == json.loads((two[2] / "summary.json").read_text())
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_predictions_of_two_processes_are_those_of_one(one, two):
     found, expected = predictions_of(two[2], one[1])
     assert found == expected and [row["prediction"] is None for row in found] == [False, True, False, False, False]
     assert len({row["prediction"]["text"] for row in found if row["prediction"]}) >= 3  # so an exchange would be seen
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_files_and_lines_are_written_once(one, two):
     _, done, output = two
     of_ranks = {f"checkpoint-{step}/shards/shard-00002-model-00001-of-00001.safetensors" for step in (3, 6, 8)}
@@ -178,7 +178,7 @@ def test_files_and_lines_are_written_once(one, two):
     assert printed.count("tokenizing train:   0%") == 1  # the other process found it in the cache
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_resuming_on_one_process_what_two_began(one, two, place, tmp_path):
     settings = vars_of(settings_of(place, tmp_path / "out")) | {"resume_from_checkpoint": str(two[2] / "checkpoint-3")}
     summary = train_job(place, tmp_path / "out", JOB, **settings)
@@ -187,8 +187,8 @@ def test_resuming_on_one_process_what_two_began(one, two, place, tmp_path):
     assert relative_distance(tmp_path / "out", one[1]) <= 5e-5
 
 
-@pytest.mark.full
-@pytest.mark.launch
+@pytest.mark.slow("long")
+@pytest.mark.slow("starts processes")
 def test_resuming_on_two_machines_what_one_process_began(one, place, tmp_path):
     """Machines as the profile multi_node has them; only the first one prints."""
     words = worker_of(settings_of(place, tmp_path / "out", resume_from_checkpoint=str(one[1] / "checkpoint-6")))
@@ -213,8 +213,10 @@ def classes(place):
     return place / "classes", {**more, **predict}
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.full), 2])  # FSDP1 is one of test_resume_layouts.py's nine
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize(
+    "version", [pytest.param(1, marks=pytest.mark.slow("long")), 2]
+)  # FSDP1 is one of test_resume_layouts.py's nine
 def test_fsdp_is_the_same_run(version, classes, place):
     """Shards on both processes; a validation row for one of them; the model that is saved is whole."""
     reference, more = classes
@@ -243,8 +245,8 @@ def resumed_on_one_process(place, sharded, reference, more):
     assert relative_distance(output, reference) <= 5e-5 < 1e-4 < relative_distance(reference / "checkpoint-3", reference)
 
 
-@pytest.mark.full
-@pytest.mark.launch
+@pytest.mark.slow("long")
+@pytest.mark.slow("starts processes")
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_path):
     """Bit for bit on the same layout; one that FSDP2 wrote goes on under FSDP1; damage is found."""
     _, more = classes
@@ -283,7 +285,7 @@ def test_what_fsdp_cannot_do_is_refused(more, message):
 # -- errors -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_what_is_wrong_for_all_is_said_once(tmp_path):
     flags = ("--dataset_name", tmp_path / "missing.jsonl", "--output_dir", tmp_path / "out")
     done = launch(ROOT / "scripts/finetune.py", *flags)
@@ -293,7 +295,7 @@ def test_what_is_wrong_for_all_is_said_once(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_an_exception_on_one_process_ends_both(place, tmp_path):
     """The other one waits for it in a sum that never comes."""
     config = job_config(place, tmp_path / "out", "classes")

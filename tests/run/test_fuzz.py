@@ -27,19 +27,16 @@ from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 from hf_ga.run.cli import parse_config
 from hf_ga.run.config import FinetuneConfig
 
-FULL = 20  # times as many examples
-
 
 @pytest.fixture
-def fuzz(request):
+def fuzz():
     """Number of examples -> settings."""
-    full = request.config.getoption("--full", default=False)
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
     def chosen(examples: int) -> settings:
         return settings(
-            max_examples=examples * (FULL if full else 1),
-            derandomize=not full,
+            max_examples=examples,
+            derandomize=True,
             deadline=None,
             database=None,
             suppress_health_check=quiet,

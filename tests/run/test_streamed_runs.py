@@ -98,7 +98,7 @@ def test_drop_last_window_of_a_stream(place, tmp_path):
     assert [line["epoch"] for line in lines_of(tmp_path / "out")] == [0.0] * 3 + [1.0] * 3 + [2.0] * 2
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_processes_are_one(place, undisturbed, tmp_path):
     config = small_config(place, tmp_path / "out", **STREAMED).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

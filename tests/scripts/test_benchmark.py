@@ -97,7 +97,7 @@ def writes(lap: Lap, name: str, log: Path) -> None:
         lap.step_done()
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
     arms = {name: partial(writes, name=name, log=tmp_path / "log") for name in "ab"}
     measured = measure_in_turn(setting_of(), arms, "")
@@ -181,7 +181,7 @@ def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags
     assert section["figures"]["seconds"] == {"1000": 4.0}
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_ranks_share_each_window():
     with busy_core():
         measured = measure_two_ranks(setting_of())

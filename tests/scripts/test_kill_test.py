@@ -116,7 +116,7 @@ def test_operations_are_counted(scripts, tmp_path, monkeypatch):
     counting.clear()  # a hook stays as long as Python does
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(("words", "kills", "processes"), [(COMMANDS[0], 3, 1), (COMMANDS[1], 2, 2)], ids=["1 process", "2"])
 def test_kills(words, kills, processes, tmp_path):
     """The two commands of the docs, shortened."""

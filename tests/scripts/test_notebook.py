@@ -20,7 +20,7 @@ def executed(name, folder):
     return outputs, "".join(output.get("text", "") for output in outputs)
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_quickstart_runs(tmp_path):
     outputs, printed = executed("quickstart", tmp_path)
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2  # the run's curves, the three layouts
@@ -28,7 +28,7 @@ def test_quickstart_runs(tmp_path):
     assert "eval_accuracy" in str(outputs)
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_two_processes_from_a_notebook_are_the_same_run(tmp_path):
     """18 steps, of which every sixth has a short window; two processes are two, and they learn."""
     _, printed = executed("two_processes", tmp_path)

@@ -84,7 +84,7 @@ SHORTER = ["--max_steps", "2", "--max_length", "16", "--per_device_eval_batch_si
 PLAIN = "accelerate launch scripts/finetune.py"  # nothing between the launcher and the script
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_the_commands_run(tmp_path):
     """In one folder and in this order, as some resume; shortened to a few steps and few tokens. First those that give the launcher
     arguments and one that does not, by themselves, then the others without importing everything for each.
@@ -118,7 +118,7 @@ def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
     assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_the_check_runs(tmp_path):
     """With a quick window; it must pass, as `--assert` says by the exit code."""
     (check,) = CHECKS

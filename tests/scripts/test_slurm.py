@@ -140,7 +140,7 @@ def test_checkpoint_queues_the_same_job():
     assert pickle.loads(cloudpickle.dumps(job.checkpoint())).function == job
 
 
-@pytest.mark.launch
+@pytest.mark.slow("starts processes")
 def test_a_preempted_job_of_two_processes_is_queued_again_and_resumes(run_file, tmp_path):
     """Through the script and submitit's local executor, to processes that meet. Then SLURM's signal reaches launcher and task: the
     task queues itself again, ends both processes, and the second start resumes."""

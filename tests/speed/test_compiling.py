@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import hf_ga
 
-MODELS = ["GPT-2", pytest.param("BERT", marks=pytest.mark.full)]
+MODELS = ["GPT-2", pytest.param("BERT", marks=pytest.mark.slow("long"))]
 LAYERS = {"GPT-2": lambda model: model.transformer.h, "BERT": lambda model: model.bert.encoder.layer}
 BUILDERS = {"GPT-2": (h.gpt2, h.token_samples), "BERT": (h.bert_classifier, h.class_samples)}
 
@@ -52,7 +52,7 @@ def train(model, data, rule, wrong=1.0):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing looks at it
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("long"))], indirect=True)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times(name, backend):
     build, make_samples = BUILDERS[name]

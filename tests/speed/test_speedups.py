@@ -159,7 +159,7 @@ def test_every_combination_draws_the_same_dropout(name):
     assert h.relative_error(h.full_batch_gradient(build(), h.pad_right(samples)), plain) > 0.05
 
 
-@pytest.mark.parametrize("name", ["gpt2", "classes", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama", "t5"))])
+@pytest.mark.parametrize("name", ["gpt2", "classes", *(pytest.param(n, marks=pytest.mark.slow("long")) for n in ("llama", "t5"))])
 def test_under_autocast_no_combination_is_further_off(name):
     build, make_samples, not_used = MODELS[name]
     model, samples = build(), make_samples(NUM_SAMPLES)
