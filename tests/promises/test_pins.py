@@ -14,6 +14,7 @@ def test_orders_plans_and_masks():
 
 
 @same_machine
+@pytest.mark.slow("eight heads in many layouts")
 def test_gradients():
     found = pins.gradients()
     assert found == {name: value for name, value in STORED["floats"].items() if name.startswith("gradient")}

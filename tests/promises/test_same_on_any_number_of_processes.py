@@ -1,0 +1,30 @@
+"""Promise 4, same on any number of processes: two processes, started by `accelerate launch`, train as one does.
+
+Oracle: the same training on one process. Negative control: the mean over processes of their own mean losses.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import two_processes_worker as worker
+from accelerate import Accelerator
+
+PROFILES = Path(__file__).parents[2] / "accelerate_configs"
+
+
+@pytest.mark.parametrize("profile", ["cpu_2", pytest.param("fsdp2", marks=pytest.mark.slow("starts two processes"))])
+def test_two_processes_train_as_one(profile, tmp_path):
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", PROFILES / f"{profile}.yaml"]
+    flags = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
+    done = subprocess.run([*launch, *flags, worker.__file__, tmp_path / "found.json"], capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["processes"], found["kind"]) == (2, "FSDP" if profile == "fsdp2" else "MULTI_CPU")
+    alone = worker.train(Accelerator(cpu=True))
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert min(alone["norms"]) > worker.MAX_NORM  # every gradient was clipped
+    assert found["usual loss"] != pytest.approx(worker.usual_loss(Accelerator(cpu=True)), rel=1e-4)
