@@ -62,7 +62,7 @@ class ArmResult:
     steps_per_second: float = 0.0
 
 
-def right_weights(counts: np.ndarray, full: int) -> np.ndarray:
+def correct_weights(counts: np.ndarray, full: int) -> np.ndarray:
     """n_k / sum of n, as in `backward_window`."""
     return counts / counts.sum()
 
@@ -76,11 +76,11 @@ LAYOUTS = [
 ]
 WITHOUT_DROPOUT = [Arm("64 x 1, dropout 0", 64, dropout=0.0), Arm("16 x 4, dropout 0", 16, dropout=0.0)]
 MISTAKES = [
-    Arm("micro-batches sampled independently", 16, weights=right_weights, same_window=False),
+    Arm("micro-batches sampled independently", 16, weights=correct_weights, same_window=False),
     Arm("mean of means (ragged lengths)", 16, weights=lambda n, full: np.full(len(n), 1 / len(n))),
     Arm("last window divided by the full GA", 16, weights=lambda n, full: n / n.sum() * len(n) / full),
     Arm("gradients not divided", 16, weights=lambda n, full: n / n.sum() * len(n)),
-    Arm("native dropout", 16, weights=right_weights, keyed=False),
+    Arm("native dropout", 16, weights=correct_weights, keyed=False),
     Arm("validation as a mean over batches of 16", 16, token_weighted_validation=False),
 ]
 

@@ -71,22 +71,22 @@ def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> Non
     torch.set_num_threads(1)
     phases = [(finetune, "fit", "training"), (loop, "_evaluate", "evaluating"), (loop, "save", "saving")]
     for module, name, phase in [*phases, (finetune, "_finish", "finishing")]:
-        setattr(module, name, noting(getattr(module, name), watch, PHASES.index(phase)))
+        setattr(module, name, recording(getattr(module, name), watch, PHASES.index(phase)))
     sys.addaudithook(lambda event, values: count_operation(event, values, str(output), watch))
     finetune.finetune(FinetuneConfig(**settings(folder, output)))
 
 
-def noting(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:
+def recording(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:
     """Wrap a function to record the phase while it runs."""
 
-    def noted(*arguments: Any, **named: Any) -> Any:
+    def recorded(*arguments: Any, **named: Any) -> Any:
         before, watch.shared[0] = watch.shared[0], phase
         try:
             return function(*arguments, **named)
         finally:
             watch.shared[0] = before
 
-    return noted
+    return recorded
 
 
 def count_operation(event: str, values: tuple[Any, ...], output: str, watch: Watch) -> None:

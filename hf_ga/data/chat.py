@@ -50,19 +50,19 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
 
 def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
     """The messages of a row, and the index of the first that may be a target."""
-    given, asked = _parts(row)
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}, {"role": "assistant", "content": asked}], 1
-    return given + asked, len(given)
+    prompt, completion = _parts(row)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
+    return prompt + completion, len(prompt)
 
 
 def _plain(row: dict[str, Any]) -> Rendered:
     """Render strings without a template."""
-    given, asked = _parts(row)
-    if not isinstance(given, str):
+    prompt, completion = _parts(row)
+    if not isinstance(prompt, str):
         raise DataError("the tokenizer has no chat template for conversations: use a tokenizer with one, or columns of strings")
-    given += "" if "prompt" in row else "\n\n"
-    return given + asked, [(len(given), len(given + asked))], False
+    prompt += "" if "prompt" in row else "\n\n"
+    return prompt + completion, [(len(prompt), len(prompt + completion))], False
 
 
 def _parts(row: dict[str, Any]) -> tuple[Any, Any]:

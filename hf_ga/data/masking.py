@@ -57,9 +57,9 @@ def mask_tokens(
     Returns:
         (inputs, labels), both int64 of shape (samples, width).
     """
-    chosen, fate, random = (_draws(keys, input_ids.shape[1], draw) for draw in range(3))
+    chosen, replacement, random = (_draws(keys, input_ids.shape[1], draw) for draw in range(3))
     is_target = (_unit(chosen) < probability) & ~np.isin(input_ids, np.asarray(special_ids))
-    share = _unit(fate)
+    share = _unit(replacement)
     inputs = np.where(is_target & (share < SHARE_MASKED), mask_token_id, input_ids)
     is_random = is_target & (share >= SHARE_MASKED) & (share < SHARE_MASKED + SHARE_RANDOM)
     inputs = np.where(is_random, (random % np.uint64(vocab_size)).astype(np.int64), inputs)

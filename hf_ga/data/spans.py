@@ -43,13 +43,13 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     answers = [_answers(row["answers"]) or [] for row in rows]
     found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, found, lambda pair: all(_stands(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
+    check_values(split, found, lambda pair: all(_is_at(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
     texts, starts = ([[answer[i] for answer in of_row] for of_row in answers] for i in range(2))
     dataset = dataset.remove_columns("answers").add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-def _stands(context: str, text: str, start: int) -> bool:
+def _is_at(context: str, text: str, start: int) -> bool:
     return start >= 0 and context[start : start + len(text)] == text
 
 

@@ -49,8 +49,8 @@ def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParalle
         enable_fsdp_on_cpu(accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    asked = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
+    requested = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not requested or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
     plugin = plugin or FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":

@@ -71,8 +71,8 @@ def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
     """Whether there are enough samples, and a quarter of them have enough targets to distinguish the rules."""
     counts = np.sort(targets_per_row(batch, num_samples))
-    one_a_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
-    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_a_sample else MANY_TARGETS)
+    one_per_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
+    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_per_sample else MANY_TARGETS)
 
 
 def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:

@@ -33,7 +33,7 @@ def find_dropout_sites(
         for num_samples in (SMALL, LARGE):
             finder.start()
             forward(num_samples)
-            finder.note_moved(model)  # draws of a loss function after the last module
+            finder.record_draws(model)  # draws of a loss function after the last module
     problems = [f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()]
     for site in finder.sites.values():
         try:
@@ -85,7 +85,7 @@ class _SiteFinder(KeyedDropout):
     def start(self) -> None:
         self._states = random_states()
 
-    def note_moved(self, module: nn.Module) -> None:
+    def record_draws(self, module: nn.Module) -> None:
         """At the begin of a submodule of `module` or the end of `module`: draws since the last such boundary are `module`'s own."""
         if moved := moved_generators(self._states):
             self.moved[module] = " and ".join(moved)
@@ -93,13 +93,13 @@ class _SiteFinder(KeyedDropout):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         super()._enter(module, args, kwargs)
-        self.note_moved(self._stack[-2].module if len(self._stack) > 1 else module)
+        self.record_draws(self._stack[-2].module if len(self._stack) > 1 else module)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         is_open = bool(self._stack) and self._stack[-1].module is module
         super()._leave(module, args, output)
         if is_open:
-            self.note_moved(module)
+            self.record_draws(module)
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         module = self._stack[-1].module

@@ -39,11 +39,11 @@ def newest(output_dir: Path) -> Path | None:
     return next(iter(_by_preference(output_dir)), None)
 
 
-def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> Path | None:
+def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
     """Find a checkpoint whose files all match their SHA-256. The main process searches and broadcasts the result.
 
     Args:
-        wanted: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged, the newest complete one. The
+        name: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged, the newest complete one. The
             main process prints a line for each skipped checkpoint.
 
     Returns:
@@ -54,10 +54,10 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> 
     """
     found = None
     with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process and wanted == "auto":
+        if accelerator.is_main_process and name == "auto":
             found = _find_newest(output_dir)
         elif accelerator.is_main_process:
-            found = Path(wanted)
+            found = Path(name)
             verify(found)
     return broadcast_from_main(accelerator, found)
 

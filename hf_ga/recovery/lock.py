@@ -42,7 +42,7 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
                 path.rmdir()
 
 
-def holds_nothing(folder: Path) -> bool:
+def is_empty_folder(folder: Path) -> bool:
     """Whether a folder is missing or empty, apart from the lock file of a killed run."""
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 

@@ -142,8 +142,8 @@ def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
     order = [None, *(own_name(name) for name, _ in model.named_parameters())]
-    everybody = gather_object([[one.parameter for one in repeated]])
-    for one, parameters in zip(repeated, zip(*everybody, strict=True), strict=True):
+    gathered = gather_object([[one.parameter for one in repeated]])
+    for one, parameters in zip(repeated, zip(*gathered, strict=True), strict=True):
         one.parameter = max(parameters, key=order.index)
 
 
@@ -168,11 +168,11 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
+def _describe(case: Case, loss: float, gathered: Sequence[Found]) -> str:
     """The results of all ranks in one line, the same on all ranks."""
     window, is_finite = f"window {case.window.index} of epoch {case.window.epoch}", math.isfinite(loss)
     parts = [f"the gradient of {window} is not finite (its loss {loss:.6g} is)" if is_finite else f"the loss of {window} is {loss}"]
-    samples = [i for found in everybody for i in found.samples]
+    samples = [i for found in gathered for i in found.samples]
     if samples:
         named = ", ".join(map(str, samples[:MAX_NAMED])) + (", ..." if len(samples) > MAX_NAMED else "")
         parts.append(f"it comes from {'samples' if len(samples) > 1 else 'sample'} {named}")
@@ -180,8 +180,8 @@ def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
         parts.append(
             "each micro-batch alone gives finite numbers: their sum or its norm overflows float32, or some randomness is not keyed"
         )
-    module = next((found.module for found in everybody if found.module), None)
-    parameter = next((found.parameter for found in everybody if found.parameter), None)
+    module = next((found.module for found in gathered if found.module), None)
+    parameter = next((found.parameter for found in gathered if found.parameter), None)
     if module is not None:
         parts.append(f"the first module with a non-finite output is {module}")
     if parameter is not None:

@@ -24,7 +24,7 @@ class StopRequest:
     first: dict[int, float] = field(default_factory=dict)
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Whether this process should stop."""
         return bool(self.first)
 
@@ -49,14 +49,14 @@ def stop_requests() -> Iterator[StopRequest]:
         numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
         handlers = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}  # None: from C
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
 
     try:
         for number in handlers:
-            signal.signal(number, note)
+            signal.signal(number, record)
         yield request
     finally:
         for number, handler in handlers.items():

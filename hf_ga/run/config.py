@@ -179,14 +179,14 @@ class FinetuneConfig(DataOptions):
 
     def _check_streaming(self) -> None:
         """Check flags that streaming excludes."""
-        refused = {
+        unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
             "block_size": self.block_size,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": self.dataset_name == "stdlib",
             f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
         }
-        if found := [what for what, is_asked in refused.items() if is_asked]:
+        if found := [what for what, is_set in unsupported.items() if is_set]:
             raise ConfigError(f"streaming does not support {found[0]}: change it, or omit streaming.")
         if self.max_steps is None:
             raise ConfigError("streaming needs max_steps: the number of rows of a stream is unknown.")

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
-from hf_ga.recovery.lock import holds_nothing
+from hf_ga.recovery.lock import is_empty_folder
 
 _AT_LEAST = {  # other integers: 1; floats are included because 0 may be given for 0.0
     "max_length": 2,
@@ -37,8 +37,8 @@ def check_types(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         kinds, value = (get_args(hint) if isinstance(hint, UnionType) else (hint,)), getattr(config, name)
         if not any(_is_of(value, kind) for kind in kinds):
-            wanted = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r:.80} ({type(value).__name__}).")
+            expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
+            raise ConfigError(f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__}).")
         if value == "" or (isinstance(value, list) and not all(value)):
             raise ConfigError(f"{name} is an empty string: give a value, or omit it.")
 
@@ -92,7 +92,7 @@ def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_ad
         raise ConfigError(f"output_dir {folder} cannot be created: {existing} is a file. Name a folder.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
-    if only_adds or holds_nothing(folder):
+    if only_adds or is_empty_folder(folder):
         return
     if resume_from is None:
         raise ConfigError(

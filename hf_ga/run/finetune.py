@@ -79,8 +79,8 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         model_config = complete_config(base, config, data)
         unlabelled = prepare_unlabelled(config, data, config.predict_file) if config.predict_file is not None else None
     check_agreement(accelerator, "data", _hash_of(data))
-    wanted = config.resume_from_checkpoint
-    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
+    resume_from = config.resume_from_checkpoint
+    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
     print_fact(accelerator, "data", data.description, *data.facts)
     print_fact(accelerator, "precision", precision_name(accelerator))
     if config.eval_only:
@@ -159,13 +159,13 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
         return
     generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    refused = {
+    unsupported = {
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
         "lora_r, which leaves little to shard: use DDP": config.lora_r is not None,
         "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
         "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
     }
-    if found := [what for what, is_asked in refused.items() if is_asked]:
+    if found := [what for what, is_set in unsupported.items() if is_set]:
         raise ConfigError(f"FSDP does not support {found[0]}.")
 
 

@@ -53,7 +53,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                     save(run, progress)
                 if stop or finished:
                     break
-        _leave_if_asked(run, progress, request)
+        _raise_if_stopped(run, progress, request)
     request.pass_on()  # a signal after the last check
     return progress
 
@@ -78,7 +78,7 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         _write(run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}")
     loss, seconds = result.loss, time.perf_counter() - began  # reading the loss synchronizes with the device
     own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, asked = sum_over_ranks(run.accelerator, [own_tokens, request.came])
+    tokens, stopping = sum_over_ranks(run.accelerator, [own_tokens, request.received])
     progress.num_windows += 1
     progress.step += not result.skipped
     progress.num_skipped += result.skipped
@@ -97,8 +97,8 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
-    seldom = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
-    return line | {name: value for name, value in seldom.items() if value is not None}, asked > 0
+    optional = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
+    return line | {name: value for name, value in optional.items() if value is not None}, stopping > 0
 
 
 def _write(run: Run, text: str) -> None:
@@ -107,10 +107,10 @@ def _write(run: Run, text: str) -> None:
         tqdm.write(text)
 
 
-def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Raise RunStopped if a signal came, also after the last window (during evaluation or saving)."""
-    (asked,) = sum_over_ranks(run.accelerator, [request.came])
-    if asked:
+def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
+    """Raise RunStopped if a signal was received, also after the last window (during evaluation or saving)."""
+    (stopping,) = sum_over_ranks(run.accelerator, [request.received])
+    if stopping:
         end_training(run.accelerator)
         raise RunStopped(
             f"stopped by {request} after step {progress.step}: saved as {run.output_dir / f'{PREFIX}{progress.step}'}; resume with "

@@ -66,8 +66,8 @@ def cross_entropy(head: OutputProjection, hidden: Tensor, target: Tensor, rows: 
         if len(hidden) <= rows:
             total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
         else:
-            wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-            total = _InChunks.apply(*inputs, target, head, rows, wanted)
+            needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+            total = _InChunks.apply(*inputs, target, head, rows, needs_grad)
     if not mean:
         return total
     return total / (len(target) if head.class_weights is None else head.class_weights[target].sum())
@@ -88,11 +88,11 @@ class _InChunks(torch.autograd.Function):
         target: Tensor,
         head: OutputProjection,
         rows: int,
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
     ) -> Tensor:
-        ctx.head, ctx.rows, ctx.wanted, ctx.gradients = head, rows, wanted, None
-        if any(wanted) and head.dtype != torch.float16:
-            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, wanted, None)
+        ctx.head, ctx.rows, ctx.needs_grad, ctx.gradients = head, rows, needs_grad, None
+        if any(needs_grad) and head.dtype != torch.float16:
+            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, needs_grad, None)
             return loss
         ctx.save_for_backward(hidden, weight, bias, target)
         return torch.stack([head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]).sum()
@@ -103,7 +103,7 @@ class _InChunks(torch.autograd.Function):
             gradients, ctx.gradients = [g if g is None else g.mul_(gradient) for g in ctx.gradients], None
         else:
             *inputs, target = ctx.saved_tensors
-            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.wanted, gradient)
+            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.needs_grad, gradient)
         return *gradients, None, None, None, None
 
 
@@ -122,18 +122,18 @@ def _with_gradients(
     target: Tensor,
     head: OutputProjection,
     rows: int,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     gradient: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The sum of the losses, and its gradients times `gradient` for the inputs that need them."""
-    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if want else None for x, want in zip(inputs, wanted, strict=True)]
+    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if needs else None for x, needs in zip(inputs, needs_grad, strict=True)]
     losses = []
     for i, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
-        leaves = [x if x is None else x.detach().requires_grad_(want) for x, want in zip(chunk, wanted, strict=True)]
+        leaves = [x if x is None else x.detach().requires_grad_(needs) for x, needs in zip(chunk, needs_grad, strict=True)]
         with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
             loss = head.loss(*leaves, labels)
         losses.append(loss.detach())
-        found = iter(torch.autograd.grad(loss, [leaf for leaf, want in zip(leaves, wanted, strict=True) if want], gradient))
+        found = iter(torch.autograd.grad(loss, [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs], gradient))
         for k, total in enumerate(sums):
             if total is not None:
                 (total[i * rows : (i + 1) * rows] if k == 0 else total).add_(next(found))

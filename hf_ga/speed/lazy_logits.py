@@ -87,14 +87,14 @@ class ChunkedLoss(SpeedUp):
         if (layer := self.layer) is None:
             yield
             return
-        layer.forward = partial(self._put_off, layer, layer.forward)
+        layer.forward = partial(self._defer, layer, layer.forward)
         try:
             yield
         finally:
             del layer.forward
             self._rows.clear()
 
-    def _put_off(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
+    def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
         """Replaces `layer.forward`."""
         kind, dtype = input.device.type, input.dtype
         autocast = torch.is_autocast_enabled(kind)

@@ -188,11 +188,11 @@ class ExactTrainerMixin:
 
     def get_train_dataloader(self) -> DataLoader:
         """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's dataset and collate function."""
-        theirs = super().get_train_dataloader()
+        loader = super().get_train_dataloader()
         args = self.args
         windows = WindowLoader(
-            theirs.dataset,
-            theirs.collate_fn,
+            loader.dataset,
+            loader.collate_fn,
             accelerator=self.accelerator,
             per_device_batch_size=args.per_device_train_batch_size,
             global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -200,10 +200,10 @@ class ExactTrainerMixin:
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
             planner=partial(plan_by_sizes, sizes=[args.per_device_train_batch_size]),  # as many micro-batches as Trainer's
-            lengths=find_lengths(theirs.dataset, theirs.collate_fn),
+            lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window_loss = WindowLoss(self, windows)
-        return WindowedDataLoader(windows, theirs)
+        return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The micro-batches of one window, without a number of items: each loss is weighted by its own targets."""

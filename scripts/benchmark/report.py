@@ -66,11 +66,11 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
     rows = [
         [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]] for arm, of in measured.items()
     ]
-    theirs = min(memory[GROUPED], memory[REBALANCED])
+    lowest = min(memory[GROUPED], memory[REBALANCED])
     name = setting.model
     bounds = [
         Bound(f"{name}: tokens/s over the better of Trainer's two by length", rates[DEFAULT] / better, TIMES_BETTER[name]),
-        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / theirs, MOST_MEMORY, at_most=True),
+        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / lowest, MOST_MEMORY, at_most=True),
         Bound(f"{name}: own loop over the default", rates[OWN_LOOP] / rates[DEFAULT], SHARE_OF_OWN_LOOP),
         Bound(f"{name}: ExactTrainer over batch_rebalance", rates[EXACT_TRAINER] / rates[REBALANCED], TIMES_EXACT_TRAINER),
         Bound(f"{name}: arms with each sample once per epoch", sum(of.each_once for of in measured.values()), len(measured)),

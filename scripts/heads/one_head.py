@@ -261,7 +261,7 @@ def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
         return
     batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
     with torch.no_grad():
-        losses = [model(**batch, output_router_logits=asked).loss for asked in (False, True)]
+        losses = [model(**batch, output_router_logits=with_loss).loss for with_loss in (False, True)]
     if torch.equal(*losses):
         raise OutOfScope("its loss has no part for the router")
 

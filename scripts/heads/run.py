@@ -58,10 +58,10 @@ class Worker:
         if self.process is not None:
             return
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
+        self.connection, worker_end = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(worker_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_end.close()
         if not self.connection.poll(START_LIMIT):
             raise TimeoutError("the worker did not start")
         self.connection.recv()

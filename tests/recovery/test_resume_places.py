@@ -88,8 +88,8 @@ def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, tmp_path):
 
 
 def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
-    leave = loop._leave_if_asked
-    monkeypatch.setattr(loop, "_leave_if_asked", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
+    leave = loop._raise_if_stopped
+    monkeypatch.setattr(loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the run
     try:
         with pytest.raises(KeyboardInterrupt):

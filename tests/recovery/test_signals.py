@@ -91,10 +91,10 @@ def handlers():
 def test_signals_are_remembered_and_handlers_come_back():
     before = handlers()
     with stop_requests() as request:
-        assert not request.came
+        assert not request.received
         for name in ("SIGUSR2", "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"):
             signal.raise_signal(getattr(signal, name))
-            assert request.came and str(request) == "SIGUSR2"
+            assert request.received and str(request) == "SIGUSR2"
     assert handlers() == before
 
 
@@ -132,7 +132,7 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch):
     try:
         with stop_requests() as request:
             signal.raise_signal(signal.SIGUSR2)
-            assert not request.came and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+            assert not request.received and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
@@ -142,7 +142,7 @@ def test_in_another_thread_nothing_changes():
 
     def work():
         with stop_requests() as request:
-            found.extend([request.came, *handlers()])
+            found.extend([request.received, *handlers()])
 
     thread = threading.Thread(target=work)
     thread.start()
