@@ -86,7 +86,7 @@ class _SiteFinder(KeyedDropout):
         self._states = random_states()
 
     def record_draws(self, module: nn.Module) -> None:
-        """At the begin of a submodule of `module` or the end of `module`: draws since the last such boundary are `module`'s own."""
+        """At the start of a submodule of `module` or the end of `module`: draws since the last such boundary are `module`'s own."""
         if moved := moved_generators(self._states):
             self.moved[module] = " and ".join(moved)
             self._states = random_states()

@@ -155,7 +155,7 @@ class FinetuneConfig(DataOptions):
         """Check flags and metrics for some tasks only."""
         for name, tasks in _OF_TASKS.items():
             if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not to {self.task}: omit it.")
+                raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it.")
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         metric, task = self.metric_for_best_model, TASKS[self.task]
         check_one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))

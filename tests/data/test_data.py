@@ -423,7 +423,7 @@ MISSING = {
         "token-classification",
         "tags",
         {"text_column": "tags"},
-        "^text_column and label_column are not all",
+        "^text_column and label_column must be different",
     ),
     "questions": ("question-answering", "query context A_answers", {}, "text_column 'question' is not in.*--text_column"),
     "contexts": ("question-answering", "question text A_answers", {}, "text_pair_column 'context' is not.*--text_pair_column"),

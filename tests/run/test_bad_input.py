@@ -237,7 +237,7 @@ CASES = {
     "no choices": (f"{CHOOSE} --dataset_name {{d}}/good.jsonl", ["choices_column 'choices' is not", "--choices_column"]),
     "targets of numbers": (
         f"{WRITE} --dataset_name {{d}}/number_targets.jsonl",
-        ["target_column must name a column of strings", "hold 0, 1, 2", "--target_column"],
+        ["target_column must name a column of strings", "have 0, 1, 2", "--target_column"],
     ),
     "no target column": (f"{WRITE} --text_column text --dataset_name {{d}}/good.jsonl", ["target_column 'target'", "text, label"]),
     "targets without a word": (f"{WRITE} --dataset_name {{d}}/blank_targets.jsonl", ["none of the 8 train rows has a target"]),
@@ -324,7 +324,7 @@ CASES = {
     "YAML list": ("{d}/list.yaml", ["list.yaml must be a mapping of names to values", "list"]),
     "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must be a mapping of names to values"]),
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
-    "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a text", "list"]),
+    "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a string", "list"]),
     "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["freeze must be a list of strings", "[{'a': 1}]"]),
     "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of strings", "None"]),
     "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["max_steps must be a whole number", "got 3.0"]),
@@ -363,7 +363,7 @@ CASES = {
     "label column is the text column": (f"{CLASSIFY} --label_column text", ["label_column", "text_column", "'text'"]),
     "text of numbers": (
         "--dataset_name {d}/numbers.jsonl",
-        ["text_column must name a column of strings", "hold 0, 1, 2", "--text_column"],
+        ["text_column must name a column of strings", "have 0, 1, 2", "--text_column"],
     ),
     "text of lists": (
         "--dataset_name {d}/lists.jsonl",
