@@ -422,7 +422,7 @@ def test_a_run_stops_and_says_where_to_go_on(place, tmp_path, bad_rows):
     with pytest.raises(NonFinite) as caught:
         train(place, tmp_path / "out", **bad_rows)
     text = str(caught.value)
-    assert f"before optimizer step {first + 1} the run stopped" in text and f"window {first} of epoch 0" in text
+    assert f"the run stopped before optimizer step {first + 1}" in text and f"window {first} of epoch 0" in text
     assert "is transformer.h.1.mlp (GPT2MLP)" in text and "on_nonfinite skip" in text and "lower the learning rate" in text
     assert f"resume from {tmp_path / 'out'}/checkpoint-{first}" in text if first else "start again" in text
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, first + 1))
