@@ -22,15 +22,15 @@ class UnkeyedRandomness(HfGaError, RuntimeError):
 
 
 class CheckpointError(HfGaError, RuntimeError):
-    """A checkpoint that is missing, damaged or of another run."""
+    """A checkpoint that is missing, damaged or belongs to another run."""
 
 
 class ProcessFailed(HfGaError, RuntimeError):
-    """Another process failed in this window; the message is that process's."""
+    """Another process failed in this window; the message comes from that process."""
 
 
 class OutOfMemory(HfGaError, RuntimeError):
-    """A single sample does not fit in the memory of a device, or under FSDP a micro-batch."""
+    """A single sample (under FSDP, a micro-batch) does not fit in device memory."""
 
 
 class NonFinite(HfGaError, ArithmeticError):
@@ -38,4 +38,4 @@ class NonFinite(HfGaError, ArithmeticError):
 
 
 class RunStopped(HfGaError):
-    """A signal asked the run to stop; it is saved, and can be resumed. Scripts exit with code 75."""
+    """A signal stopped the run after it saved a checkpoint to resume from. Scripts exit with code 75."""

@@ -1,4 +1,4 @@
-"""One optimizer step on one window: what the proof found, put into the exact step, then clip and update once."""
+"""One optimizer step on one window: build the exact step from the proof, add the gradient, clip and update once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,11 +25,11 @@ from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
 
-NUM_PROOF_SAMPLES = 64  # from all over the dataset
+NUM_PROOF_SAMPLES = 64  # spread over the whole dataset
 
 
 def default_speed_ups(model: nn.Module) -> list[SpeedUp]:
-    """The speed-ups to try on a model, by what was measured (docs/performance.md): packing and fused attention on a CPU only."""
+    """The speed-ups to try on a model. Packing and fused attention pay off on a CPU only (docs/performance.md)."""
     everywhere = [LeanForward(), ChunkedLoss()]
     on_cpu = next(model.parameters()).device.type == "cpu"
     sharded = isinstance(model, FullyShardedDataParallel) or hasattr(model, "set_requires_gradient_sync")
@@ -45,21 +45,20 @@ def prove_targets(
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> ProvenLoss:
-    """Find out how a model's loss counts its targets and prove it on a few samples. The model and all random states stay as they
-    are.
+    """Find out how a model's loss counts its targets and prove it on a few samples. The model and all random states are unchanged.
 
     Args:
         model: in any mode, wrapped or not; the proof runs in training mode with keyed dropout.
-        samples: some samples of the dataset; the shortest and the longest tell whether padding matters.
-        collate_fn: list of samples -> arguments of the model.
-        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); wins over the head's own loss.
-        allow_split_dependent_randomness: accept draws that cannot be tied to a sample; in the proof the modules that draw them are
-            in evaluation mode.
+        samples: some samples of the dataset; the shortest and the longest show whether padding affects the loss.
+        collate_fn: list of samples -> keyword arguments of the model.
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets); overrides the head's own loss.
+        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the proof puts the modules that
+            make them into evaluation mode.
         speed_ups: hooks to try; those that change loss or gradient are left out. Default: `default_speed_ups(model)`.
 
     Raises:
-        LossNotAdditive: no counting rule fits, or several that differ, or no sample has a target. ConfigError: no parameter is
-            trainable, or some are not float32. UnkeyedRandomness: a draw of the model cannot be tied to its sample.
+        LossNotAdditive: no counting rule fits, several different rules fit, or no sample has a target. ConfigError: no parameter is
+            trainable, or some are not float32. UnkeyedRandomness: a random draw of the model cannot be tied to its sample.
 
     Example:
         proven = prove_targets(model, [dataset[i] for i in range(32)], collate_fn)
@@ -85,28 +84,28 @@ def backward_window(
     allow_split_dependent_randomness: bool = False,
     fsdp_reduce_each_micro_batch: bool = False,
 ) -> StepResult:
-    """Add the gradient of the window's mean loss to `.grad`. Clipping, the optimizer and zeroing are the caller's.
+    """Add the gradient of the window's mean loss to `.grad`. The caller clips, steps the optimizer and zeroes the gradients.
 
-    Under fp16 `.grad` holds the gradient times the loss scale: `accelerator.clip_grad_norm_` or `accelerator.unscale_gradients`
-    removes it, once, after the last window that is added and before anything reads the gradient; the prepared optimizer's step does
-    so if nobody did. Windows may be added only while the scale is the same: until the next step of any prepared optimizer.
+    Under fp16 `.grad` is the gradient times the loss scale: `accelerator.clip_grad_norm_` or `accelerator.unscale_gradients`
+    removes it, once, after the last window that is added and before anything reads the gradient; or the prepared optimizer's step
+    does. Add several windows only while the scale is the same: until any prepared optimizer steps.
 
-    Where memory runs out on a process, all of them drop the window's gradients and compute it again in smaller micro-batches: the
-    same update. The limit found is kept on the loader. Not under FSDP, where a failing process cannot rejoin the others.
+    If a process runs out of memory, all processes drop the window's gradients and recompute them in smaller micro-batches: the
+    same update. The loader keeps the limit found. Not under FSDP, where a failing process cannot rejoin the others.
 
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
-        targets: what `prove_targets` returned; left out, the model is proven with the first window, on samples of the whole
-            dataset, and the proof is kept on the loader.
+        targets: the result of `prove_targets`. Default: the model is proven with the first window, on samples of the whole
+            dataset, and the loader keeps the proof.
         loss_fn, allow_split_dependent_randomness: see `prove_targets`.
-        fsdp_reduce_each_micro_batch: reduce the gradients after every micro-batch instead of once a window: more traffic, but no
-            process keeps whole gradients between micro-batches.
+        fsdp_reduce_each_micro_batch: reduce the gradients after every micro-batch instead of once per window: more communication,
+            but no process keeps unsharded gradients between micro-batches.
 
     Raises:
         LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, or a precision that
-            would not be the one asked for. OutOfMemory: a single sample does not fit or, under FSDP, a micro-batch. ProcessFailed:
-            another process raised one of these, or anything else, in this window.
+            Accelerate would not apply. OutOfMemory: a single sample (under FSDP, a micro-batch) does not fit. ProcessFailed:
+            another process raised an error in this window.
 
     Example:
         result = backward_window(accelerator, model, window)
@@ -116,7 +115,7 @@ def backward_window(
     check_precision(accelerator)
     proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
     proven.check_fits(model, loss_fn)
-    # Of a model that was compiled after its proof: compiled layers run without the hooks of packing.
+    # For a model that was compiled after its proof: compiled layers skip the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
         backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
@@ -144,33 +143,33 @@ def train_step(
     fsdp_reduce_each_micro_batch: bool = False,
     on_nonfinite: str = "stop",
 ) -> StepResult:
-    """One update: gradient of the window, clip once, optimizer, scheduler, zero the gradients.
+    """One update: gradient of the window, clip once, step optimizer and scheduler, zero the gradients.
 
     Under fp16 the gradients of all micro-batches are summed before the loss scale is removed once: an overflow in any of them
-    skips the whole window, and lowers the scale once.
+    skips the whole window and lowers the scale once.
 
     Args:
-        optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it once per process); it moves only
-            when the optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's step was replaced.
-        max_grad_norm: L2 norm of all gradients of the optimizer to clip to; None or 0: no clipping, and no `grad_norm`.
-        on_nonfinite: what to do before the optimizer's step where the loss or a gradient is not finite (not under fp16, where the
-            scaler skips what overflows): "stop" raises, "skip" leaves the window out. In both cases nothing was updated.
+        optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it once per process); it steps only
+            if the optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's step was replaced.
+        max_grad_norm: global L2 norm to clip the gradients to; None or 0: no clipping, and no `grad_norm`.
+        on_nonfinite: what to do before the optimizer's step if the loss or a gradient is not finite (not under fp16, where the
+            scaler skips overflows): "stop" raises, "skip" leaves the window out. Neither updates any parameter.
         The others: see `backward_window`.
 
     Raises:
         ConfigError: also a ReduceLROnPlateau, and under fp16 an optimizer that was not prepared. NonFinite: the loss or a gradient
-            of the window is not finite; the message names the samples and the first module that it came from.
+            of the window is not finite; the message names the samples and the first module with a non-finite output.
 
     Example:
         for window in windows:
             result = train_step(accelerator, model, optimizer, window, scheduler=scheduler, max_grad_norm=1.0)
     """
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau needs a metric in every step: step it yourself after an evaluation.")
+        raise ConfigError("ReduceLROnPlateau needs a metric in every step: step it yourself after each evaluation.")
     if on_nonfinite not in ON_NONFINITE:
         raise ConfigError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}.")
     check_optimizer(accelerator, optimizer)
-    accelerator.sync_gradients = True  # else, after somebody's unfinished `accumulate`, Accelerate's optimizer would not step
+    accelerator.sync_gradients = True  # after an unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
     proof = {"loss_fn": loss_fn, "allow_split_dependent_randomness": allow_split_dependent_randomness}
     reducing = {"fsdp_reduce_each_micro_batch": fsdp_reduce_each_micro_batch}
@@ -179,22 +178,22 @@ def train_step(
         return result
     update(backend_for(accelerator), model, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
-        getattr(scheduler, "scheduler", scheduler).step()  # the plain one inside a prepared one
+        getattr(scheduler, "scheduler", scheduler).step()  # unwraps a prepared scheduler
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
         proven = targets or _proven(model, window, **proof)
         window = window.padded_to_window() if proven.pad_to_window else window
         result.cause = find_cause(accelerator, model, window, proven.loss, proven.dropout, result.loss)
         if on_nonfinite == "stop":
-            raise NonFinite(f"{result.cause}. Nothing was updated.")
+            raise NonFinite(f"{result.cause}. No parameter was updated.")
     return result
 
 
 def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allow_split_dependent_randomness: bool) -> ProvenLoss:
-    """The proof kept on the window's loader; made now if the model, its modes or the loss are new to it.
+    """The proof that the window's loader keeps; proves the model now if it, its modes or the loss changed.
 
     Raises:
-        ConfigError: it would have to be made now, on the shards of FSDP1.
+        ConfigError: the model is already sharded by FSDP1, so it cannot be proven now.
     """
     if proven := find_proof(window.state, model, loss_fn):
         return proven

@@ -1,4 +1,4 @@
-"""Trainer and hf_ga in turn, each speed-up left out, two ranks and one process: `python scripts/benchmark.py --help`."""
+"""Benchmarks hf_ga against Trainer, without each speed-up, and on two ranks: `python scripts/benchmark.py --help`."""
 
 import sys
 

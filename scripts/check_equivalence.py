@@ -1,4 +1,4 @@
-"""Is every split of a window the full batch? Takes the flags of finetune.py: `python scripts/check_equivalence.py --help`."""
+"""Checks that every split of a window gives the full batch's gradient: `python scripts/check_equivalence.py --help`."""
 
 import sys
 from collections.abc import Sequence
@@ -24,28 +24,28 @@ from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
-TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # of the arms in a report
+TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report
 MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
 
 
 @dataclass
 class CheckConfig(FinetuneConfig):
-    """The flags of `FinetuneConfig` (those about training and output files have no effect) and those of the check."""
+    """The flags of the check, besides those of `FinetuneConfig` (flags of training and output files have no effect)."""
 
-    output_dir: str = option("outputs/check", "Folder for report.json and report.html; nothing else in it is touched.")
-    compare: str = option("trainer,accelerate", f"Other steps to check too, of: {', '.join(ARMS)}; or none, which is faster.")
-    check_layouts: str = option("auto", f"Layouts, with commas between: auto (all), or of {', '.join(AUTO)}.")
+    output_dir: str = option("outputs/check", "Folder for report.json and report.html; other files in it are unchanged.")
+    compare: str = option("trainer,accelerate", f"Comma-separated steps to compare, of: {', '.join(ARMS)}; or none (faster).")
+    check_layouts: str = option("auto", f"Comma-separated layouts, of: {', '.join(AUTO)}; or auto (all).")
     quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
     assert_passed: bool = field(
         default=False,
         metadata={
-            "help": "Exit with code 1 where hf_ga did not pass; compared steps do not count.",
-            "aliases": ["--assert"],  # a field cannot have the name of a keyword
+            "help": "Exit with code 1 if hf_ga fails; compared steps may fail.",
+            "aliases": ["--assert"],  # a field cannot be named by a keyword
         },
     )
 
     def check(self) -> None:
-        """As for a run, and the flags of the check.
+        """Check the flags of a run and those of the check.
 
         Raises:
             ConfigError: the first rule that is broken.
@@ -56,24 +56,24 @@ class CheckConfig(FinetuneConfig):
                 raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
 
     def check_output_dir(self) -> None:
-        """The folder may hold anything, a run of finetune too: only the two files of the report are written."""
+        """Allow any content of the folder, as only the two report files are written."""
         check_output_dir(self.output_dir, only_adds=True)
 
     def listed(self, name: str) -> list[str]:
-        """A flag with commas, as a list; `auto` and `none` stand for no entry."""
+        """A comma-separated flag as a list; empty for `auto` and `none`."""
         values = [value.strip() for value in getattr(self, name).split(",")]
         return [] if values in (["auto"], ["none"], [""]) else values
 
 
 def run_check(config: CheckConfig) -> EquivalenceReport:
-    """Build the model and a window of training samples as finetune would, and check them."""
+    """Build the model and a window of training samples as in finetune, and check them."""
     config.check()
     check_one_process()
     accelerator = Accelerator()
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     loss_fn = chosen_loss_fn(config)
-    # They compute the head's own loss; beside another one they would only seem to be wrong.
+    # They compute the head's own loss, so they cannot be compared under another one.
     steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
     report = check_equivalence(
         build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base)),
@@ -87,12 +87,12 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
     if loss_fn is not None and config.listed("compare"):
-        report.facts.append("nothing is compared: label_smoothing_factor asks for another loss than the head's own")
+        report.facts.append("no other step is compared: label_smoothing_factor changes the loss, and they compute the head's own")
     return report
 
 
 def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
-    """A window as large as in training (8 to 64 samples) from the whole range of lengths, in the order of a hash."""
+    """A window as large as in training (8 to 64 samples) over the whole range of lengths, in hash order."""
     samples = list(proof_samples(data, "train"))
     most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
     count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, most)))
@@ -103,16 +103,16 @@ def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
 def _run(arguments: Sequence[str]) -> int:
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
-    logging.disable_progress_bar()  # transformers shows one for every file that it writes
+    logging.disable_progress_bar()  # transformers shows one per written file
     report = run_check(config)
     report.save(config.output_dir)
     print(report)
-    print(f"written: {config.output_dir}/report.json and report.html beside it")
+    print(f"report: {config.output_dir}/report.html and report.json")
     return 1 if config.assert_passed and not report.arm(OURS).passed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 with --assert where hf_ga did not pass, 2 for bad input, with one line that says why."""
+    """Returns the exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one line."""
     return guarded(_run, sys.argv[1:] if arguments is None else arguments)
 
 

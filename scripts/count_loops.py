@@ -1,4 +1,4 @@
-"""List the loops that run a model forward and backward, once per micro-batch; the design asks for one in the package.
+"""List the loops that run a model forward and backward, once per micro-batch; the package should have one.
 
 python scripts/count_loops.py [FOLDER]
 """
@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-# What is called on a batch, by the last part of its name: model(...), self.module(...), forward_term(...), compute_loss(...).
+# Calls on a batch, by the last part of the name: model(...), self.module(...), forward_term(...), compute_loss(...).
 _FORWARD = re.compile(r"(^|_)(model|module|replica|forward|compute_loss)(_|$)")
 _BACKWARD = re.compile(r"(^|_)(backward|grad)$")  # loss.backward(), accelerator.backward(loss), torch.autograd.grad(...)
 

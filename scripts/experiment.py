@@ -1,7 +1,7 @@
-"""The accumulation experiment: the same 100 optimizer steps in several layouts, then the usual mistakes, each alone.
+"""The accumulation experiment: the same 100 optimizer steps in several layouts, then with the usual mistakes, one at a time.
 
-Every arm starts from the same weights. The layouts go through `train_step`; a mistake goes through `mistaken_step`, which is
-written here from torch's own calls and differs from the right step in one thing.
+Every arm starts from the same weights. Layouts use `train_step`; mistakes use `mistaken_step`, written with plain torch, which
+differs from the correct step in one thing.
 """
 
 import copy
@@ -38,7 +38,7 @@ LIMITS = {"train loss": 2e-6, "validation loss": 5e-6, "final weights": 5e-5, "v
 @dataclass(frozen=True)
 class Arm:
     """One run. `weights`: (targets of each micro-batch, micro-batches of a full window) -> factor of each micro-batch's mean loss;
-    None: the right step.
+    None: the correct step.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Arm:
 
 @dataclass
 class ArmResult:
-    """What an arm measured: loss of each step, validation loss at the end, final weights (flat, float64), steps per second."""
+    """The results of an arm: loss of each step, validation loss at the end, final weights (flat, float64), steps per second."""
 
     arm: Arm
     train_losses: list[float] = field(default_factory=list)
@@ -62,8 +62,8 @@ class ArmResult:
     steps_per_second: float = 0.0
 
 
-def right_weights(counts: np.ndarray, full: int) -> np.ndarray:
-    """n_k / sum of n: what `backward_window` does."""
+def correct_weights(counts: np.ndarray, full: int) -> np.ndarray:
+    """n_k / sum of n, as in `backward_window`."""
     return counts / counts.sum()
 
 
@@ -76,17 +76,17 @@ LAYOUTS = [
 ]
 WITHOUT_DROPOUT = [Arm("64 x 1, dropout 0", 64, dropout=0.0), Arm("16 x 4, dropout 0", 16, dropout=0.0)]
 MISTAKES = [
-    Arm("micro-batches sampled independently", 16, weights=right_weights, same_window=False),
+    Arm("micro-batches sampled independently", 16, weights=correct_weights, same_window=False),
     Arm("mean of means (ragged lengths)", 16, weights=lambda n, full: np.full(len(n), 1 / len(n))),
     Arm("last window divided by the full GA", 16, weights=lambda n, full: n / n.sum() * len(n) / full),
     Arm("gradients not divided", 16, weights=lambda n, full: n / n.sum() * len(n)),
-    Arm("native dropout", 16, weights=right_weights, keyed=False),
+    Arm("native dropout", 16, weights=correct_weights, keyed=False),
     Arm("validation as a mean over batches of 16", 16, token_weighted_validation=False),
 ]
 
 
 class Experiment:
-    """Data, first weights and settings that all arms share."""
+    """Data, initial weights and settings of all arms."""
 
     def __init__(self, num_samples: int, max_length: int, steps: int, learning_rate: float, seed: int) -> None:
         if (count := PartialState().num_processes) > 1:
@@ -104,7 +104,7 @@ class Experiment:
         )
 
     def run(self, arm: Arm, on_step: Callable[[], Any] = lambda: None) -> ArmResult:
-        """Train one arm from the first weights."""
+        """Train one arm from the initial weights."""
         accelerator = Accelerator()
         model = copy.deepcopy(self.model).to(accelerator.device).train()
         for module in model.modules():
@@ -136,7 +136,7 @@ class Experiment:
             accelerator=accelerator,
             per_device_batch_size=arm.micro_batch_size,
             global_batch_size=WINDOW_SIZE,
-            lengths=None if arm.planner is None else self.train["length"],  # by number, as the arms are called
+            lengths=None if arm.planner is None else self.train["length"],  # split by number of samples, as in the arms' names
             planner=arm.planner,
             seed=self.seed,
         )
@@ -168,7 +168,7 @@ class Experiment:
 
 
 def mistaken_step(model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, proven: ProvenLoss, arm: Arm) -> float:
-    """One optimizer step with the arm's mistake. Returns the loss that such a loop would report: its weighted sum."""
+    """One optimizer step with the arm's mistake. Returns the loss that such a loop would log: its weighted sum."""
     micro_batches = window.micro_batches
     counts = np.array([sum(proven.loss.count(m.batch, len(m))) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
@@ -197,6 +197,6 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
 
 
 def _resampled(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
-    """The same micro-batch sizes, each filled by draws of its own."""
+    """The same micro-batch sizes, each filled with independently drawn samples."""
     request = replace(window.request, sample_ids=generator.integers(num_samples, size=window.num_samples))
     return replace(window, request=request, batches=window.fetcher[request])

@@ -1,13 +1,12 @@
-"""Kill real runs at random instants, resume them, compare the end with an undisturbed run: `python scripts/kill_test.py`.
+"""Kill runs at random instants, resume them, compare the result with an uninterrupted run: `python scripts/kill_test.py`.
 
-A small GPT-2 with dropout trains 12 optimizer steps (3 epochs) on rows written here, with a checkpoint every 2 steps (2 are kept)
+A small GPT-2 with dropout trains 12 optimizer steps (3 epochs) on generated rows, with a checkpoint every 2 steps (2 are kept)
 and an evaluation every 3. Each kill is a SIGKILL, followed by `--resume_from_checkpoint auto` to the end and a comparison: weights,
-metrics.jsonl (all but tokens_per_second), the best and the last model, the losses of summary.json, the names of all files. Half of
-the instants are drawn uniformly over the duration of a run, start-up included; half are a file operation in output_dir, drawn from
-all of a run that Python knows of, right before which the process kills itself. Every second pair of killed runs resumes from what
-the kill before has left, so there are chains of kills without an end between them. With 2 processes (DDP on CPUs) one is killed;
-the other one gets what a launcher sends, SIGTERM and later SIGKILL, if it does not end by itself. Exits with code 1 if any end
-differs.
+metrics.jsonl (except tokens_per_second), the best and the last model, the losses of summary.json, the names of all files. Half of
+the instants are drawn uniformly over the duration of a run, start-up included; half are file operations in output_dir, drawn from
+all that Python audits in a run: the process kills itself right before. Every second pair of killed runs resumes from the files of
+the previous kill, so there are chains of kills without a finished run between them. With 2 processes (DDP on CPUs) one is killed;
+the other one receives SIGTERM and later SIGKILL, as from a launcher, if it does not exit. Exits with code 1 if any result differs.
 """
 
 import argparse
@@ -31,7 +30,7 @@ import numpy as np
 from killed_run import PHASES, Watch, train, write_inputs
 from tqdm.auto import tqdm
 
-SERVER = multiprocessing.get_context("forkserver")  # imports once; each run is a process of its own all the same
+SERVER = multiprocessing.get_context("forkserver")  # imports once; each run is still a separate process
 PRELOAD = [
     "hf_ga.run.finetune",
     "hf_ga.data.corpus",
@@ -40,15 +39,15 @@ PRELOAD = [
 ]
 OFFLINE = {f"HF_{name}_OFFLINE": "1" for name in ("HUB", "DATASETS", "EVALUATE")}
 ENVIRONMENT = OFFLINE | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"  # killed processes leave semaphores, which it sees to
+ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"  # it cleans up the semaphores of killed processes
 SUMMARY = ("weights_sha256", "train_loss", "eval_loss", "best_eval_loss", "steps", "skipped_windows")
-SURVIVES = 10.0  # seconds that a process has to end by itself after the other one was killed, and again after a SIGTERM
-TIME_LIMIT = 300.0  # seconds for a run, which takes a few
+SURVIVES = 10.0  # seconds for a process to exit after the other one was killed, and again after a SIGTERM
+TIME_LIMIT = 300.0  # seconds for a run (a normal one takes a few)
 
 
 @dataclass
 class Tally:
-    """What has happened so far. `phases`: in which runs were killed."""
+    """Results so far. `phases`: in which runs were killed."""
 
     phases: Counter = field(default_factory=Counter)
     different: int = 0
@@ -58,8 +57,8 @@ def main() -> int:
     """Kill, resume, compare, report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=50, help="runs to kill, each resumed and compared (default: 50)")
-    parser.add_argument("--processes", type=int, default=1, choices=(1, 2), help="of each run; of 2 one is killed (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants (default: 0)")
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2), help="ranks of each run; one is killed (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the instants (default: 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/kill_test"), help="a new folder for all runs")
     flags = parser.parse_args()
     if flags.kills < 1 or flags.output_dir.exists():
@@ -69,7 +68,7 @@ def main() -> int:
     SERVER.set_forkserver_preload(PRELOAD)
     runs, tally, random = Runs(flags.output_dir.resolve(), flags.processes), Tally(), np.random.default_rng(flags.seed)
     runs.measure()
-    print(f"undisturbed: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second run is the same to the bit")
+    print(f"uninterrupted: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second run is bit-identical")
     for number in tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True):
         kill_and_compare(runs, tally, random, number)
     print("kills by phase: " + ", ".join(f"{phase} {tally.phases[phase]}" for phase in PHASES))
@@ -78,7 +77,7 @@ def main() -> int:
 
 
 class Runs:
-    """Runs of the same settings in one folder, each in processes of its own."""
+    """Runs with the same settings in one folder, each in new processes."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.folder, self.processes = folder, processes
@@ -89,32 +88,32 @@ class Runs:
         return [Watch(SERVER.RawArray("i", 2)) for _ in range(self.processes)]
 
     def start(self, output: Path, watches: list[Watch]) -> list[Any]:
-        """A run that resumes from what is in the folder, if anything."""
+        """Start a run, which resumes from the folder's checkpoint, if any."""
         sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
         sizes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks = [{**sizes, "RANK": rank, "LOCAL_RANK": rank} if self.processes > 1 else {} for rank in range(self.processes)]
         return [started(train, self.folder, output, rank, watch) for rank, watch in zip(ranks, watches, strict=True)]
 
     def finish(self, output: Path, watches: list[Watch]) -> list[str]:
-        """Run to the end; returns what went wrong."""
+        """Run to the end; returns the failures."""
         codes = joined(self.start(output, watches))
         return [f"exit codes {codes}: {last_line(output)}"] if any(codes) else []
 
     def measure(self) -> None:
-        """Two undisturbed runs: the first one fills caches, the second one is timed, and must be the same."""
+        """Two uninterrupted runs: the first fills caches; the second is timed and must be identical."""
         wrong = self.finish(self.folder / "undisturbed", self.watches())
         watches, began = self.watches(), time.monotonic()
         wrong = wrong or self.finish(self.folder / "again", watches)
         self.seconds, self.operations = time.monotonic() - began, np.array([watch.shared[1] for watch in watches])
         if wrong := wrong or differences(self.folder / "undisturbed", self.folder / "again"):
-            raise SystemExit(f"two undisturbed runs are not the same: {'; '.join(wrong)}")
+            raise SystemExit(f"two uninterrupted runs differ: {'; '.join(wrong)}")
 
     def kill(self, output: Path, watches: list[Watch], victim: int, instant: float) -> bool:
-        """Kill a process after so many seconds, unless it kills itself; False: the run had ended by then."""
+        """Kill a process after `instant` seconds, unless it kills itself; False: the run had ended before."""
         processes = self.start(output, watches)
         killed = processes.pop(victim)
         killed.join(instant)
-        killed.kill()  # nothing, where it has ended
+        killed.kill()  # no effect if it has exited
         killed.join()
         for process in processes:
             end_as_a_launcher_would(process)
@@ -124,7 +123,7 @@ class Runs:
 
 
 def free_port() -> int:
-    """Below the ephemeral ports, where a process that waits for a listener may be connected to itself."""
+    """A free port below the ephemeral ones, where a process that waits for a listener may connect to itself."""
     for port in np.random.default_rng().permutation(np.arange(10_000, 30_000)).tolist():
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -133,14 +132,14 @@ def free_port() -> int:
 
 
 def started(function: Callable[..., None], *arguments: Any) -> Any:
-    """A process."""
+    """Start a process."""
     process = SERVER.Process(target=function, args=arguments)
     process.start()
     return process
 
 
 def joined(processes: list[Any]) -> list[int]:
-    """Exit codes."""
+    """Wait for processes; returns their exit codes."""
     deadline = time.monotonic() + TIME_LIMIT
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -150,16 +149,16 @@ def joined(processes: list[Any]) -> list[int]:
 
 
 def end_as_a_launcher_would(process: Any) -> None:
-    """Wait, then SIGTERM, at last SIGKILL."""
+    """Wait, then send SIGTERM, finally SIGKILL."""
     process.join(SURVIVES)
-    process.terminate()  # nothing, where it has ended
+    process.terminate()  # no effect if it has exited
     process.join(SURVIVES)
     process.kill()
     process.join()
 
 
 def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, number: int) -> None:
-    """One kill, one resume, one comparison. Where the run ends before it is killed, an earlier instant is drawn."""
+    """One kill, one resume, one comparison. If the run ends before the kill, an earlier instant is drawn."""
     output, left, reach = runs.folder / f"killed-{number}", runs.folder / "left", 1.0
     at_operation, resumes = number % 2 == 1, number % 4 >= 2 and left.exists()
     while True:
@@ -185,23 +184,23 @@ def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, numb
         where = f"before file operation {watches[victim].die_at}" if at_operation else f"after {instant:.3f} s"
         tqdm.write(f"kill {number} of process {victim}, {phase}, {where}: {'; '.join(found)}")
         if left.exists():
-            shutil.copytree(left, left.with_name(f"left-{number}"))  # as the kill left it, to look at
+            shutil.copytree(left, left.with_name(f"left-{number}"))  # kept for inspection
     else:
         shutil.rmtree(output)
 
 
 def lost_or_different(runs: Runs, output: Path) -> list[str]:
-    """Resume a killed run to its end; returns what is not as it would have been."""
+    """Resume a killed run to its end; returns differences from the uninterrupted run."""
     has_checkpoint, log = (output / "latest").exists(), output.with_name(f"{output.name}.log")
-    log.unlink(missing_ok=True)  # of the run that was killed
+    log.unlink(missing_ok=True)  # the killed run's log
     found = runs.finish(output, runs.watches()) or differences(runs.folder / "undisturbed", output)
-    if has_checkpoint and "starts anew" in log.read_text(errors="replace"):
-        found.append("the work of a checkpoint was lost: the run started anew")
+    if has_checkpoint and "starts from step 0" in log.read_text(errors="replace"):
+        found.append("a checkpoint was lost: the run started from step 0")
     return found
 
 
 def differences(reference: Path, output: Path) -> list[str]:
-    """What is not the same at the end of two runs."""
+    """The differences between two finished runs."""
     found = []
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, output)]
     found += [
@@ -213,28 +212,28 @@ def differences(reference: Path, output: Path) -> list[str]:
     if lines != expected:
         steps = [line["step"] for line in lines]
         changed = sorted({line["step"] for line in lines if line not in expected})
-        found.append(f"metrics.jsonl has the steps {steps}, of which {changed} are not the undisturbed run's")
+        found.append(f"metrics.jsonl has the steps {steps}, of which {changed} differ from the uninterrupted run's")
     for file in ("model.safetensors", "best/model.safetensors"):
         if len({hashlib.sha256((folder / file).read_bytes()).digest() for folder in (reference, output)}) > 1:
             found.append(f"{file} differs")
     if names := names_in(reference) ^ names_in(output):
-        found.append(f"files that only one of them has: {', '.join(sorted(names))}")
+        found.append(f"files in only one of the folders: {', '.join(sorted(names))}")
     return found
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl but for the speed."""
+    """The lines of metrics.jsonl without the speed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of all files and folders."""
+    """Names of all files and folders."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 def last_line(output: Path) -> str:
-    """Of what a run has printed."""
+    """The last line that a run printed."""
     log = output.with_name(f"{output.name}.log")
     return f"{log.name} ends with {log.read_text(errors='replace').strip().splitlines()[-1:]}"
 

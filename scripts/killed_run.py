@@ -1,4 +1,4 @@
-"""One process of a run that kill_test.py kills: its inputs, its flags, and what it reports while it runs."""
+"""One process of a run that kill_test.py kills: its inputs, its flags, and its progress reports."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 PHASES = ("start", "training", "evaluating", "saving", "rotating", "finishing")
-DESCRIPTOR = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.truncate": None, "open": None}  # a folder's, if any
+DESCRIPTOR = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.truncate": None, "open": None}  # argument index
 TEXT = "the window of samples is one step and every split gives same update while dropout stays keyed by position"
 
 
@@ -21,8 +21,8 @@ class Watch:
     """One process of a run.
 
     Attributes:
-        shared: its phase and its file operations so far, in shared memory. die_at: the file operation right before which it kills
-            itself, from 1; 0: none.
+        shared: its phase and its number of file operations, in shared memory. die_at: kill the process right before this file
+            operation (from 1); 0: never.
     """
 
     shared: Any
@@ -30,7 +30,7 @@ class Watch:
 
 
 def write_inputs(folder: Path) -> None:
-    """Rows and a small model with its tokenizer."""
+    """Write rows and a small model with its tokenizer."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +49,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, output: Path) -> dict[str, Any]:
-    """Flags of a run; the model's own dropout of 0.1 is on."""
+    """Flags of a run; the model has dropout 0.1."""
     files = {"dataset_name": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
     paths = {"model_name_or_path": folder / "model", "output_dir": output, **files}
     often = {"max_steps": 12, "eval_steps": 3, "save_steps": 2, "save_total_limit": 2, "warmup_steps": 2}
@@ -58,7 +58,7 @@ def settings(folder: Path, output: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> None:
-    """One process of a run; prints to a log beside the folder."""
+    """Run one process; prints to a log file next to the folder."""
     os.environ.update({name: str(value) for name, value in rank.items()})
     with output.with_name(f"{output.name}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
@@ -71,37 +71,37 @@ def train(folder: Path, output: Path, rank: dict[str, Any], watch: Watch) -> Non
     torch.set_num_threads(1)
     phases = [(finetune, "fit", "training"), (loop, "_evaluate", "evaluating"), (loop, "save", "saving")]
     for module, name, phase in [*phases, (finetune, "_finish", "finishing")]:
-        setattr(module, name, noting(getattr(module, name), watch, PHASES.index(phase)))
+        setattr(module, name, recording(getattr(module, name), watch, PHASES.index(phase)))
     sys.addaudithook(lambda event, values: count_operation(event, values, str(output), watch))
     finetune.finetune(FinetuneConfig(**settings(folder, output)))
 
 
-def noting(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:
-    """The function; while it runs, the phase is noted."""
+def recording(function: Callable[..., Any], watch: Watch, phase: int) -> Callable[..., Any]:
+    """Wrap a function to record the phase while it runs."""
 
-    def noted(*arguments: Any, **named: Any) -> Any:
+    def recorded(*arguments: Any, **named: Any) -> Any:
         before, watch.shared[0] = watch.shared[0], phase
         try:
             return function(*arguments, **named)
         finally:
             watch.shared[0] = before
 
-    return noted
+    return recorded
 
 
 def count_operation(event: str, values: tuple[Any, ...], output: str, watch: Watch) -> None:
-    """An audit hook: counts what changes the folder, and kills the process before the one that was drawn."""
+    """An audit hook: counts operations that change the folder, and kills the process right before operation `die_at`."""
     if event not in DESCRIPTOR or isinstance(values[0], int):
         return
     if event == "open" and not (values[2] or 0) & (os.O_WRONLY | os.O_RDWR):
         return
     path, descriptor = os.fsdecode(values[0]), DESCRIPTOR[event]
-    if descriptor is not None and values[descriptor] >= 0:  # relative to an open folder, as `shutil.rmtree` deletes
+    if descriptor is not None and values[descriptor] >= 0:  # relative to an open folder, as in `shutil.rmtree`
         path = os.path.join(os.readlink(f"/proc/self/fd/{values[descriptor]}"), path)
     if not path.startswith(output + os.sep):
         return
     if event == "os.rename" and os.path.basename(path).startswith("checkpoint-"):
-        watch.shared[0] = PHASES.index("rotating")  # to the end of the saving
+        watch.shared[0] = PHASES.index("rotating")  # until saving ends
     watch.shared[1] += 1
     if watch.shared[1] == watch.die_at:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,7 @@
 
     python scripts/plan_batch.py --global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10
 
-Prints the samples of each process and the command that gives this layout.
+Prints the samples of each process and the command for this layout.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--global_batch_size", type=int, required=True, help="samples in one optimizer step")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--devices_per_node", type=int, default=1, help="GPUs, or processes, on each machine (default: 1)")
-    parser.add_argument("--per_device_train_batch_size", type=int, required=True, help="most samples in one micro-batch")
+    parser.add_argument("--per_device_train_batch_size", type=int, required=True, help="maximum samples in one micro-batch")
     try:
         print(plan_batch(**vars(parser.parse_args(arguments))))
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Train the same 100 optimizer steps in several layouts and compare: `accelerate launch scripts/run_ga_experiment.py`.
 
-Prints a table, writes it as experiment.md with experiment.png to --output_dir, and exits with code 1 where a layout differs from
-64 x 1 by more than the stated limits.
+Prints a table, writes it as experiment.md with experiment.png to --output_dir, and exits with code 1 if a layout differs from 64
+x 1 by more than the limits.
 """
 
 import argparse
@@ -21,9 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
     parser.add_argument("--num_samples", type=int, default=600, help="training rows; the last window of an epoch is short")
-    parser.add_argument("--max_length", type=int, default=48, help="tokens a row is cut at (default: 48)")
-    parser.add_argument("--learning_rate", type=float, default=5e-4, help="of AdamW, constant (default: 5e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout (default: 0)")
+    parser.add_argument("--max_length", type=int, default=48, help="maximum tokens of a row (default: 48)")
+    parser.add_argument("--learning_rate", type=float, default=5e-4, help="constant learning rate of AdamW (default: 5e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout (default: 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/ga_experiment"), help="folder for table and plot")
     flags = parser.parse_args()
     logging.set_verbosity_error()
@@ -37,7 +37,7 @@ def main() -> int:
     plot(results, flags.output_dir / "experiment.png")
     print(table)
     limits = ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
-    print("\n".join(failures) if failures else f"every layout is the full batch: {limits}")
+    print("\n".join(failures) if failures else f"every layout matches the full batch: {limits}")
     return 1 if failures else 0
 
 
@@ -47,7 +47,7 @@ def reference_of(results: dict[str, list[ArmResult]], group: str) -> ArmResult:
 
 
 def make_table(results: dict[str, list[ArmResult]]) -> str:
-    """A Markdown table, one row a run; differences are relative to the first row (or to dropout 0's first row)."""
+    """A Markdown table, one row per run; differences are relative to the first row (for dropout 0, to its first row)."""
     rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
     for group, members in results.items():
         for result in members:
@@ -60,7 +60,7 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
 
 
 def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
-    """One line for every limit that a layout breaks."""
+    """One line for every exceeded limit."""
     lines = []
     for group in ("layouts", "dropout 0"):
         for result in results[group]:
@@ -83,7 +83,7 @@ def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
     for group, style in (("layouts", "-"), ("mistakes", "--")):
         reference = reference_of(results, group)
         for result in results[group]:
-            if result is not reference and result.arm.token_weighted_validation:  # else its training is a layout's
+            if result is not reference and result.arm.token_weighted_validation:  # this mistake trains like a layout
                 pairs = zip(result.train_losses, reference.train_losses, strict=True)
                 errors = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
                 axes.semilogy(range(1, len(errors) + 1), errors, style, linewidth=1.2, label=f"{group[:-1]}: {result.arm.name}")

@@ -3,8 +3,8 @@
     python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu --dry_run -- \
         scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir outputs/gpt2
 
-Needs the extra `slurm`. Every start gets `--resume_from_checkpoint auto`, which continues from the newest checkpoint in output_dir,
-if there is one. A preempted job saves and is queued again; a job that reaches its time limit too, up to --max_timeouts times.
+Needs the extra `slurm`. Every start uses `--resume_from_checkpoint auto`, which resumes from the newest checkpoint in output_dir,
+if any. A preempted job saves and is requeued, and so is a job at its time limit, up to --max_timeouts times.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from hf_ga.run.cli import parse_config
 from hf_ga.run.plan_batch import launch_flags
 
 GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
-SIGNAL_SECONDS = 120  # at most from the SIGTERM of a preemption to the signal that queues the job again, or to SIGKILL
+SIGNAL_SECONDS = 120  # at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL
 RESUME = ("--resume_from_checkpoint", "auto")
 
 
@@ -44,13 +44,13 @@ class NodeJob:
     launch_options: tuple[str, ...] = ()
 
     def __call__(self) -> None:
-        """Launch, and wait for the end.
+        """Launch the command and wait for its end.
 
         Raises:
             HfGaError: the launched command failed.
         """
         environment = JobEnvironment()
-        port = 20000 + int(environment.job_id) % 10000  # the same on all nodes; two jobs on one node hardly ever share it
+        port = 20000 + int(environment.job_id) % 10000  # the same on all nodes; two jobs on one node rarely share it
         words = self.launch_words(environment.node, environment.hostnames[0], port)
         print(shlex.join(words), flush=True)
         variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # the venv may not be activated
@@ -59,17 +59,17 @@ class NodeJob:
         terminated: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
         code = run_to_end(words, os.environ | variables, getattr(signal, f"SIG{environment.USR_SIG}"))
-        if code and terminated:  # SIGTERM ended the launched processes, too: a failure now would prevent the requeue
+        if code and terminated:  # SIGTERM also ended the launched processes: a failure now would prevent the requeue
             time.sleep(SIGNAL_SECONDS)
         if code:
             raise HfGaError(f"node {environment.node}: exit code {code} of {shlex.join(words)}")
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit at preemption and at the time limit, to queue the job again. SIGTERM follows, and the run saves."""
+        """Called by submitit at preemption and at the time limit, to requeue the job. SIGTERM follows, and the run saves."""
         return DelayedSubmission(self)
 
     def launch_words(self, rank: int | str, host: str, port: int | str) -> list[str]:
-        """The launch on node `rank`; node 0 is `host` and listens on `port`. With one node, Accelerate chooses a free port."""
+        """The launch command of node `rank`; node 0 is `host` and listens on `port`. With one node, Accelerate picks a port."""
         flags = [*launch_flags(self.nodes, self.processes_per_node), *self.launch_options]
         if "--config_file" in self.launch_options and "--multi_gpu" in flags:
             flags.remove("--multi_gpu")  # it would override the file's distributed_type: DDP instead of FSDP
@@ -113,7 +113,7 @@ def minutes_of(text: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("command", nargs="+", help="after --: the script and its flags")
+    parser.add_argument("command", nargs="+", help="the script and its flags, after --")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--gpus_per_node", type=int, default=8, help="one process per GPU; 0: processes on CPUs (default: 8)")
     parser.add_argument("--processes_per_node", type=int, default=1, help="without GPUs: processes per node (default: 1)")
@@ -126,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_timeouts", type=int, default=3, help="restarts after the time limit (default: 3)")
     parser.add_argument("--accelerate_config", help="file from accelerate_configs/, for FSDP (default: DDP)")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="overrides the file (default: no)")
-    parser.add_argument("--folder", default="outputs/slurm", help="for logs, shared by all nodes (default: outputs/slurm)")
+    parser.add_argument("--folder", default="outputs/slurm", help="folder for logs, shared by all nodes (default: outputs/slurm)")
     parser.add_argument("--cluster", choices=["slurm", "local"], default="slurm", help="local: this machine (default: slurm)")
     parser.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 if the run failed")
     parser.add_argument("--dry_run", action="store_true", help="print the batch script and the launch commands, submit nothing")
@@ -147,7 +147,7 @@ def node_job(flags: argparse.Namespace) -> NodeJob:
     """The task of each node. Checks the flags of finetune.py now, not after hours in a queue.
 
     Raises:
-        ConfigError: finetune.py would refuse its flags.
+        ConfigError: the flags of finetune.py are invalid.
     """
     processes = flags.gpus_per_node or flags.processes_per_node
     script, *script_flags = flags.command
@@ -164,7 +164,7 @@ def sbatch_parameters(flags: argparse.Namespace) -> dict:
     """submitit's parameters of the batch script."""
     srun = ["--kill-on-bad-exit=1"]  # the other nodes would wait for a failed one
     if flags.cpus_per_task:
-        srun.append(f"--cpus-per-task={flags.cpus_per_task}")  # srun does not take it from sbatch since SLURM 22.05
+        srun.append(f"--cpus-per-task={flags.cpus_per_task}")  # srun does not inherit it from sbatch since SLURM 22.05
     more = {"requeue": True} | dict(text.split("=", 1) for text in flags.sbatch)
     named = {name: value for name in ("partition", "cpus_per_task", "gpus_per_node") if (value := getattr(flags, name))}
     parameters = {"job_name": flags.job_name, "time": flags.time, "nodes": flags.nodes, "ntasks_per_node": 1, **named}
@@ -172,7 +172,7 @@ def sbatch_parameters(flags: argparse.Namespace) -> dict:
 
 
 def submit(flags: argparse.Namespace, job: NodeJob) -> int:
-    """Print, or submit and perhaps wait. Returns the exit code."""
+    """Print, or submit and optionally wait. Returns the exit code."""
     if flags.dry_run:
         print(_make_sbatch_string("python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)))
         for node in range(flags.nodes):

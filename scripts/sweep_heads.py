@@ -1,4 +1,4 @@
-"""Every head of the installed transformers, built small: is hf_ga right, is Trainer, do layouts agree under dropout?
+"""Builds every head of the installed transformers small, and checks the gradients of hf_ga and Trainer, without and with dropout.
 
     python scripts/sweep_heads.py                  # about 40 heads, evenly spread
     python scripts/sweep_heads.py --full           # all of them

@@ -1,7 +1,7 @@
 """Ready-made steps for `check_equivalence`: transformers' Trainer and a raw Accelerate loop.
 
-Both run the library's own code on the micro-batches of the window; nothing of what they compute is written here. bf16 is theirs
-too; under fp16 they compute in float32.
+Both run the library's own code on the micro-batches of the window; this file reimplements none of it. They run bf16 natively;
+under fp16 they compute in float32.
 
 Example:
     check_equivalence(model, samples, collate_fn, steps={"Trainer": trainer_arm(), "accelerate": accelerate_arm()})
@@ -21,7 +21,7 @@ from hf_ga.exact.forward import head_loss
 
 MicroBatches = list[dict[str, Any]]
 TRAINING_ARGUMENTS = {
-    "per_device_train_batch_size": 1,  # an item is a micro-batch
+    "per_device_train_batch_size": 1,  # a dataset item is a whole micro-batch
     "train_sampling_strategy": "sequential",
     "num_train_epochs": 1,
     "max_grad_norm": 0.0,
@@ -38,9 +38,9 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     """A step that runs `transformers.Trainer`'s own training loop on the window and takes the gradients before its optimizer step.
 
     Args:
-        trainer_class: Trainer, or a subclass that takes its micro-batches as they come (an item of the dataset is a whole
-            micro-batch here, so not one that plans windows by itself, as `ExactTrainer`).
-        arguments: of `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and accumulation come from the check,
+        trainer_class: Trainer, or a subclass that leaves micro-batches unchanged (a dataset item is a whole micro-batch here,
+            which excludes trainers that plan their own windows, such as `ExactTrainer`).
+        arguments: for `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and accumulation come from the check,
             and clipping is off unless `max_grad_norm` is given.
     """
 
@@ -55,7 +55,7 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
         }
         with tempfile.TemporaryDirectory() as folder:
             settings = TrainingArguments(folder, **(TRAINING_ARGUMENTS | own | arguments))
-            settings._n_gpu = 1  # on a machine with several it would put the model into DataParallel
+            settings._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
             trainer = trainer_class(
                 model=model,
                 args=settings,

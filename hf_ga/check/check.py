@@ -1,4 +1,4 @@
-"""check_equivalence(): is every split of a window the full batch, for this model, and if not, why?"""
+"""check_equivalence(): does every split of a window give the full batch's gradient with this model, and if not, why?"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,20 +42,20 @@ def check_equivalence(
     steps: Mapping[str, Step] | None = None,
     **settings: Any,
 ) -> EquivalenceReport:
-    """Compare the gradient of every layout of one window with that of the full batch, and with float64, by promise 1.
+    """Compare the gradient of every layout of one window with that of the full batch in float64 (promise 1).
 
-    All work is done on a copy of the model; everything else is left as found, too.
+    Works on a copy of the model and restores all other state.
 
     Args:
-        model: on its device; if it is in evaluation mode, its copy is put into training mode.
-        samples: of one window, at least 8; best of very different lengths. collate_fn: list of samples -> model arguments.
+        model: on any device; if it is in evaluation mode, the copy is put into training mode.
+        samples: one window of at least 8, ideally of very different lengths. collate_fn: list of samples -> model arguments.
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of these names, or
             {name: sizes of the micro-batches}.
-        steps: name -> another `step(model, micro_batches)`: it gets a copy of the model and the window's collated micro-batches
-            (dicts on the model's device), and leaves the window's gradient in `.grad`; a number that it returns is taken for
-            the window's mean loss. If it names the arguments `accumulation_steps` (micro-batches of a full window) or
-            `precision`, it gets these too. See `hf_ga.check.arms`.
-        settings: `precision="bf16"` and more, see `CheckSettings`.
+        steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the window's collated
+            micro-batches (dicts on the model's device), and leaves the window's gradient in `.grad`. It may return the window's
+            mean loss. If it declares the arguments `accumulation_steps` (micro-batches of a full window) or
+            `precision`, it receives them too. See `hf_ga.check.arms`.
+        settings: fields of `CheckSettings`, such as `precision="bf16"`.
 
     Raises:
         ConfigError: bad arguments, several processes, or a full batch that cannot be computed in float64.
@@ -77,7 +77,7 @@ def check_equivalence(
 
 
 def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
-    """All arms in all layouts, window by window: only one reference is kept at a time."""
+    """All arms in all layouts, window by window, to keep only one reference in memory."""
     found: dict[tuple[str, str], Row] = {}
     arms: dict[str, Step | None] = {OURS: None, **steps}
     with tqdm(total=len(layouts) * len(arms), unit="layout", delay=5, leave=False, dynamic_ncols=True) as bar:
@@ -108,16 +108,16 @@ def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, r
     except Exception as error:
         if step is None:
             raise
-        row.refused = f"raised {type(error).__name__}: {error}"  # the other arms' figures shall not be lost
+        row.refused = f"raised {type(error).__name__}: {error}"  # keep the other arms' results
     else:
         judge(row, *outcome, reference)
     return row
 
 
 def _prove(subject: Subject) -> None:
-    """Find the dropout sites and prove the loss; where hf_ga refuses the model, the subject holds the reason.
+    """Find the dropout sites and prove the loss; if the model is unsupported, store the reason in the subject.
 
-    Random draws that depend on the split cannot be compared: their modules are put into evaluation mode.
+    Random draws that depend on the split cannot be compared: put their modules into evaluation mode.
     """
     subject.dropout = find_dropout(subject)
     if subject.settings.allow_split_dependent_randomness:
@@ -141,6 +141,6 @@ def _facts(subject: Subject) -> list[str]:
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
-        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; of a parameter likewise",
+        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the same for each parameter",
         f"{counted}; keyed dropout at {num_sites} sites",
     ]

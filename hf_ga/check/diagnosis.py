@@ -1,4 +1,4 @@
-"""Why an arm differs: suspects are switched off together, then on again one at a time; the rest is read from the numbers."""
+"""Why an arm differs: switch all suspects off, then on one at a time; match the remaining error against known mistakes."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,18 +19,18 @@ from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import applicable_rules
 
-MOST_ELEMENTS = 16_000_000  # of all micro-batches' gradients together that are compared: every so many
-MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}  # a hypothesis explains a gradient up to this
-EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}  # a switch that changes less is no cause
+MOST_ELEMENTS = 16_000_000  # compared over all micro-batches' gradients; larger ones are strided
+MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}  # a hypothesis explains a gradient up to this relative error
+EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}  # a switch with a smaller effect is not a cause
 
 
 @dataclass
 class Trial:
-    """An arm in one window with some suspects on: flat vectors of the gradients' elements.
+    """An arm in one window with some suspects on; gradients as flat vectors.
 
     Attributes:
-        reference: of the full batch. arm: what the arm left. parts: gradient of each micro-batch's own mean loss.
-        counts: rule -> targets of each micro-batch. frozen: parameters without a gradient that should have one; left out above.
+        reference: of the full batch. arm: the arm's gradient. parts: gradient of each micro-batch's own mean loss.
+        counts: rule -> targets of each micro-batch. frozen: parameters that should have a gradient but have none; excluded above.
     """
 
     reference: Tensor
@@ -40,13 +40,13 @@ class Trial:
     frozen: list[str]
 
     def additivity(self, rule: str) -> float:
-        """Relative error of the rightly weighted sum of the parts."""
+        """Relative error of the correctly weighted sum of the parts."""
         n = self.counts[rule]
         return relative_error(Hypothesis(n / n.sum()).gradient(self.parts), self.reference)
 
 
 def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None) -> None:
-    """Write the causes into some rows that failed: the one with the fewest micro-batches, the most uneven, the short window."""
+    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window."""
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
     full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
     short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
@@ -54,7 +54,7 @@ def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayo
     uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
     for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1]]:
         if row.refused is None and row.share <= 1:
-            text = "the gradient is right, but the number that the step returns is not the mean loss"
+            text = "the gradient is correct, but the number that the step returns is not the mean loss"
             row.causes = [Cause("reported loss", text)]
         else:
             row.causes = Diagnosis(subject, layouts[row.layout], step, row.refused).causes()
@@ -64,8 +64,8 @@ class Diagnosis:
     """One arm in one layout.
 
     Args:
-        step: None for hf_ga's own. refused: the message, where hf_ga refused; then the rightly weighted sum of the micro-batches
-            takes the place of its gradient.
+        step: None for hf_ga's own. refused: the error message if hf_ga does not support the model; then the correctly weighted
+            sum of the micro-batches replaces its gradient.
     """
 
     def __init__(self, subject: Subject, layout: CheckedLayout, step: Step | None, refused: str | None) -> None:
@@ -78,12 +78,12 @@ class Diagnosis:
         self.match, self.effect = MATCH[subject.settings.precision], EFFECT[subject.settings.precision]
 
     def causes(self) -> list[Cause]:
-        """Everything that was found; one of the name "unknown" if nothing was."""
+        """All causes found, or one named "unknown"."""
         if self.refused and self.subject.dropout.unkeyed:
             return [Cause("randomness", self.refused)]
         quiet = self._trial()
         if not quiet.arm.any():
-            return [Cause("no gradients", "the step left no gradient in any parameter: it shall leave it in .grad, and not update")]
+            return [Cause("no gradients", "the step left no gradient in any parameter: leave it in .grad, without updating")]
         if not quiet.arm.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
         rule = min(quiet.counts, key=quiet.additivity)
@@ -97,7 +97,7 @@ class Diagnosis:
         return found or [Cause("unknown", _unknown(quiet))]
 
     def _with_one(self, suspect: Switch, rule: str, match: Hypothesis, before: float) -> list[Cause]:
-        """The suspect, if with it alone switched on the arm or the model itself goes wrong."""
+        """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
         trial = self._trial(suspect.name)
         error = max(relative_error(match.gradient(trial.parts), trial.arm), trial.additivity(rule))
         if not error > max(self.effect, 5 * before):
@@ -111,7 +111,7 @@ class Diagnosis:
         return [Cause(suspect.name, suspect.text, f"relative error with it {error:.1e}, without {before:.1e}")]
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float, list[Cause]]:
-        """The weights that the arm gave its micro-batches, the relative error that they leave, and what they mean."""
+        """The weights that the arm gave its micro-batches, their residual relative error, and the causes."""
         candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps)
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
@@ -124,25 +124,25 @@ class Diagnosis:
         n = trial.counts[rule]
         if left <= self.match:
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
-            return Hypothesis(weights), left, [Cause("normalisation", f"the micro-batches weigh x({factors}) of what is right")]
+            return Hypothesis(weights), left, [Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")]
         if error <= MATCH["bf16"]:
-            text = f"the micro-batches' gradients add up to it only up to {error:.1e}: as if computed or added up in low precision"
+            text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
             return match, error, [*match.causes, Cause("precision", text)]
         return match, error, []
 
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:
             return []
-        text, seen = "the loss of the window is no weighted mean of its micro-batches' losses", f"residual {residual:.1e}"
+        text, seen = "the loss of the window is not a weighted mean of its micro-batches' losses", f"residual {residual:.1e}"
         if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
             return [Cause("auxiliary loss", "the router's auxiliary loss is a product of means over the micro-batch", seen)]
         if self.subject.rule is not None:
-            return [Cause("several means", f"{text}: it is a sum of several means, each over targets of its own", seen)]
-        text += ", with all else switched off: it goes across samples (in-batch negatives)"
+            return [Cause("several means", f"{text}: it is a sum of several means, each over its own targets", seen)]
+        text += "even with all suspects switched off: it depends on pairs of samples (in-batch negatives)"
         return [Cause("cross-batch loss", text, seen)]
 
     def _trial(self, on: str | None = None) -> Trial:
-        """Arm and parts with all suspects switched off but `on`."""
+        """Arm and parts with all suspects except `on` switched off."""
         subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
             for switch in off.values():
@@ -175,7 +175,7 @@ def _unevenness(row: Row) -> int:
 
 
 def _counts(window: Window) -> dict[str, np.ndarray]:
-    """Targets of each micro-batch by every rule that can be applied."""
+    """Targets of each micro-batch by every rule that applies."""
     first = window.micro_batches[0].batch
     rules = {name: COUNTING_RULES[name] for name in applicable_rules(first)}
     if isinstance(first.get("input_ids"), Tensor):
@@ -187,8 +187,8 @@ def _counts(window: Window) -> dict[str, np.ndarray]:
 def _unknown(trial: Trial) -> str:
     scale = float(trial.arm.double().norm() / trial.reference.double().norm())
     return (
-        "no known cause explains it: with all suspects switched off the relative error of the gradient is "
-        f"{relative_error(trial.arm, trial.reference):.1e}, its norm x{scale:.3g} of the right one"
+        "no known cause: with all suspects switched off, the gradient has a relative error of "
+        f"{relative_error(trial.arm, trial.reference):.1e}, its norm is x{scale:.3g} of the reference's"
     )
 
 

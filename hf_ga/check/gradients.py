@@ -7,12 +7,12 @@ Gradients = dict[str, Tensor]
 
 
 def norms(gradients: Gradients) -> dict[str, float]:
-    """L2 norm of each."""
+    """L2 norm of each gradient."""
     return {name: float(torch.linalg.vector_norm(value, dtype=torch.float64)) for name, value in gradients.items()}
 
 
 def total(parts: dict[str, float]) -> float:
-    """L2 norm over all parameters, from that of each."""
+    """L2 norm over all parameters, from the norm of each."""
     return float(torch.tensor(list(parts.values()), dtype=torch.float64).norm())
 
 
@@ -31,7 +31,7 @@ def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, flo
 
 
 def clip(gradients: Gradients, max_grad_norm: float | None) -> None:
-    """Scale all gradients down to the given global L2 norm, in place; None leaves them."""
+    """Clip all gradients to the given global L2 norm, in place; None: no clipping."""
     if max_grad_norm:
         factor = min(1.0, max_grad_norm / (total(norms(gradients)) + 1e-6))
         torch._foreach_mul_(list(gradients.values()), factor)

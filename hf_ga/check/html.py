@@ -1,4 +1,4 @@
-"""A check's report as HTML: its text and a plot. One file, nothing is loaded from elsewhere."""
+"""A check's report as one self-contained HTML file: its text and a plot."""
 
 import base64
 import io
@@ -14,20 +14,20 @@ SMALLEST, LARGEST = 1e-9, 1e3  # the range of the plot
 
 
 def render(text: str, rows: Sequence[Row]) -> str:
-    """What a notebook shows. text: `str()` of the report."""
+    """The report for a notebook. text: `str()` of the report."""
     plot = f'<img alt="relative error by layout" src="{_plot(rows)}">' if any(row.refused is None for row in rows) else ""
     return f'<div style="color: black; background: white; overflow-x: auto"><pre>{escape(text)}</pre>{plot}</div>'
 
 
 def render_page(text: str, rows: Sequence[Row]) -> str:
-    """The whole of report.html."""
+    """The complete report.html."""
     head = '<meta charset="utf-8"><meta name="color-scheme" content="light"><title>Equivalence report</title>'
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{render(text, rows)}</body></html>\n'
 
 
 def _plot(rows: Sequence[Row]) -> str:
-    """Relative error of every arm in every layout, and the limits, as the address of an image."""
-    from matplotlib.figure import Figure  # here, as it takes 0.7 s and most processes draw nothing
+    """Plot of the relative error of every arm in every layout, with the limits, as a data URL."""
+    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
 
     layouts, arms = (list(dict.fromkeys(names)) for names in zip(*((row.layout, row.arm) for row in rows), strict=True))
     figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
@@ -35,7 +35,7 @@ def _plot(rows: Sequence[Row]) -> str:
     for index, arm in enumerate(arms):
         own = [row for row in rows if row.arm == arm and row.refused is None]
         heights = [layouts.index(row.layout) + 0.16 * (index - (len(arms) - 1) / 2) for row in own]
-        # An exact 0 and what is not finite have no place on a logarithmic axis.
+        # A logarithmic axis cannot show 0 and non-finite values.
         errors = np.clip(np.nan_to_num([row.error for row in own], nan=LARGEST), SMALLEST, LARGEST)
         label = arm if own else f"{arm} (refused)"
         axes.scatter(errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3)
@@ -43,7 +43,7 @@ def _plot(rows: Sequence[Row]) -> str:
         if limits := [row.limit for row in rows if row.layout == layout and row.refused is None]:
             label = "limit" if height == 0 else None
             axes.vlines(max(limits), height - 0.4, height + 0.4, color="black", linewidth=2, label=label)
-    axes.set(xscale="log", xlabel="relative error of the gradient (right of the black line: not the full batch)")
+    axes.set(xscale="log", xlabel="relative error of the gradient (right of the black line: differs from the full batch)")
     axes.set_yticks(range(len(layouts)), layouts)
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x", which="major")

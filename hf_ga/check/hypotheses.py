@@ -1,7 +1,7 @@
-"""Which wrong weights would make the gradient that an arm left: gradients are matched against weighted sums of the right parts.
+"""Which wrong weights explain an arm's gradient: match it against weighted sums of the micro-batches' correct gradients.
 
-The gradient of a window is sum over its micro-batches of u_k g_k, with g_k the gradient of micro-batch k's own mean loss. Right is
-u_k = n_k / N (targets of the micro-batch / targets of the window). The usual mistakes are other u, or clipping.
+The gradient of a window is the sum over its micro-batches of u_k g_k, with g_k the gradient of micro-batch k's own mean loss.
+Correct is u_k = n_k / N (targets of the micro-batch / targets of the window). The usual mistakes are other u, or clipping.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from hf_ga.check.rows import Cause
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Weights of the micro-batches' mean gradients, and the mistakes that would lead to them.
+    """Weights of the micro-batches' mean gradients, and the mistakes that lead to them.
 
     Attributes:
-        max_norm: `.grad` is clipped to it after each micro-batch; inf: it is not.
+        max_norm: `.grad` is clipped to this norm after each micro-batch; inf: no clipping.
     """
 
     weights: np.ndarray
@@ -27,10 +27,10 @@ class Hypothesis:
     max_norm: float = float("inf")
 
     def gradient(self, parts: Sequence[Tensor]) -> Tensor:
-        """What an arm would leave, in float64."""
+        """The gradient that an arm with these weights would leave, in float64."""
         result = torch.zeros_like(parts[0], dtype=torch.float64)
         for part, weight in zip(parts, self.weights, strict=True):
-            if weight:  # the mean over no targets is NaN, and weighs nothing
+            if weight:  # the mean over no targets is NaN, with weight 0
                 result += part.double() * float(weight)
             if self.max_norm < float("inf"):
                 result *= min(1.0, self.max_norm / (float(result.norm()) + 1e-6))
@@ -49,7 +49,7 @@ def relative_error(vector: Tensor, reference: Tensor) -> float:
 
 
 def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: int) -> list[Hypothesis]:
-    """Right first, then simple mistakes, then two of them together.
+    """The correct weights first, then single mistakes, then pairs of them.
 
     Args:
         counts: name of a counting rule -> targets of each micro-batch. right: the rule of the loss.
@@ -61,8 +61,8 @@ def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: in
     usual = [
         Hypothesis(share),
         _wrong(np.ones(k), f"x{k:.2f}: the loss is divided by the micro-batch's own count and not by GA"),
-        _wrong(np.full(k, 1 / k), "mean of means: all micro-batches weigh the same, although their targets differ", seen=listed),
-        _wrong(n, f"x{n.sum():.4g}: the loss is a sum, divided by no count"),
+        _wrong(np.full(k, 1 / k), "mean of means: equal weights of micro-batches with different numbers of targets", seen=listed),
+        _wrong(n, f"x{n.sum():.4g}: the loss is a sum, not divided by a count"),
         *_wrong_counts(counts, right),
     ]
     if k < accumulation_steps:
@@ -74,14 +74,14 @@ def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: in
 
 
 def best_match(vector: Tensor, parts: Sequence[Tensor], candidates: Sequence[Hypothesis]) -> tuple[Hypothesis, float]:
-    """The hypothesis with the smallest relative error; among those that are about as near, the first."""
+    """The hypothesis with the smallest relative error; if several are about as close, the first."""
     errors = [relative_error(candidate.gradient(parts), vector) for candidate in candidates]
     near = next(i for i, error in enumerate(errors) if error <= 3 * min(errors) + 1e-7 or error == min(errors))
     return candidates[near], errors[near]
 
 
 def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray, float]:
-    """The weights that come nearest to a gradient, by least squares, and the relative error that they leave."""
+    """The weights that fit a gradient best by least squares, and their residual relative error."""
     matrix = torch.stack(list(parts)).double()
     gram, right = (matrix @ matrix.T).cpu(), (matrix @ vector.double()).cpu()
     weights = torch.linalg.lstsq(gram, right, driver="gelsd").solution.numpy()
@@ -93,7 +93,7 @@ def _wrong(weights: np.ndarray, text: str, name: str = "normalisation", seen: st
 
 
 def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]:
-    """The loss is divided by, or the micro-batches weigh by, a count that is not the loss's own."""
+    """The loss is divided, or the micro-batches are weighted, by a count that is not the loss's own."""
     n, found = counts[right], []
     for name, other in counts.items():
         if name == right or not other.sum():
@@ -104,5 +104,5 @@ def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]
         ratio = f"x{n.sum() / other.sum():.4g}"
         seen = f"the window has {n.sum():g} targets ({right}), but {other.sum():g} are counted ({name})"
         found.append(_wrong(n / other.sum(), f"{ratio}: {seen}{column}", label))
-        found.append(_wrong(other / other.sum(), f"micro-batches weigh by {name} instead of {right}{column}", label))
+        found.append(_wrong(other / other.sum(), f"micro-batches are weighted by {name} instead of {right}{column}", label))
     return found

@@ -1,7 +1,7 @@
-"""Promise 1: the reference of one window, and the verdict on what an arm left.
+"""Promise 1: the reference of one window, and the verdict on an arm's gradient.
 
 The relative error of an arm's gradient, ||g - g64|| / ||g64|| over all parameters together, is at most twice that of the full batch
-in the same precision, plus 1e-6; for each parameter likewise, with the floor taken of the norm over all parameters.
+in the same precision, plus 1e-6; the same for each parameter, with the floor relative to the norm over all parameters.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Reference:
-    """The right result of one window, and the relative errors of the full batch in the checked precision.
+    """The correct result of one window, and the relative errors of the full batch in the checked precision.
 
     Attributes:
         loss, gradients: of the full batch in float64.
@@ -41,7 +41,7 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
     """The full batch in the checked precision and in float64.
 
     Raises:
-        ConfigError: the model cannot compute in float64, or memory runs out.
+        ConfigError: the model cannot run in float64, or memory runs out.
     """
     settings, whole = subject.settings, window.split([np.arange(window.num_samples)])
     loss, gradients, _ = plain_backward(subject, whole, whole.micro_batches[0])
@@ -65,7 +65,7 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
 
 
 def judge(row: Row, loss: float | None, gradients: Gradients, reference: Reference) -> None:
-    """Write an arm's relative errors into its row, and whether it passed."""
+    """Write an arm's relative errors and its verdict into its row."""
     if loss is not None:
         row.loss, row.loss_error = loss, ratio(abs(loss - reference.loss), abs(reference.loss))
     row.parameter_errors = relative_errors(gradients, reference.gradients)

@@ -1,4 +1,4 @@
-"""The layouts that a check tries: how the samples of one window are split into micro-batches."""
+"""The layouts of a check: how the samples of one window are split into micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class CheckedLayout:
     """One window and its split.
 
     Attributes:
-        offsets: of each micro-batch, in the window; the window consists of the first samples.
+        offsets: positions in the window of each micro-batch's samples; the window consists of the first samples.
         accumulation_steps: micro-batches of a full window; a short last window has fewer.
     """
 
@@ -35,7 +35,7 @@ class CheckedLayout:
         return [len(part) for part in self.offsets]
 
     def window(self, subject: Subject) -> Window:
-        """The window as a `WindowLoader` makes it."""
+        """The window as a `WindowLoader` would yield it."""
         num_samples = sum(self.sizes)
         loader = WindowLoader(
             subject.samples[:num_samples],

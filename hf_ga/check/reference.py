@@ -1,4 +1,4 @@
-"""The slow, obviously right gradient: one forward and one backward of the given samples, in float64 or as trained."""
+"""The slow, obviously correct gradient: one forward and one backward of the given samples, in float64 or as trained."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +26,7 @@ def plain_backward(
     """Mean loss of one batch and its gradient: `model(**batch).loss.backward()`, with keyed dropout.
 
     Args:
-        precision: "float64"; None: that of the check. keyed: False leaves torch's own dropout in.
+        precision: "float64"; None: the check's. keyed: False keeps torch's own dropout.
 
     Returns:
         (mean loss, gradients, number of targets as `loss_fn` counts them).
@@ -55,7 +55,7 @@ def plain_backward(
 
 
 def find_dropout(subject: Subject) -> KeyedDropout:
-    """The model's dropout sites, also where some draws cannot be tied to a sample (see `unkeyed`)."""
+    """The model's dropout sites, even if some draws cannot be tied to a sample (see `unkeyed`)."""
     longest = max(subject.samples, key=sample_length)
 
     def forward(count: int) -> None:
@@ -66,26 +66,26 @@ def find_dropout(subject: Subject) -> KeyedDropout:
 
 
 class _InFloat64(TorchFunctionMode):
-    """float64 wherever a model's code asks for float32: many models cast logits, norms or softmax up from half precision."""
+    """Replaces float32 by float64 in a model's own casts: many upcast logits, norms or softmax from half precision."""
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is Tensor.float:
             function = Tensor.double
-        elif getattr(function, "__name__", "") == "_grouped_mm" and args[1].dim() == 3:  # torch has none in float64
+        elif getattr(function, "__name__", "") == "_grouped_mm" and args[1].dim() == 3:  # torch has no float64 kernel
             return _grouped_product(args[0], args[1], (kwargs or {})["offs"])
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return function(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Consecutive groups of rows, each times its own matrix; group i ends at row `ends[i]`."""
+    """Multiply each group of consecutive rows by its own matrix; group i ends at row `ends[i]`."""
     groups = torch.tensor_split(rows, ends.cpu().long())
     return torch.cat([group @ matrix for group, matrix in zip(groups, [*matrices, 0 * matrices[0]], strict=True)])
 
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """Parameters, buffers and the model's own casts in float64 for a while; then each tensor holds its own values again."""
+    """Run the block with parameters, buffers and the model's own casts in float64; then restore the tensors."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     with tensors_in(tensors, torch.float64), _InFloat64():
         yield

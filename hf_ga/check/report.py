@@ -1,4 +1,4 @@
-"""What a check found: verdicts, reasons and figures, as text, dict and HTML."""
+"""The results of a check: verdicts, reasons and figures, as text, dict and HTML."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class EquivalenceReport:
     """The result of `check_equivalence`.
 
     Attributes:
-        rows: arm by arm, layout by layout. facts: how the check was made, in sentences.
+        rows: arm by arm, layout by layout. facts: sentences on how the check was run.
         settings: precision, seed and the like. versions: of the libraries.
 
     Example:
@@ -43,7 +43,7 @@ class EquivalenceReport:
 
     @property
     def max_error(self) -> float:
-        """The largest relative error of a gradient over all parameters together; inf where an arm refused."""
+        """The largest relative error of a gradient over all parameters together; inf if an arm is unsupported."""
         return max(row.error for row in self.rows)
 
     @property
@@ -52,12 +52,12 @@ class EquivalenceReport:
         return max(self.rows, key=lambda row: (not row.passed, row.share))
 
     def arm(self, name: str) -> "EquivalenceReport":
-        """The part of the report about one arm."""
+        """The report of one arm."""
         rows = [row for row in self.rows if row.arm == name]
         return EquivalenceReport(self.model, rows, self.facts, self.settings, self.versions)
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
-        """Why an arm differs -> the layouts in which that was found; empty where it passed."""
+        """Why an arm differs -> the layouts with this cause; empty if it passed."""
         found: dict[Cause, list[str]] = {}
         for row in self.arm(arm).rows:
             for cause in row.causes:
@@ -70,14 +70,14 @@ class EquivalenceReport:
         failed = [row for row in part.rows if not row.passed]
         if not failed:
             error = f"largest relative error {part.max_error:.1e}"
-            return f"passed, the full batch's gradient in all {len(part.rows)} layouts ({error})"
+            return f"passed, same gradient as the full batch in all {len(part.rows)} layouts ({error})"
         if refused := next((row.refused for row in failed if row.refused), None):
             return f"refused: {refused}"
         worst = f"{part.worst.layout} has a relative error of {part.worst.error:.1e}, the limit is {part.worst.limit:.1e}"
         return f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst}"
 
     def reasons(self, arm: str) -> list[str]:
-        """Why it differs, one line a cause, with the layouts in which it was found."""
+        """Why it differs, one line per cause, with its layouts."""
         return [
             f"{cause.name}: {cause.text} ({'; '.join(filter(None, [', '.join(layouts), cause.seen]))})"
             for cause, layouts in self.causes(arm).items()
@@ -106,7 +106,7 @@ class EquivalenceReport:
     def __str__(self) -> str:
         lines = [self.model]
         for arm in self.arms:
-            lines += [f"{arm}: {self.verdict(arm)}", *(f"  because of {reason}" for reason in self.reasons(arm))]
+            lines += [f"{arm}: {self.verdict(arm)}", *(f"  cause: {reason}" for reason in self.reasons(arm))]
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:

@@ -1,14 +1,14 @@
-"""The rows of a report: one arm in one layout each, and the causes why it differs."""
+"""The rows of a report: one arm in one layout each, with the causes of differences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-OURS = "hf_ga"  # the arm that every check has
+OURS = "hf_ga"  # the arm in every check
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an arm differs: its `name`, `text` what is wrong, `seen` the figures that show it."""
+    """Why an arm differs: a short `name`, `text`: what is wrong, `seen`: the figures that show it."""
 
     name: str
     text: str
@@ -20,14 +20,14 @@ class Row:
     """One arm in one layout, against the reference of its window. All errors and limits are relative to the reference's norm.
 
     Attributes:
-        micro_batches: samples of each. accumulation_steps: micro-batches of a full window.
+        micro_batches: their sizes in samples. accumulation_steps: micro-batches of a full window.
         error, limit: of the gradient over all parameters together: ||g - g64|| / ||g64||.
         own_error: that of the full batch in the same precision.
         norm_ratio: ||g|| / ||g64||.
-        worst_parameter, worst_share: the parameter that is nearest to (or farthest above) its limit, and error / limit there.
-        parameter_errors: L2 of the difference of each, relative to the norm over all.
-        loss: as the arm reports it; None where it reports none.
-        refused: the message of the error with which the arm refused to run. causes: why it differs.
+        worst_parameter, worst_share: the parameter with the largest error / limit, and this ratio.
+        parameter_errors: L2 norm of each parameter's difference, relative to the norm over all.
+        loss: as the arm reports it, or None.
+        refused: the message of the error that the arm raised. causes: why it differs.
     """
 
     arm: str
@@ -69,7 +69,7 @@ class Row:
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
-    """Sizes of micro-batches, equal ones together: `4 x 16`, `12 + 4`.
+    """Sizes of micro-batches, equal sizes grouped: `4 x 16`, `12 + 4`.
 
     >>> sizes_text([1, 1, 1]), sizes_text([12, 4])
     ('3 x 1', '12 + 4')

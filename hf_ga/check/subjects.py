@@ -1,4 +1,4 @@
-"""What is checked, on one window each: hf_ga's own `backward_window`, and any `step(model, micro_batches)`."""
+"""The steps under check, each run on one window: hf_ga's own `backward_window`, and any `step(model, micro_batches)`."""
 
 import copy
 import inspect
@@ -28,19 +28,19 @@ from hf_ga.training import backward_window
 
 Step = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-FP16_SCALE = 1024.0  # keeps small gradients above fp16's least number; it is divided out
+FP16_SCALE = 1024.0  # keeps small gradients above fp16's smallest number; divided out again
 
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """How a check is made.
+    """Settings of a check.
 
     Attributes:
-        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); wins over the head's own loss.
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own loss.
         precision: "fp32", "bf16" or "fp16", by autocast.
-        seed: of dropout masks and of what a step draws by itself.
+        seed: of dropout masks and of a step's own random draws.
         max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
-        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; they are switched off in the check.
+        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the check switches them off.
     """
 
     loss_fn: LossFunction | None = None
@@ -56,11 +56,11 @@ class CheckSettings:
 
 @dataclass
 class Subject:
-    """What every arm is given: the working copy of the model and how its windows are made.
+    """The input of every arm: the working copy of the model and what its windows are built from.
 
     Attributes:
-        rule: what was proven; None where hf_ga refuses the model. refused: why it does.
-        dropout: the model's dropout sites, known in both cases.
+        rule: the proven loss; None if hf_ga does not support the model. refused: why it does not.
+        dropout: the model's dropout sites, set in both cases.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Subject:
 
     @property
     def proof_arguments(self) -> dict[str, Any]:
-        """Of `prove_targets` and `backward_window`."""
+        """Keyword arguments for `prove_targets` and `backward_window`."""
         return {
             "loss_fn": self.settings.loss_fn,
             "allow_split_dependent_randomness": self.settings.allow_split_dependent_randomness,
@@ -82,7 +82,7 @@ class Subject:
 
 
 def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
-    """`backward_window`, then clipping once if asked for. Returns the window's mean loss and its gradients."""
+    """Run `backward_window`, then clip once if `max_grad_norm` is set. Returns the window's mean loss and its gradients."""
     with restored_buffers(subject.model):
         result = backward_window(subject.accelerator, subject.model, window, targets=subject.rule, **subject.proof_arguments)
     gradients = take_gradients(subject.model)
@@ -93,13 +93,13 @@ def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
 
 
 def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: int) -> tuple[float | None, Gradients]:
-    """Another step, on a copy of the model. Returns the loss, if it reports one, and the gradients; zeros where it left none."""
+    """Run another step on a copy of the model. Returns its loss, if it reports one, and its gradients (zeros if it left none)."""
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
     if subject.settings.loss_fn is None:
         batches = [argument_filter(model)(batch) for batch in batches]
     known = {"accumulation_steps": accumulation_steps, "precision": subject.settings.precision}
-    seed_generators(subject.settings.seed)  # what it draws by itself is the same in every check
+    seed_generators(subject.settings.seed)  # the step's own draws are the same in every check
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
     trainable = [name for name, p in subject.model.named_parameters() if p.requires_grad]
@@ -109,7 +109,7 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
-    """An Accelerator for the model's device and the precision."""
+    """An Accelerator for the model's device and the given precision."""
     accelerator = Accelerator(
         cpu=device_of(model).type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
@@ -120,12 +120,12 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of its first parameter."""
+    """Device of the first parameter."""
     return next(model.parameters()).device
 
 
 def check_one_process() -> None:
-    """Raise ConfigError where several processes were launched: the check would run in each of them."""
+    """Raise ConfigError if several processes were launched: each would run the whole check."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise ConfigError(
@@ -136,7 +136,7 @@ def check_one_process() -> None:
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Give the block an empty Accelerate state; then restore the caller's, and the environment, which passes settings on, too."""
+    """Run the block with an empty Accelerate state; then restore the caller's, and the environment variables."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))
         for kind in (AcceleratorState, PartialState, GradientState):
@@ -147,9 +147,9 @@ def own_accelerate_state() -> Iterator[None]:
 def working_copy(model: nn.Module) -> nn.Module:
     """A copy in training mode, without gradients and without Accelerate's autocast."""
     model = copy.deepcopy(model)
-    if "_original_forward" in model.__dict__:  # prepared under mixed precision: its wrapper would still call the caller's model
+    if "_original_forward" in model.__dict__:  # prepared under mixed precision: the wrapper calls the caller's model
         model.forward = model.__dict__.pop("_original_forward")
-    if not model.training:  # one that is in training mode keeps what was frozen in evaluation mode
+    if not model.training:  # a model in training mode may keep some modules in evaluation mode on purpose
         model.train()
     model.zero_grad()
     return model

@@ -20,7 +20,7 @@ _DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_d
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """torch's dropout functions drop nothing."""
+    """Disable torch's dropout functions."""
     attention = F.scaled_dot_product_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any) -> Tensor:
@@ -35,12 +35,12 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def without_batch_statistics(model: nn.Module) -> AbstractContextManager:
-    """BatchNorm normalises by its running statistics, and leaves them."""
+    """BatchNorm normalises by its running statistics without updating them."""
     return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
 
 
 def without_clipping(model: nn.Module) -> AbstractContextManager:
-    """torch's clipping by norm, which Accelerate and Trainer call, too, measures the norm and clips nothing."""
+    """Make torch's clipping by norm, which Accelerate and Trainer also call, return the norm without clipping."""
     original = nn.utils.clip_grad_norm_
     return patch.object(nn.utils, "clip_grad_norm_", lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf))
 
@@ -49,7 +49,7 @@ class Switch(NamedTuple):
     """A suspected cause.
 
     Attributes:
-        name, text: of the cause. applies: whether it can play a part in a window. off: the context without it.
+        name, text: of the cause. applies: whether it can affect a window. off: context manager that switches it off.
     """
 
     name: str
@@ -73,7 +73,7 @@ SWITCHES = [
     Switch(
         "BatchNorm",
         "BatchNorm normalises by the statistics of the micro-batch, not of the window",
-        # Also one in evaluation mode: a step may put it into training mode.
+        # Including those in evaluation mode: a step may put them into training mode.
         lambda subject, window: any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()),
         without_batch_statistics,
     ),
@@ -83,9 +83,9 @@ SWITCHES = [
         lambda subject, window: _has_unequal_widths(window),
         nullcontext,
     ),
-    Switch(  # what of it is wrong, the trial tells
+    Switch(  # the trial finds out whether it is the step or the reference that is wrong
         "clipping",
-        "the step clips once a window, as is right, but the reference is not clipped: pass max_grad_norm",
+        "the step correctly clips once per window, but the reference is not clipped: pass max_grad_norm",
         lambda subject, window: True,
         without_clipping,
     ),
@@ -95,6 +95,6 @@ SWITCHES = [
 def _frozen_batch_norm(
     original: Callable, x: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if mean is None:  # it keeps no running statistics
+    if mean is None:  # a layer without running statistics
         mean, variance = torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x)
     return original(x, mean, variance, weight, bias, False, 0.0, kwargs.get("eps", args[2] if len(args) > 2 else 1e-5))

@@ -1,6 +1,6 @@
-"""Conversations and prompts with completions -> text, and which characters of it are completions.
+"""Conversations and prompts with completions -> text with the spans of characters that are completions.
 
-Three kinds of columns, the first that a dataset has:
+Three formats of columns; the first that the dataset has is used:
 
     messages                      [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]
     prompt, completion            two strings, or two lists of messages
@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import DataError
 
 Message = dict[str, str]
-Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether a template wrote it
+Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether rendered by a template
 
 KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
 OPTIONAL = {"instruction": ("input",)}
 
 
 def chat_columns(columns: Collection[str]) -> list[str]:
-    """The columns of a conversation that are there; empty if none are."""
+    """The conversation columns of a dataset; empty if it has none."""
     for needed in KINDS:
         if set(needed) <= set(columns):
             return [*needed, *(c for c in OPTIONAL.get(needed[0], ()) if c in columns)]
@@ -33,8 +33,8 @@ def chat_columns(columns: Collection[str]) -> list[str]:
 def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Iterator[Rendered]:
     """Each row as the text that the model sees, with the spans of characters that are targets.
 
-    With a chat template the template writes the text and all turns of the assistant are targets. Without one, prompt and completion
-    stand one after the other as they are.
+    With a chat template, the template renders the text and all assistant turns are targets. Without one, prompt and completion
+    are concatenated unchanged.
 
     Raises:
         DataError: a malformed row, a conversation without a template, or a template that cannot be cut into turns.
@@ -50,23 +50,23 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
 
 def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
     """The messages of a row, and the index of the first that may be a target."""
-    given, asked = _parts(row)
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}, {"role": "assistant", "content": asked}], 1
-    return given + asked, len(given)
+    prompt, completion = _parts(row)
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
+    return prompt + completion, len(prompt)
 
 
 def _plain(row: dict[str, Any]) -> Rendered:
-    """Strings without a template."""
-    given, asked = _parts(row)
-    if not isinstance(given, str):
-        raise DataError("the tokenizer has no chat template for conversations: use one that has, or columns of strings")
-    given += "" if "prompt" in row else "\n\n"
-    return given + asked, [(len(given), len(given + asked))], False
+    """Render strings without a template."""
+    prompt, completion = _parts(row)
+    if not isinstance(prompt, str):
+        raise DataError("the tokenizer has no chat template for conversations: use a tokenizer with one, or columns of strings")
+    prompt += "" if "prompt" in row else "\n\n"
+    return prompt + completion, [(len(prompt), len(prompt + completion))], False
 
 
 def _parts(row: dict[str, Any]) -> tuple[Any, Any]:
-    """What is given and what may be a target: two strings, or two lists of messages."""
+    """Prompt and completion: two strings, or two lists of messages."""
     if "messages" in row:
         return [], _messages(row["messages"])
     if "prompt" in row:
@@ -95,7 +95,7 @@ def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTok
     if not messages:
         return "", [], True
     if first == 0 and messages[0]["role"] == "assistant":
-        raise DataError("the assistant has the first turn: begin with a turn of the user or the system")
+        raise DataError("the first turn is the assistant's: begin with a user or system turn")
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
     for index, message in enumerate(messages):
@@ -105,8 +105,8 @@ def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTok
         until = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
         if not (until.startswith(before) and text.startswith(until)):
             raise DataError(
-                "the tokenizer's chat template writes a turn differently when others follow it, so completions cannot be located: "
-                "keep one turn of the assistant in a row, the last"
+                "the tokenizer's chat template renders a turn differently if others follow it, so completions cannot be located: "
+                "keep only one assistant turn per row, the last"
             )
         spans.append((len(before), len(until)))
     return text, spans, True

@@ -1,4 +1,4 @@
-"""Values of rows that cannot be used: one error with the rule, the values and the remedy, before any work starts."""
+"""Checks of values in rows: one error with the rule, the values and the remedy, before any work starts."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,13 +12,13 @@ def check_values(split: str, values: Collection[Any], is_valid: Callable[[Any], 
     """Check one value per row.
 
     Raises:
-        DataError: the rule, how many rows break it with the first values, and the remedy.
+        DataError: the rule, the number of rows that break it, their first values, and the remedy.
 
     >>> check_values("train", [1, "x"], lambda value: value != "x", "labels must be numbers", "Fix these rows.")
     Traceback (most recent call last):
-    hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows hold 'x'. Fix these rows.
+    hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x'. Fix these rows.
     """
     wrong = [value for value in values if not is_valid(value)]
     if wrong:
         shown = ", ".join(f"{value!r:.80}" for value in wrong[:NUM_SHOWN])
-        raise DataError(f"{rule}, but {len(wrong)} of {len(values)} {split} rows hold {shown}. {remedy}")
+        raise DataError(f"{rule}, but {len(wrong)} of {len(values)} {split} rows have {shown}. {remedy}")

@@ -1,4 +1,4 @@
-"""Multiple choice: columns of several kinds -> a text, its choices and the number of the right one; their samples and batches."""
+"""Multiple choice: columns in several formats -> texts, choices, index of the correct choice; their samples and batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,19 @@ Rows = dict[str, list]
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
-    """Replace the columns of the choices by `choices`, lists of strings; check `label`, the number of the right one from 0.
+    """Replace the columns of the choices by `choices`, lists of strings; check `label`, the 0-based index of the correct one.
 
-    Choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a column `text_pair` begins each of them.
+    Choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a column `text_pair` is prepended to each.
 
     Raises:
-        DataError: rows with different numbers of choices, fewer than two, or a label that is none of them.
+        DataError: rows with different numbers of choices, fewer than two, or a label that is not the index of a choice.
     """
     encoded = DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
     counts = sorted({len(choices) for dataset in encoded.values() for choices in dataset["choices"]})
     if len(counts) != 1 or counts[0] < 2:
         raise DataError(
             "all rows need the same number of choices, and at least 2, as a batch is one block of samples x choices, but there are "
-            f"rows with {' and '.join(map(str, counts))}. Remove or complete the others."
+            f"rows with {' and '.join(map(str, counts))}. Remove or complete these rows."
         )
     return encoded
 
@@ -45,7 +45,7 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in of_row] for row, of_row in pairs]
     if "label" in dataset.column_names:
         labels = [{"label": row["label"], "choices": len(of_row)} for row, of_row in pairs]
-        rule, remedy = "a label must be the number of a choice, from 0", "Choose the column with --label_column, or fix these rows."
+        rule, remedy = "a label must be the 0-based index of a choice", "Choose the column with --label_column, or fix these rows."
         check_values(split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, remedy)
         dataset = dataset.remove_columns("label").add_column("label", [int(row["label"]) for row in labels])
     columns += ["text_pair"] if "text_pair" in dataset.column_names else []
@@ -57,9 +57,9 @@ def _are_texts(value: Any) -> bool:
 
 
 def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """The text with each of its choices between the tokenizer's special tokens. One target a sample.
+    """The text paired with each choice, with special tokens. One target per sample.
 
-    `input_ids` and `token_type_ids` hold a list for each choice; `length` is the longest's.
+    `input_ids` and `token_type_ids` have one list per choice; `length` is the length of the longest.
     """
     check_room(tokenizer, max_length, is_pair=True)
     columns: Rows = {name: [] for name in ("input_ids", "length", "num_targets", "was_cut", "token_type_ids")}
@@ -74,14 +74,14 @@ def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
         columns["num_targets"].append(int(not is_empty))
         columns["was_cut"].append(ids != whole.get("input_ids", []))
         columns["token_type_ids"].append(cut.get("token_type_ids", []))
-    if not any(columns["token_type_ids"]):  # the tokenizer has none
+    if not any(columns["token_type_ids"]):  # the tokenizer does not use them
         del columns["token_type_ids"]
     return columns | ({"label": rows["label"]} if "label" in rows else {})
 
 
 def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and maybe `token_type_ids` of shape (samples, choices, longest), and, where the samples have
-    labels, int64 `labels` of shape (samples,).
+    """`input_ids`, `attention_mask` and optionally `token_type_ids` of shape (samples, choices, longest), and, if the samples
+    have labels, int64 `labels` of shape (samples,).
     """
     names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
     choices = [dict(zip(names, of_choice, strict=True)) for s in samples for of_choice in zip(*(s[n] for n in names), strict=True)]

@@ -21,7 +21,7 @@ def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and, where the samples have them, `token_type_ids`, each of shape (samples, longest)."""
+    """`input_ids`, `attention_mask` and, if the samples have them, `token_type_ids`, each of shape (samples, longest)."""
     rows = [sample["input_ids"] for sample in samples]
     batch = {"input_ids": pad(rows, pad_token_id), "attention_mask": pad([[1] * len(row) for row in rows], 0)}
     if "token_type_ids" in samples[0]:
@@ -30,7 +30,7 @@ def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and `labels` of shape (samples, longest): the samples' own labels (a completion), or else the ids themselves."""
+    """Ids and `labels` of shape (samples, longest): the samples' labels (completions) or, without them, the ids."""
     batch = collate_ids(samples, pad_token_id)
     if "labels" in samples[0]:
         return {**batch, "labels": pad([sample["labels"] for sample in samples], IGNORED_LABEL)}
@@ -38,9 +38,9 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids of the sources and, where the samples have them, `labels` of shape (samples, longest target).
+    """Ids of the sources and, if the samples have them, `labels` of shape (samples, longest target).
 
-    The model derives its decoder's inputs from the labels. The decoder needs one position even where no sample has a target.
+    The model derives its decoder's inputs from the labels. The decoder needs one position even if no sample has a target.
     """
     batch = collate_ids(samples, pad_token_id)
     if "labels" in samples[0]:
@@ -51,7 +51,7 @@ def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 def collate_masked(
     samples: Samples, pad_token_id: int, special_ids: Sequence[int], mask_token_id: int, vocab_size: int, probability: float
 ) -> dict[str, Tensor]:
-    """Ids with hidden tokens, and `labels` of shape (samples, longest): what was there, at the targets. See `masking`."""
+    """Masked ids, and `labels` of shape (samples, longest): the original ids of the targets. See `masking`."""
     batch = collate_ids(samples, pad_token_id)
     inputs, labels = mask_tokens(
         batch["input_ids"].numpy(),
@@ -68,7 +68,7 @@ def collate_masked(
 def collate_labels(
     samples: Samples, pad_token_id: int, to_tensor: Callable[[list[Any]], Tensor] = torch.tensor
 ) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels, `labels`: by default of shape (samples,), int64 class ids or float32 numbers."""
+    """Ids and, if the samples have labels, `labels`: by default of shape (samples,), int64 class ids or float32 numbers."""
     batch = collate_ids(samples, pad_token_id)
     if "label" in samples[0]:
         batch["labels"] = to_tensor([sample["label"] for sample in samples])
@@ -76,7 +76,7 @@ def collate_labels(
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have labels (lists of class ids), float32 `labels` of shape (samples, num_labels): 0 or 1."""
+    """Ids and, if the samples have labels (lists of class ids), float32 `labels` of shape (samples, num_labels): 0 or 1."""
 
     def multi_hot(labels: list[list[int]]) -> Tensor:
         return torch.stack([torch.zeros(num_labels).index_fill(0, torch.tensor(ids, dtype=torch.int64), 1.0) for ids in labels])
@@ -85,5 +85,5 @@ def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> 
 
 
 def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, where the samples have them, `labels` of shape (samples, longest): the tag at a word's first token."""
+    """Ids and, if the samples have them, `labels` of shape (samples, longest): a word's tag at its first token."""
     return collate_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))

@@ -1,4 +1,4 @@
-"""Which column of a dataset has which role: by flag, else by the names that datasets of the hub use. And what it must hold."""
+"""Which column of a dataset has which role, by flag or by the names common on the hub, and checks of the columns' types."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from hf_ga.data.options import DataOptions
 from hf_ga.data.tasks import Task
 from hf_ga.errors import DataError
 
-# First texts of well-known pairs (GLUE, SNLI, ...) and the second ones.
+# Columns of well-known text pairs (GLUE, SNLI, ...): first and second texts.
 PAIRS = {
     "sentence1": "sentence2",
     "premise": "hypothesis",
@@ -28,7 +28,7 @@ LABELS = {
     "answers": ("answers",),
     "choice": ("label", "answer", "answerKey", "labels"),
 }
-# Questions of multiple choice, and what begins each choice (SWAG, RACE).
+# Multiple choice: columns of questions, and of the texts that begin each choice (SWAG, RACE).
 QUESTIONS = {"sent1": "sent2", "article": "question", "ctx": None, "question": None, "context": None, "premise": None, "goal": None}
 CHOICES = ("choices", "endings", "options")
 NUMBERED = re.compile(r"(ending|choice|option|sol|answer)_?\d")  # ending0, ending1, ...
@@ -55,10 +55,10 @@ FLAGS = {
 
 def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_label: bool = True) -> dict[str, str]:
     """Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`,
-    `choices` (or `choice0`, `choice1`, ...), `target`, or the names of the columns of a conversation.
+    `choices` (or `choice0`, `choice1`, ...), `target`, or the names of conversation columns.
 
     Raises:
-        DataError: a column that is named, or needed, is not in every split; two roles for one column.
+        DataError: a named or required column is missing in a split; one column for two roles.
     """
     first = next(iter(rows.values()))
     chosen = _inputs(first, options, task)
@@ -67,12 +67,12 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
     check_columns(rows, chosen)
     if len(set(chosen.values())) < len(chosen):
         listed = " and ".join(FLAGS.get(role, role) for role in chosen)
-        raise DataError(f"{listed} are not all different ({', '.join(map(repr, chosen.values()))}): name a column for each.")
+        raise DataError(f"{listed} must be different columns, got {', '.join(map(repr, chosen.values()))}: name one for each.")
     return chosen
 
 
 def check_columns(rows: DatasetDict, roles: dict[str, str]) -> None:
-    """Raise DataError for a column that is not in every split."""
+    """Raise DataError if a column is missing in a split."""
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
@@ -82,7 +82,7 @@ def check_columns(rows: DatasetDict, roles: dict[str, str]) -> None:
 
 
 def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
-    """The chosen columns alone, under the names of their roles.
+    """Select the chosen columns and rename them to their roles.
 
     Raises:
         DataError: texts that are not strings, or not valid UTF-8.
@@ -104,7 +104,7 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         check_values(split, dataset[role][:], _is_words, f"{FLAGS[role]} must name a column of lists of strings", remedy)
     try:
         dataset.data.column(role).validate(full=True)
-    except pa.ArrowInvalid as error:  # found here, as it would else be found when a row is read
+    except pa.ArrowInvalid as error:  # checked here, before rows are read one by one
         raise DataError(f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8.") from error
 
 
@@ -113,7 +113,7 @@ def _is_words(value: Any) -> bool:
 
 
 def _is_text(feature: Any) -> bool:
-    """Whether a column holds strings, or nothing at all."""
+    """Whether a column contains strings or only nulls."""
     return isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")
 
 
@@ -130,8 +130,8 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
     if task.pipeline == "text-generation" and options.text_column is None and chat:
         if options.block_size:
             raise DataError(
-                f"block_size concatenates plain texts, but the columns {', '.join(chat)} are prompts with completions: leave "
-                "block_size out, or name a plain text with --text_column."
+                f"block_size concatenates plain texts, but the columns {', '.join(chat)} are prompts with completions: omit "
+                "block_size, or name a column of plain text with --text_column."
             )
         return {column: column for column in chat}
     if task.labels in ("class", "number", "classes"):
@@ -149,7 +149,7 @@ def _learned(dataset: Dataset, options: DataOptions, task: Task, inputs: dict[st
 
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:
-    """The text, what begins each choice, and the choices: a column of lists, or one column for each."""
+    """Columns of the text, of the beginning of each choice, and of the choices: one of lists, or one per choice."""
     names = dataset.column_names
     usual = (*(name for name, begin in QUESTIONS.items() if begin in names), *QUESTIONS, "text")
     text = options.text_column or _first(dataset, usual)
@@ -162,7 +162,7 @@ def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, s
 
 
 def _source(dataset: Dataset) -> str:
-    """The first text of a well-known pair; of translations, which are flattened, the first language."""
+    """The first text of a well-known pair, or the first language of (flattened) translations."""
     names = dataset.column_names
     languages = [name for name in names if name.startswith("translation.")]
     known = [source for source, target in SOURCES.items() if {source, target} <= set(names)]
@@ -177,7 +177,7 @@ def _target(dataset: Dataset, source: str) -> str:
 
 
 def _default_text(dataset: Dataset, options: DataOptions) -> str:
-    """`text`, or else the only column of strings that has no other role."""
+    """`text`, or the only column of strings without another role."""
     taken = {"label", "labels", options.label_column, options.text_pair_column}
     free = [name for name, feature in dataset.features.items() if name not in taken and _is_text(feature)]
     return free[0] if len(free) == 1 and "text" not in dataset.column_names else "text"

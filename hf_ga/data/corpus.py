@@ -1,6 +1,6 @@
 """The embedded corpus: the documentation strings of the running interpreter's standard library.
 
-Real text of very ragged lengths, on every machine and without network. Another Python has another library, so runs log its version.
+Real text of very different lengths, available without network. It depends on the Python version, so runs log that version.
 Reading the sources takes about four seconds, once per process.
 """
 
@@ -24,13 +24,13 @@ from hf_ga.errors import ConfigError, DataError
 SPLITS = ("train", "validation", "test")
 FEATURES = Features({"name": Value("string"), "package": Value("string"), "text": Value("string")})
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")  # ids 0 to 5
-# Tokens, the tokenizer's default limit for truncation=True: above the longest string (1,567 tokens in Python 3.11), as
-# transformers logs a warning for a longer one. How long a sample may be is the model's to say, by max_length.
+# The tokenizer's model_max_length in tokens: above the longest string (1,567 tokens in Python 3.11), as transformers warns about
+# longer ones. max_length limits the samples.
 MODEL_MAX_LENGTH = 2048
 
-# What is installed, generated or only tests the library.
+# Installed packages, generated files, and tests of the library.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-FEWEST_ROWS = 100  # training rows of a package that is a label of text-classification
+FEWEST_ROWS = 100  # training rows that make a package a label of text-classification
 _DEFINITION = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -41,7 +41,7 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
 
         {"name": "asyncio.queues.Queue.get", "package": "asyncio", "text": "Remove and return an item ..."}
 
-    Of equal texts only the first is yielded, so that no text of one split is repeated in another. Names may repeat (a property's
+    Duplicate texts are dropped, so that no text of one split occurs in another. Names may repeat (a property's
     getter and setter): the split follows the name, so such rows stay together.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
@@ -72,7 +72,7 @@ def load_stdlib() -> DatasetDict:
     """Return the corpus as splits train, validation and test with the columns name, package and text.
 
     Raises:
-        DataError: the library has no documentation strings (a Python that ships without its sources).
+        DataError: the library has no documentation strings (a Python without library sources).
 
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
@@ -82,21 +82,21 @@ def load_stdlib() -> DatasetDict:
         by_split[split_of(row["name"])].append(row)
     if not all(by_split.values()):
         raise DataError(
-            f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to come without "
-            "the sources of its library. Use one that has them, or another dataset."
+            f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to lack "
+            "the sources of its library. Use a Python with them, or another dataset."
         )
     return DatasetDict({split: Dataset.from_list(rows, features=FEATURES) for split, rows in by_split.items()})
 
 
 def load(task: str) -> DatasetDict:
-    """Return the rows of `load_stdlib` with the columns that a task needs.
+    """Return the rows of `load_stdlib` with the columns for a task.
 
     - causal-lm, masked-lm: `text`.
-    - text-classification: `text` and `label`, the package; packages with few rows are left out.
-    - token-classification (truecasing): `tokens`, words in lower case, and `tags`, how the source writes them.
+    - text-classification: `text` and `label`, the package; packages with few rows are omitted.
+    - token-classification (truecasing): `tokens`, words in lower case, and `tags`, their case in the source.
 
     Raises:
-        ConfigError: the corpus has no labels for the task.
+        ConfigError: the corpus has no data for the task.
     """
     rows = load_stdlib()
     if task == "text-classification":
@@ -124,12 +124,11 @@ def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `texts`; equal texts give an equal tokenizer.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `texts`; the same texts give the same tokenizer.
 
-    Every text survives `decode(encode(text))` unchanged: all 256 bytes are tokens, nothing is normalised, and there is
-    no post-processor, so no token is added either. A causal model's <eos> is the caller's to append, and a classifier
-    that reads a <cls> the caller's to give. Fewer tokens come out where the texts have no more pairs to merge, and never fewer
-    than the special tokens and the bytes.
+    `decode(encode(text))` returns the text unchanged: all 256 bytes are tokens, and there is no normaliser and no post-processor.
+    The caller appends <eos> for a causal model and adds <cls> for a classifier. The vocabulary is smaller than `vocab_size` if
+    the texts have no more pairs to merge, but always contains the special tokens and the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
@@ -149,7 +148,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
         sep_token="<sep>",
         unk_token="<unk>",
         model_max_length=MODEL_MAX_LENGTH,
-        # Without token_type_ids: GPT-2 would look them up among its words and add the vector of <pad> to every token.
+        # Without token_type_ids: GPT-2 embeds them with its word embeddings and would add <pad>'s to every token.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
@@ -165,10 +164,10 @@ def load_stdlib_tokenizer(vocab_size: int = 4000) -> PreTrainedTokenizerFast:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """The library's .py files, in an order that no file system or platform changes."""
+    """The library's .py files, in the same order on every file system and platform."""
     paths = []
     for parent, folders, files in os.walk(folder):
-        # In place: os.walk then stays out of them, and site-packages may be far larger than the library.
+        # In place, so that os.walk skips them: site-packages may be far larger than the library.
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         paths += [Path(parent, name) for name in files if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
@@ -177,14 +176,14 @@ def _source_files(folder: Path) -> list[Path]:
 def _parse(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape in someone else's source is not ours to report
-            return ast.parse(path.read_bytes())  # bytes: the parser reads the file's own encoding line
+            warnings.simplefilter("ignore")  # invalid escapes in the library's sources
+            return ast.parse(path.read_bytes())  # bytes: the parser reads the encoding declaration
     except (SyntaxError, ValueError):  # ValueError: null bytes, in early releases of Python 3.11
         return None
 
 
 def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and cleaned documentation string of a definition and of those inside it, in the source's order."""
+    """Dotted name and cleaned documentation string of a definition and of nested ones, in source order."""
     if isinstance(node, ast.Module | _DEFINITION):
         # A lone surrogate (an escape such as \ud800) has no UTF-8 form and could not be stored.
         text = (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
@@ -193,5 +192,5 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _DEFINITION):
             yield from _documented(child, f"{name}.{child.name}")
-        elif not isinstance(child, ast.expr):  # definitions stand under if, try, with, ..., never in an expression
+        elif not isinstance(child, ast.expr):  # definitions can be nested in if, try, with, ..., but not in an expression
             yield from _documented(child, name)

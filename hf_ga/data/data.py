@@ -1,4 +1,4 @@
-"""Datasets -> tokenized samples. Everything that is wrong with the data is found here, before a model is built."""
+"""Datasets -> tokenized samples. All errors in the data are found here, before a model is built."""
 
 import platform
 from collections.abc import Iterable, Sequence
@@ -25,26 +25,26 @@ from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
 from hf_ga.errors import DataError
 
-# Columns of samples that only metrics and predictions need; see the functions that tokenize.
+# Columns of samples that only metrics and predictions need; see `tokenization`.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
-# Roles of columns that a row to predict lacks.
+# Roles of columns that rows to predict do not need.
 LEARNED = {"label", "answers", "target"}
-# Columns of a sample that are numbers, or lists of them, and determine what a model learns.
+# Numeric columns of a sample that determine what a model learns.
 _LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
-_FORMAT = 5  # part of the cache key: raise it whenever tokenization would give other samples
+_FORMAT = 5  # part of the cache key: increment when tokenization changes
 
 
 @dataclass
 class PreparedData:
-    """Tokenized splits, and what was counted on the way.
+    """Tokenized splits, and facts about them.
 
     Attributes:
-        splits: `train`, `validation` and maybe `test`, with the columns that the task's tokenization returns.
-        columns: which column of the rows has which role.
+        splits: `train`, `validation` and optionally `test`, with the columns of the task's tokenization.
+        columns: role -> column of the rows.
         labels: names of the labels, in the order of their ids; empty for language models and regression.
-        description: one line on where the rows come from. facts: lines on rows that were truncated, left out or have no target.
-        content_hash: of the training samples, wherever they came from.
-        stream: all training samples, where they are read while training; then `train` holds the first ones.
+        description: one line on the source of the rows. facts: lines on rows that were truncated, skipped or have no target.
+        content_hash: of the training samples, independent of their source.
+        stream: all training samples if they are read while training; then `train` contains the first ones.
     """
 
     task: Task
@@ -60,23 +60,21 @@ class PreparedData:
 
     @property
     def collate(self) -> Any:
-        """Samples -> arguments of the model."""
+        """Samples -> keyword arguments of the model."""
         return self.task.collator(self.tokenizer, len(self.labels), self.mlm_probability)
 
     def samples(self, split: str) -> Any:
-        """The dataset of a window loader: the samples of a split without what only metrics need, for a masked LM with keys for
-        their masks.
-        """
+        """A split as a dataset for a window loader: without columns that only metrics need, and for a masked LM with mask keys."""
         dataset = self.splits[split]
         dataset = dataset.remove_columns([name for name in FOR_METRICS if name in dataset.column_names])
         return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
 def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
-    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and logged, never silently dropped.
+    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and logged.
 
     Args:
-        known: label names that the model has already, in its order.
+        known: label names of the model's trained head, in its order.
 
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
@@ -107,15 +105,15 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
     """A file of rows to predict.
 
     Returns:
-        (the rows as they are, their columns under the names of the roles, the samples: one a row, empty where the row is). For
-        token classification `label` is the number of the word, at its first token.
+        (the original rows, the rows with columns named by role, the samples: one per row, empty for an empty row). For token
+        classification `label` is the index of the word, at its first token.
 
     Raises:
         DataError: the file cannot be read, or lacks a column.
     """
     rows = load_file(file)
-    columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # as `load_rows` does
-    if not data.columns:  # nothing else was read
+    columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
+    if not data.columns:  # no other rows were read
         data.columns = choose_columns(columns, options, data.task, needs_label=False)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
     check_columns(columns, roles)
@@ -134,7 +132,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
     name = options.dataset_name
     if options.streaming:
-        numbers = f"of which {len(rows['train'])} rows were read ahead; {len(rows['validation'])} validation rows"
+        numbers = f"{len(rows['train'])} rows of it read ahead; {len(rows['validation'])} validation rows"
         return f"{name}: a stream, {numbers}"
     if not rows:
         return "no rows to evaluate"
@@ -153,7 +151,7 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
     unlabelled = (-1, "", None) if kind == "choice" else (-1,)
     if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
-        data.facts.append("left out the test rows: all their labels are -1, which means unlabelled")
+        data.facts.append("skipped the test rows: all their labels are -1, which means unlabelled")
         if not rows:
             raise DataError("all labels of the test rows are -1, which means unlabelled: there is nothing to evaluate.")
     if kind == "choice":
@@ -163,7 +161,7 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
 
 
 def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
-    """Rows by role -> columns of samples."""
+    """The function from rows by role to columns of samples."""
     tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
     return partial(tokenize, tokenizer=data.tokenizer, max_length=None if options.block_size else options.max_length)
 
@@ -180,16 +178,16 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
             new_fingerprint=Hasher.hash(key),
             desc=f"tokenizing {split}",
         )
-    is_empty = np.asarray(dataset["length"][:]) == 0  # at once: numpy would ask a column row by row
+    is_empty = np.asarray(dataset["length"][:]) == 0  # at once: numpy would index a column row by row
     data.facts += _facts(dataset, "train, read ahead" if options.streaming and split == "train" else split, options.max_length)
     if is_empty.all():
-        raise DataError(f"all {len(dataset)} {split} rows are empty: there is nothing to use.")
+        raise DataError(f"all {len(dataset)} {split} rows are empty: give rows with text.")
     if is_empty.any():
         dataset = dataset.select(np.flatnonzero(~is_empty))
     if not any(dataset["num_targets"][:]):
         raise DataError(
             f"none of the {len(dataset)} {split} rows has a target: a language model needs at least 2 tokens in a row, the "
-            "end-of-text token included, and a completion that max_length does not cut off."
+            "end-of-text token included, and a completion within max_length."
         )
     if options.block_size:
         num_rows, num_tokens, dataset = len(dataset), sum(dataset["length"][:]), cut_into_blocks(dataset, options.block_size)
@@ -199,12 +197,12 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
 
 
 def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
-    """How many rows are not used as they are."""
+    """How many rows are changed or skipped."""
     lengths, targets = np.asarray(dataset["length"][:]), np.asarray(dataset["num_targets"][:])
     counts = {
         f"truncated to {max_length} tokens": sum(dataset["was_cut"][:]),
-        "left out because they are empty": (lengths == 0).sum(),
-        "kept although they have no target (they add nothing)": ((targets == 0) & (lengths > 0)).sum(),
+        "skipped because they are empty": (lengths == 0).sum(),
+        "without a target (they do not contribute to the loss)": ((targets == 0) & (lengths > 0)).sum(),
     }
     if "answer_is_lost" in dataset.column_names:
         counts["trained as unanswerable, as max_length truncates their answer"] = sum(dataset["answer_is_lost"][:])
@@ -212,7 +210,7 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
 
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
-    """Of all numbers of the training samples and the names of the labels, wherever the rows came from."""
+    """Hash of the numeric columns of the training samples and of the label names, independent of the source."""
     train = train.with_format("numpy")
     parts: list[Any] = [list(labels)]
     for name in (name for name in _LEARNED_FROM if name in train.column_names):
@@ -222,6 +220,6 @@ def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
 
 
 def _flat(row: Any) -> np.ndarray:
-    """A number, a list of numbers or a list of such lists as one vector."""
+    """Flatten a number, a list of numbers or a list of such lists to one vector."""
     array = np.asarray(row)
     return np.concatenate([*map(_flat, array), []]) if array.dtype == object else np.ravel(array).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Label columns -> what a head learns from: ids of classes with their names, sets of them, numbers, or a tag for each word."""
+"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a tag per word."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> 
 
     Args:
         kind: "class", "classes", "tags" or "number"; see `tasks.Task`.
-        known: names that a trained head has, in its order. They are kept if they cover the data's: other numbers for the same names
-            would make the head wrong.
+        known: label names of a trained head, in its order. They are used if they include the data's: the head's outputs are in
+            that order.
 
     Returns:
-        (rows, names of the labels in the order of their ids; for numbers none)
+        (rows, names of the labels in the order of their ids; empty for numbers)
 
     Raises:
-        DataError: labels of a wrong type, labels that training does not know, less than two different ones.
+        DataError: labels of a wrong type, labels that do not occur in the training rows, fewer than two distinct labels.
     """
     if kind == "number":
         return _replaced(rows, {split: _numbers(dataset, split) for split, dataset in rows.items()}), []
@@ -42,24 +42,24 @@ def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> 
 
 
 def label_ids(values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str) -> list[list[int]]:
-    """Ids of the labels of each row. Whole numbers of a ClassLabel stand for its names.
+    """Ids of the labels of each row. Integers of a ClassLabel are indices of its names.
 
     Raises:
-        DataError: a label is none of the names.
+        DataError: a label is not among the names.
     """
     ids = {name: index for index, name in enumerate(names)}
     named = [[_name(value, feature) for value in row] for row in values]
     if unknown := {name for row in named for name in row} - ids.keys():
         listed = ", ".join(map(repr, sorted(unknown)[:NUM_SHOWN]))
         raise DataError(
-            f"unknown labels in {where}: {listed}. Training knows {len(names)} labels, such as {', '.join(names[:5])}. Every label "
-            "must occur in the training rows: leave other rows out."
+            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, such as {', '.join(names[:5])}. "
+            "Every label must occur in the training rows: remove the other rows."
         )
     return [[ids[name] for name in row] for row in named]
 
 
 def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
-    """The labels of each row as a list, checked for their type."""
+    """The labels of each row as a list, with their types checked."""
     values = dataset["label"][:]
     if kind == "class":
         check_values(split, values, _is_label, "labels must be names or whole numbers", CHOOSE)
@@ -71,7 +71,7 @@ def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
         pairs = list(zip(dataset["tokens"][:], lists, strict=True))
         check_values(split, pairs, lambda pair: len(pair[0] or []) == len(pair[1]), "every word needs one tag", CHOOSE)
     elif _class_label(dataset) is None:
-        rule = "a list holds the numbers of the labels that apply, each once (not a 0 or a 1 for every label)"
+        rule = "a list must contain each label that applies once (not a 0 or 1 for every label)"
         check_values(split, lists, lambda row: len(set(row)) == len(row) or isinstance(row[0], str), rule, CHOOSE)
     return lists
 
@@ -81,20 +81,20 @@ def _is_label(value: Any) -> bool:
 
 
 def _label_names(feature: ClassLabel | None, values: Iterable[Sequence[Any]], known: Sequence[str] | None) -> list[str]:
-    """In the order of their ids."""
+    """Label names in the order of their ids."""
     found = {value for row in values for value in row}
     names = list(feature.names) if feature else [str(value) for value in sorted(found, key=lambda v: (isinstance(v, str), v))]
     if str(IGNORED_LABEL) in names:
-        raise DataError(f"the label {IGNORED_LABEL} marks what the loss ignores: leave it out, or give it another name.")
+        raise DataError(f"the label {IGNORED_LABEL} marks targets that the loss ignores: remove it, or rename it.")
     if known is not None and set(names) <= set(known):
         return list(known)
     if len(names) < 2:
-        raise DataError(f"all training rows have the label {(names or ['none'])[0]!r}: there is nothing to tell apart.")
+        raise DataError(f"all training rows have the label {(names or ['none'])[0]!r}: give rows with at least two labels.")
     return names
 
 
 def _class_label(dataset: Dataset) -> ClassLabel | None:
-    """The names that a dataset gives its numbers."""
+    """The ClassLabel feature of the label column, if it has one."""
     feature = dataset.features["label"]
     feature = getattr(feature, "feature", feature)
     return feature if isinstance(feature, ClassLabel) else None
@@ -106,7 +106,7 @@ def _name(value: Any, feature: ClassLabel | None) -> str:
 
 
 def _numbers(dataset: Dataset, split: str) -> list[float]:
-    """One number in each row that is finite in float32, in which losses are computed."""
+    """One number per row, finite in float32 (the dtype of the loss)."""
     values = dataset["label"][:]
     check_values(split, values, _is_finite, "labels of a regression must be finite float32 numbers", CHOOSE)
     return [float(value) for value in values]

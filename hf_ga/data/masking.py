@@ -1,7 +1,7 @@
 """Masked-LM inputs as a pure function of (key of the sample, column): no generator, so no split can change a mask.
 
-The rule is BERT's (Devlin et al. 2019, section 3.1): a token is a target with probability p; of the targets 80 % become the mask
-token, 10 % a random token, 10 % stay.
+The rule is BERT's (Devlin et al. 2019, section 3.1): a token is a target with probability p; 80 % of the targets become the mask
+token, 10 % a random token, 10 % are unchanged.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class KeyedMasks:
     """A dataset whose samples carry a key for their masks, as `mask_key`.
 
     The key is drawn from numpy's generator, which a `WindowLoader` seeds for every sample with (seed, epoch, position): new masks
-    in every epoch of training, the same whatever the split. An evaluation always asks for (0, 0, position): its masks stay.
+    in every epoch of training, the same for every split. Evaluations always use (0, 0, position): fixed masks.
 
     Args:
         dataset: samples are dicts.
@@ -47,29 +47,29 @@ def mask_tokens(
     probability: float,
     ignored: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose targets and hide most of them.
+    """Choose targets and mask most of them.
 
     Args:
         input_ids: int64, shape (samples, width). keys: integers, shape (samples,).
-        special_ids: ids that are never a target (padding among them). vocab_size: random tokens are drawn below it.
-        probability: share of the other tokens that are targets. ignored: the label of what is no target.
+        special_ids: ids that are never a target (padding among them). vocab_size: exclusive upper bound of random tokens.
+        probability: probability that any other token is a target. ignored: label of tokens that are not targets.
 
     Returns:
         (inputs, labels), both int64 of shape (samples, width).
     """
-    chosen, fate, random = (_draws(keys, input_ids.shape[1], lane) for lane in range(3))
+    chosen, replacement, random = (_draws(keys, input_ids.shape[1], draw) for draw in range(3))
     is_target = (_unit(chosen) < probability) & ~np.isin(input_ids, np.asarray(special_ids))
-    share = _unit(fate)
+    share = _unit(replacement)
     inputs = np.where(is_target & (share < SHARE_MASKED), mask_token_id, input_ids)
     is_random = is_target & (share >= SHARE_MASKED) & (share < SHARE_MASKED + SHARE_RANDOM)
     inputs = np.where(is_random, (random % np.uint64(vocab_size)).astype(np.int64), inputs)
     return inputs, np.where(is_target, input_ids, ignored)
 
 
-def _draws(keys: np.ndarray, width: int, lane: int) -> np.ndarray:
-    """64 random bits for each (sample, column); columns and lanes are hashed, so the width does not matter."""
+def _draws(keys: np.ndarray, width: int, draw: int) -> np.ndarray:
+    """64 random bits for each (sample, column, draw), independent of the width."""
     rows = mix_in_place(np.asarray(keys).astype(np.uint64) + GOLDEN_64)
-    columns = mix_in_place(np.arange(width, dtype=np.uint64) * np.uint64(4) + np.uint64(lane))
+    columns = mix_in_place(np.arange(width, dtype=np.uint64) * np.uint64(4) + np.uint64(draw))
     return mix_in_place(rows[:, None] + columns)
 
 

@@ -1,4 +1,4 @@
-"""The flags that choose and shape the data; `hf_ga.run.config.FinetuneConfig` adds those of a run."""
+"""The data flags; `hf_ga.run.config.FinetuneConfig` adds those of a run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass
 class DataOptions:
-    """All that `prepare_data` reads.
+    """The options of `prepare_data`.
 
     Example:
         data = prepare_data(DataOptions(task="text-classification", dataset_name="reviews.jsonl"), tokenizer)
@@ -24,28 +24,28 @@ class DataOptions:
         "stdlib", "stdlib (embedded: documentation strings of Python), hub id, file (json, jsonl, csv, txt, parquet), or folder."
     )
     dataset_config_name: str | None = option(None, "Configuration of a hub dataset.")
-    validation_file: str | None = option(None, "File with validation rows. Default: the dataset's own split, or a part of train.")
-    test_file: str | None = option(None, "File with test rows. Default: the dataset's own test split, if it has one.")
-    predict_file: str | None = option(None, "File with rows to predict at the end; written to predictions.jsonl in output_dir.")
-    validation_split_percentage: float = option(5.0, "Percent of the training rows to validate on where there is no split.")
-    eval_only: bool = option(False, "Train nothing: evaluate the model, predict, and write evaluation.json.")
+    validation_file: str | None = option(None, "File with validation rows. Default: the validation split, or a part of train.")
+    test_file: str | None = option(None, "File with test rows. Default: the test split, if any.")
+    predict_file: str | None = option(None, "File with rows to predict at the end, to predictions.jsonl in output_dir.")
+    validation_split_percentage: float = option(5.0, "Percentage of the training rows for validation if there is no split.")
+    eval_only: bool = option(False, "Do not train: evaluate the model, predict, and write evaluation.json.")
     streaming: bool = option(
-        False, "Read the training rows one after the other instead of all before the first step; needs max_steps."
+        False, "Read the training rows as a stream during training, instead of all before the first step; needs max_steps."
     )
-    shuffle_buffer_size: int = option(10_000, "streaming: samples among which the next one is drawn; 0: the order of the stream.")
+    shuffle_buffer_size: int = option(10_000, "streaming: size of the shuffle buffer in samples; 0: the order of the stream.")
     text_column: str | None = option(
-        None, "Column with the text (the question, the source). Default: `text`, what is usual, or the only column of strings."
+        None, "Column with the text (the question, the source). Default: `text`, a common name, or the only column of strings."
     )
     text_pair_column: str | None = option(
-        None, "Column with a second text (a question's context). Default: that of well-known pairs (sentence1, sentence2)."
+        None, "Column with a second text (a question's context). Default: a common name of pairs (sentence1, sentence2)."
     )
-    label_column: str | None = option(None, "Column with the label. Default: `label`, `labels`, or what is usual for the task.")
+    label_column: str | None = option(None, "Column with the label. Default: `label`, `labels`, or a common name for the task.")
     choices_column: str | None = option(
         None, "multiple-choice: column with the list of choices. Default: `choices`, `endings`, or ending0, ending1, ..."
     )
     target_column: str | None = option(None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ...")
-    max_length: int = option(128, "Maximum tokens of a sample; longer ones are truncated, and their number is reported.")
+    max_length: int = option(128, "Maximum tokens of a sample; longer ones are truncated and counted in the log.")
     block_size: int | None = option(
-        None, "causal-lm: concatenate all texts and cut them into blocks of this many tokens, instead of row by row."
+        None, "causal-lm: concatenate all texts and split them into blocks of this many tokens, instead of one sample per row."
     )
-    mlm_probability: float = option(0.15, "masked-lm: share of the tokens that are predicted.")
+    mlm_probability: float = option(0.15, "masked-lm: probability that a token is masked and predicted.")

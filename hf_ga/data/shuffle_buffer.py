@@ -1,4 +1,4 @@
-"""A stream in another order: a shuffle buffer whose every choice is a pure function of (seed, epoch, position)."""
+"""A shuffle buffer whose choices are pure functions of (seed, epoch, position)."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 def shuffled(stream: Iterator[T], buffer_size: int, seed: int, epoch: int) -> Iterator[T]:
-    """The stream in the order in which its things leave a buffer.
+    """Shuffle a stream with a buffer.
 
-    The buffer takes the first `buffer_size` things. At position p = 0, 1, ... the thing in slot hash(seed, epoch, p) mod (things in
-    the buffer) leaves, and the next one of the stream takes its slot; at the end of the stream the last slot's does. So the thing
-    at position p has a number below p + buffer_size in the stream, and never more than `buffer_size` are held. The order needs no
-    random state: it is the same for every process, and a stream that is read again from its beginning comes in the same order.
+    The buffer is filled with the first `buffer_size` items. At position p = 0, 1, ... the item in slot hash(seed, epoch, p) mod
+    (items in the buffer) is yielded, and the next item of the stream replaces it; at the end of the stream, the item of the last
+    slot does. So the item at position p has an index below p + buffer_size in the stream, and the buffer never exceeds
+    `buffer_size` items. No random state is needed: the order is the same on every process and whenever the stream is read again.
 
     Args:
-        buffer_size: 0 and 1 leave the order as it is.
+        buffer_size: 0 and 1 keep the order of the stream.
 
     >>> list(shuffled(iter(range(8)), 4, seed=0, epoch=0))
     [0, 4, 3, 1, 6, 7, 5, 2]

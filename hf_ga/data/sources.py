@@ -1,4 +1,4 @@
-"""Where rows come from: the embedded corpus, files, folders, the hub. Splits are named train, validation and test."""
+"""Loads rows from the embedded corpus, files, folders or the hub. Splits are named train, validation and test."""
 
 import gzip
 import zlib
@@ -19,9 +19,9 @@ FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", 
 
 
 def load_rows(options: DataOptions) -> DatasetDict:
-    """The splits that `dataset_name`, `validation_file` and `test_file` name, not tokenized.
+    """The splits of `dataset_name`, `validation_file` and `test_file`, not tokenized.
 
-    An evaluation alone needs no training rows, and where it is given files it does not read the default corpus.
+    With `eval_only`, training rows are optional, and the default corpus is not read if files are given.
 
     Raises:
         DataError: a missing or unreadable file, an unknown dataset, no training rows.
@@ -62,7 +62,7 @@ def _named_rows(options: DataOptions) -> DatasetDict:
 
 
 def is_file(name: str) -> bool:
-    """Whether a dataset's name is that of a file, one that is missing included."""
+    """Whether a dataset's name is a file name, existing or not."""
     path = Path(name).expanduser()
     return _file_kind(path) is not None or path.is_file()
 
@@ -73,11 +73,11 @@ def is_saved(path: Path) -> bool:
 
 
 def check_name(options: DataOptions) -> None:
-    """Raise ConfigError for a configuration of what has none, DataError for a dataset that looks like a path and is none."""
+    """Raise ConfigError for a configuration name without a hub dataset, DataError for a path that does not exist."""
     name = options.dataset_name
     if options.dataset_config_name is not None and (name == "stdlib" or is_file(name)):
         raise ConfigError(
-            f"dataset_config_name {options.dataset_config_name} is for datasets of the hub, not for {name}: leave it out."
+            f"dataset_config_name {options.dataset_config_name} applies to hub datasets only, not to {name}: omit it."
         )
     if name.startswith((".", "/", "~")) and not is_file(name) and not Path(name).expanduser().exists():
         raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
@@ -87,7 +87,7 @@ def load_file(file: str) -> Dataset:
     """The rows of one file.
 
     Raises:
-        DataError: it is missing, empty, of an unknown kind or not readable.
+        DataError: it is missing, empty, of an unknown type or not readable.
     """
     kind, path = readable_file(file)
     with reading(file):
@@ -95,17 +95,17 @@ def load_file(file: str) -> Dataset:
 
 
 def readable_file(file: str) -> tuple[str, Path]:
-    """Kind and path of a file, found before it is parsed.
+    """Type and path of a file, checked before it is parsed.
 
     Raises:
-        DataError: it is missing, empty or of an unknown kind.
+        DataError: it is missing, empty or of an unknown type.
     """
     path = Path(file).expanduser()
     kind = _file_kind(path)
     if not path.is_file():
         raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
     if kind is None:
-        raise DataError(f"the file {file} has an unknown ending: use one of {', '.join(FILE_KINDS)} (or that with .gz).")
+        raise DataError(f"the file {file} has an unknown extension: use one of {', '.join(FILE_KINDS)} (optionally with .gz).")
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
     if kind == "json":
@@ -117,7 +117,7 @@ def readable_file(file: str) -> tuple[str, Path]:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Whatever `datasets` raises while it reads `name` becomes a DataError of one line; it is not logged as well."""
+    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log message."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -131,7 +131,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def unreadable(name: str, error: BaseException) -> DataError:
-    """What `datasets` raised, in one line."""
+    """An error of `datasets` as a one-line DataError."""
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
         return DataError(f"{name} has no rows.")
@@ -139,7 +139,7 @@ def unreadable(name: str, error: BaseException) -> DataError:
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
-    train, seed = rows["train"], 0  # not the run's seed: runs with other seeds must stay comparable
+    train, seed = rows["train"], 0  # not the run's seed: runs with different seeds stay comparable
     size = max(1, round(len(train) * percentage / 100))
     if size >= len(train):
         raise DataError(f"{len(train)} training rows are too few to take validation rows from: give --validation_file.")

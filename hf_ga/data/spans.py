@@ -1,4 +1,4 @@
-"""Extractive question answering: answers as characters of a context -> first and last token, and tokens -> answers again."""
+"""Extractive question answering: answers as character spans of a context -> first and last token, and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Rows = dict[str, list]
 
 @dataclass(frozen=True)
 class Answer:
-    """A predicted answer: characters [start, end) of the context, or none ("", 0, 0); score: its probability among all spans."""
+    """A predicted answer: characters [start, end) of the context, or ("", 0, 0); score: its probability among all spans."""
 
     text: str
     score: float
@@ -28,10 +28,10 @@ class Answer:
 
 
 def encode_answers(rows: DatasetDict) -> DatasetDict:
-    """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty where there is none.
+    """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty if there is no answer.
 
     Raises:
-        DataError: another shape, or a text that does not stand in its context where it is said to.
+        DataError: another format, or a text that is not in its context at its answer_start.
     """
     return DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
 
@@ -42,19 +42,19 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, remedy)
     answers = [_answers(row["answers"]) or [] for row in rows]
     found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
-    rule = "answers must stand in their contexts at the character answer_start, counted from 0"
-    check_values(split, found, lambda pair: all(_stands(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
+    rule = "answers must be in their contexts at the 0-based character answer_start"
+    check_values(split, found, lambda pair: all(_is_at(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
     texts, starts = ([[answer[i] for answer in of_row] for of_row in answers] for i in range(2))
     dataset = dataset.remove_columns("answers").add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-def _stands(context: str, text: str, start: int) -> bool:
+def _is_at(context: str, text: str, start: int) -> bool:
     return start >= 0 and context[start : start + len(text)] == text
 
 
 def _answers(value: Any) -> list[tuple[str, int]] | None:
-    """Texts with their starts; None where the column holds something else."""
+    """Texts with their starts; None for another format."""
     if not value:
         return []
     if not isinstance(value, dict) or len(value.get("text") or []) != len(value.get("answer_start") or []):
@@ -66,14 +66,14 @@ def _answers(value: Any) -> list[tuple[str, int]] | None:
 
 
 def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Question and context between the tokenizer's special tokens; only the context is cut. One target (a span) a sample.
+    """Question and context with special tokens; only the context is truncated. One target (a span) per sample.
 
-    `start_positions` and `end_positions` are the first and the last token of the first answer. Where there is none, or the cut took
-    a part of it, both are the place of the <cls> token (0 where the tokenizer has none), as is usual. `starts` and `ends` tell
-    which characters [start, end) of the context a token stands for; -1: none.
+    `start_positions` and `end_positions` are the first and the last token of the first answer. Without an answer, or if it was
+    truncated, both are the index of the <cls> token (0 if the tokenizer has none), as is usual. `starts` and `ends` are each
+    token's characters [start, end) in the context; -1: none.
 
     Raises:
-        ConfigError: a tokenizer that does not tell characters. What the tokenizer raises of a question longer than `max_length`.
+        ConfigError: a tokenizer without offsets. The tokenizer's error if a question is longer than `max_length`.
     """
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
@@ -117,7 +117,7 @@ def _sample(
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
-    """Its characters [start, end) in the context, without spaces around it."""
+    """Characters [start, end) of the first answer in the context, without surrounding spaces."""
     texts = rows["answer_texts"][index] if "answer_texts" in rows else []
     if not texts:
         return None
@@ -126,7 +126,7 @@ def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
 
 
 def _characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token the characters [start, end) of the context; -1 for all other tokens."""
+    """Characters [start, end) of each token in the context; -1 for tokens outside it."""
     offsets = np.asarray(encoded["offset_mapping"][index], np.int64).reshape(-1, 2)
     is_context = np.array([part == 1 for part in encoded.sequence_ids(index)], bool)
     is_context &= offsets[:, 1] > offsets[:, 0]
@@ -134,7 +134,7 @@ def _characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, was_cut: bool) -> tuple[int, int] | None:
-    """The first and the last token that share a character with the answer; None where the cut took a part of it."""
+    """The first and the last token that overlap the answer; None if a part of it was truncated."""
     covered = np.flatnonzero((starts >= 0) & (starts < answer[1]) & (ends > answer[0]))
     if not len(covered):
         return None
@@ -150,14 +150,14 @@ def collate_spans(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
 
 
 def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Answer:
-    """The most probable of all spans of context tokens that do not end before they start, and of no answer at all.
+    """The most probable among all valid spans of context tokens and the empty answer.
 
-    A span's score is start logit + end logit, that of no answer the same of the token that `tokenize_questions` gives it; the
-    probability is the softmax over all of them.
+    The score of a span is start logit + end logit (the empty answer is the span of the `no_answer` token); probabilities are the
+    softmax over all scores.
 
     Args:
-        start_logits, end_logits: of shape (width,), on the CPU; what lies behind the sample's tokens is padding.
-        sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token that stands for none.
+        start_logits, end_logits: of shape (width,), on the CPU, right-padded.
+        sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token of an empty answer.
     """
     starts, ends = np.asarray(sample["starts"]), np.asarray(sample["ends"])
     positions = torch.from_numpy(np.flatnonzero(starts >= 0))
@@ -174,11 +174,11 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     i, j = divmod(best, len(positions))
     start, end = int(starts[positions[i]]), int(ends[positions[j]])
     text = sample["context"][start:end]
-    start += len(text) - len(text.lstrip())  # byte-level tokens begin with the space before them
+    start += len(text) - len(text.lstrip())  # byte-level tokens include the preceding space
     return Answer(text.strip(), score, start, start + len(text.strip()))
 
 
 def read_answers(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Answer]:
-    """The best answer of each sample, from what a question answering head returned."""
-    starts, ends = (logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits))  # waits for the device
+    """The best answer of each sample, from the outputs of a question answering head."""
+    starts, ends = (logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits))  # synchronizes with the device
     return [best_answer(*row) for row in zip(starts, ends, samples, strict=True)]

@@ -1,4 +1,4 @@
-"""Reading a stream: samples with their numbers -> the windows of one pass, in the main process or in a worker."""
+"""Reading a stream: numbered samples -> the windows of one pass, in the main process or in a worker."""
 
 import copy
 import json
@@ -21,16 +21,16 @@ from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
 from hf_ga.exact.splitter import Splitter
 
-Numbered = tuple[int, Any]  # a sample with its number in the stream, 0-based
-NUM_FOR_PROOF = 128  # samples that are kept from the beginning of the stream
+Numbered = tuple[int, Any]  # a sample with its 0-based index in the stream
+NUM_FOR_PROOF = 128  # first samples of the stream, kept for the proof
 
 
 class HeldSamples:
-    """The samples of a window that was read, by their numbers in the stream.
+    """The samples of one window, by their index in the stream.
 
     Attributes:
-        digest: 32 bits of them, for a comparison between processes.
-        first: samples from the beginning of the stream by their lengths, for a proof; with the first window only.
+        digest: 32-bit hash of the samples, to compare processes.
+        first: first samples of the stream, chosen by length, for the proof; with the first window only.
     """
 
     def __init__(self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0) -> None:
@@ -40,11 +40,11 @@ class HeldSamples:
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
-        """A copy: collate functions may take entries out of a sample."""
+        """A copy: collate functions may pop entries of a sample."""
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """From a worker as plain bytes: as shared memory every tensor of a sample would take a file descriptor."""
+        """Plain bytes: in shared memory, every tensor of a worker's samples would use a file descriptor."""
         return pickle.dumps(self.__dict__)
 
     def __setstate__(self, state: bytes) -> None:
@@ -52,24 +52,24 @@ class HeldSamples:
 
 
 class StreamFetcher(Fetcher):
-    """Collates samples of one window, which are held; a proof gets samples of the stream's beginning."""
+    """Collates samples of one window; a proof uses the first samples of the stream."""
 
     def __init__(self, collate_fn: Collate) -> None:
         super().__init__(HeldSamples([]), collate_fn)
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of a window."""
+        """The fetcher of one window."""
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
 
     def keep_first(self, samples: HeldSamples) -> None:
-        """What came with the first window; it was collated, so its collation is known to be repeatable."""
+        """Keep the samples that came with the first window."""
         self.first, self.is_repeatable = samples.first or self.first, True
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Samples from the beginning of the stream, over the whole range of lengths: they tell whether padding matters."""
+        """Samples from the beginning of the stream, over the whole range of lengths."""
         chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
         return [copy.copy(self.first[i]) for i in chosen]
 
@@ -89,7 +89,7 @@ class WindowReader(IterableDataset):
     drop_last_window: bool
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
-        # Now a worker reads as the main process does. `datasets` draws its own shuffles from other generators in a worker.
+        # Makes a worker read like the main process: in a worker, `datasets` shuffles with other generators.
         worker._worker_info = None
         windows = self._windows()
         for index in count(self.num_consumed):
@@ -104,7 +104,7 @@ class WindowReader(IterableDataset):
             batches = fetcher[request]
             self.fetcher.is_repeatable, self.fetcher.sample_entries = fetcher.is_repeatable, fetcher.sample_entries
             yield request, held, batches
-            del held, fetcher, request, batches  # a window that was handed out is not held while the next one is read
+            del held, fetcher, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
         size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed
@@ -117,7 +117,7 @@ class WindowReader(IterableDataset):
         if num_skipped <= size * (self.num_consumed - 1):
             raise DataError(
                 f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but {self.num_consumed} windows of {size} "
-                "were consumed before: it is not the stream of that position, or another part of it."
+                "were consumed before the checkpoint. Resume with the same stream, not split by process."
             )
         num_windows = self.num_consumed
         while len(window := list(islice(samples, size))) == size or (window and not drops):
@@ -127,14 +127,14 @@ class WindowReader(IterableDataset):
             del held
             first, num_windows = [], num_windows + 1
         if not num_windows:
-            raise DataError(f"drop_last_window leaves nothing of a stream of {len(window)} samples: a window has {size}.")
+            raise DataError(f"drop_last_window drops the whole stream of {len(window)} samples: use a window below {size}.")
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """One pass over a stream. It moves the global generators, which are seeded for every sample: see `preserved_random_states`.
+    """One pass over a stream. Seeds the global generators for every sample: see `preserved_random_states`.
 
     Raises:
-        DataError: an empty stream, one that can be read only once, a sample that is no dict, list, tuple or tensor.
+        DataError: an empty stream, one that can be read only once, a sample that is not a dict, list, tuple or tensor.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
@@ -149,15 +149,15 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
         if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
             raise DataError(
                 f"sample {number} of the stream is a {type(sample).__name__} ({str(sample)[:40]!r}): a sample must be a dict (or a "
-                "list, a tuple, a tensor). Of a dict of splits, name the split."
+                "list, a tuple, a tensor). From a dict of splits, choose one split."
             )
         yield number, sample
     if not number:
-        raise DataError(f"the stream is empty in epoch {epoch}: every pass must begin anew, with `iter(dataset)`.")
+        raise DataError(f"the stream is empty in epoch {epoch}: `iter(dataset)` must restart it for every pass.")
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """32 bits of what is in samples; of floats in arrays and tensors only the shape: decoders may round them differently."""
+    """32-bit hash of samples; only the shape of float arrays and tensors, as decoders may round differently."""
     return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
 
 

@@ -1,7 +1,6 @@
 """Training rows that are read and tokenized while training.
 
-The first rows are read ahead. They stand for the training split wherever something must be known before the first step: columns,
-labels, the proof of the loss.
+The first rows are read ahead and serve as the training split before the first step: for columns, labels and the proof.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,11 @@ from hf_ga.data.sources import check_name, is_file, is_saved, load_file, readabl
 from hf_ga.errors import DataError, HfGaError
 
 NUM_READ_AHEAD = 1000
-BATCH_SIZE = 100  # rows that are tokenized at once
+BATCH_SIZE = 100  # rows tokenized together
 
 
 def load_streamed(options: DataOptions) -> tuple[DatasetDict, IterableDataset]:
-    """The splits, of which `train` is the first rows of the stream, and the stream of all training rows.
+    """The splits (`train` has the first rows of the stream), and the stream of all training rows.
 
     Validation and test rows are read whole.
 
@@ -41,18 +40,17 @@ def load_streamed(options: DataOptions) -> tuple[DatasetDict, IterableDataset]:
         raise DataError(f"dataset_name {name} has no training rows (splits: {', '.join(splits)}): there is nothing to train on.")
     if not len(rows.get("validation", ())):
         raise DataError(
-            f"dataset_name {name} has no validation rows, and none can be taken from a stream: give --validation_file, or leave "
-            "streaming out."
+            f"dataset_name {name} has no validation rows, and a stream cannot be split: give --validation_file, or omit streaming."
         )
     return rows, splits["train"]
 
 
 class StreamedSamples:
-    """The samples of a stream, tokenized while they are read; empty rows are left out.
+    """The samples of a stream, tokenized while they are read; empty rows are skipped.
 
     Args:
         stream: the training rows. name: of the dataset, for errors.
-        columns: role -> column of the rows. labels: names in the order of their ids; empty where rows have none.
+        columns: role -> column of the rows. labels: names in the order of their ids; empty if rows have none.
         tokenize: rows by role -> columns of samples.
     """
 
@@ -69,7 +67,7 @@ class StreamedSamples:
         self.samples = samples.filter(bool, input_columns="length")
 
     def set_epoch(self, epoch: int) -> None:
-        """For streams that shuffle by epoch."""
+        """Set the epoch of streams that shuffle by epoch."""
         self.samples.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -90,7 +88,7 @@ def _streams(options: DataOptions) -> dict[str, IterableDataset]:
     name = options.dataset_name
     check_name(options)
     if is_saved(Path(name).expanduser()):
-        raise DataError(f"dataset_name {name} was saved by `save_to_disk`, and is read row by row anyway: leave streaming out.")
+        raise DataError(f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: omit streaming.")
     if is_file(name):
         kind, path = readable_file(name)
         with reading(name):

@@ -1,4 +1,4 @@
-"""One small Task per kind of head: its labels, its tokenization and collation, its small default model, its metrics."""
+"""One Task per kind of head: labels, tokenization, collation, small default model, metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,19 +26,18 @@ from hf_ga.errors import ConfigError
 
 @dataclass(frozen=True)
 class Task:
-    """What is special about a kind of head.
+    """The properties of one kind of head.
 
     Attributes:
         auto_class: the transformers class that loads the model.
-        labels: what a row's label is: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
-            "answers" (spans of a context), "choice" (the number of one of the row's own texts), "target" (a text to be generated).
+        labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
+            "answers" (spans of a context), "choice" (the index of one of the row's texts), "target" (a text to generate).
         tokenize: a function of `tokenization`.
-        collator: (tokenizer, number of labels, share of tokens that a masked LM predicts) -> collate function.
-        small_config: (tokenizer, max_length) -> configuration of the model that is built where none is named.
-        problem_type: what transformers calls the loss of a sequence classifier.
-        metrics: names of the metrics beside the loss. generated_metrics: those of texts that are generated in evaluations.
-        pipeline: what hubs and transformers' pipelines call the work of a trained model. lora_type: what PEFT calls the head, where
-            it has a name.
+        collator: (tokenizer, number of labels, masked-LM probability) -> collate function.
+        small_config: (tokenizer, max_length) -> configuration of the default model.
+        problem_type: transformers' name of the loss of a sequence classifier.
+        metrics: names of the metrics besides the loss. generated_metrics: metrics of generated texts.
+        pipeline: the pipeline tag of the model card. lora_type: PEFT's task type, if it has one.
     """
 
     auto_class: Any
@@ -78,7 +77,7 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 
 
 def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A BART of about 1.7 million parameters. (A T5 of this size, whose first embeddings are 50 times larger, learns slower.)"""
+    """A BART of about 1.7 million parameters. (A T5 of this size, with initial embeddings 50 times larger, learns more slowly.)"""
     layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     return BartConfig(
         vocab_size=len(tokenizer),
@@ -92,7 +91,7 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.eos_token_id,
-        forced_eos_token_id=None,  # BART's own, an id of its own vocabulary
+        forced_eos_token_id=None,  # BART's default is an id of BART's vocabulary
     )
 
 
@@ -102,7 +101,7 @@ def _padding(collate: Callable) -> Callable[[PreTrainedTokenizerBase, int, float
 
 def _masking(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
     if tokenizer.mask_token_id is None:
-        raise ConfigError("masked-lm needs a tokenizer with a mask token, which this one lacks: take a BERT-like model.")
+        raise ConfigError("masked-lm needs a tokenizer with a mask token, but this one has none: use a BERT-like model.")
     return partial(
         collation.collate_masked,
         pad_token_id=tokenizer.pad_token_id,
@@ -118,7 +117,7 @@ def _label_sets(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability
 
 
 def _of_texts(labels: str, collator: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
-    """A head with one prediction for a text or a pair of texts."""
+    """A head with one prediction per text or pair of texts."""
     tokenize = tokenization.tokenize_texts
     return Task(AutoModelForSequenceClassification, labels, tokenize, collator, small_bert, problem_type, metrics)
 

@@ -1,6 +1,6 @@
-"""Rows -> columns of samples: `input_ids`, `length` (tokens), `num_targets`, `was_cut`, and what the task's collation needs.
+"""Rows -> columns of samples: `input_ids`, `length` (tokens), `num_targets`, `was_cut`, and inputs of the task's collation.
 
-Every function takes a batch of rows by column, a tokenizer and the tokens to cut at (None: nothing is cut).
+Every function takes a batch of rows by column, a tokenizer and the maximum number of tokens (None: no truncation).
 """
 
 import json
@@ -21,7 +21,7 @@ Rows = dict[str, list]
 
 
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Text, then the end-of-text token. Every token but the first is a target."""
+    """Text, then the end-of-text token. Every token except the first is a target."""
     texts = [text or "" for text in rows["text"]]
     whole = _without_empty(_ended(tokenizer(texts, verbose=False)["input_ids"], tokenizer.eos_token_id), texts)
     cut = [ids[:max_length] for ids in whole]
@@ -29,17 +29,17 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 
 def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Conversations or prompts with their completions; `labels` are the ids of the completions, the others are ignored.
+    """Conversations or prompts with completions; `labels` are the ids of the completions, and -100 elsewhere.
 
-    The whole text is tokenized at once, as the model will see it; a token counts if any of its characters is of a completion: a
-    space that ends a prompt may have become part of the completion's first word.
+    The whole text is tokenized at once. A token is a target if any of its characters belongs to a completion: the last space of a
+    prompt may be part of the completion's first token.
     """
     check_fast(tokenizer)
     whole, labels = [], []
     for text, spans, is_templated in rendered(rows, tokenizer):
         encoded = tokenizer(text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False)
-        ids = encoded["input_ids"] if text else []  # of no text nothing, not even special tokens
-        needs_end = bool(text) and not is_templated and tokenizer.eos_token_id is not None  # a template writes its own end
+        ids = encoded["input_ids"] if text else []  # an empty text has no tokens, not even special ones
+        needs_end = bool(text) and not is_templated and tokenizer.eos_token_id is not None  # a template adds its own end
         if needs_end:
             ids = _ended([ids], tokenizer.eos_token_id)[0]
         starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
@@ -56,20 +56,20 @@ def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_len
 
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Text between the tokenizer's special tokens. All others may become targets; which do is drawn in every epoch."""
+    """Text with special tokens. All other tokens are candidates for targets, drawn in every epoch."""
     columns = _tokenize_texts(rows, tokenizer, max_length)
     special = set(tokenizer.all_special_ids)
     return {**columns, "num_targets": [sum(token not in special for token in ids) for ids in columns["input_ids"]]}
 
 
 def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Text, or a pair of texts, between the tokenizer's special tokens, which a cut leaves. One target a sample."""
+    """Text, or a pair of texts, with special tokens, which truncation keeps. One target per sample."""
     columns = _tokenize_texts(rows, tokenizer, max_length)
     return {**columns, **({"label": rows["label"]} if "label" in rows else {})}
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Words with a tag each. A word may become several tokens: the first carries the tag, the others are ignored."""
+    """Words with one tag each. If a word has several tokens, the first has the tag and the others are ignored."""
     check_fast(tokenizer)
     check_room(tokenizer, max_length, is_pair=False)
     words = [row or [] for row in rows["tokens"]]
@@ -87,9 +87,9 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Source texts for an encoder, and `labels`, the ids of their target texts with an end: both are cut at `max_length`.
+    """Source texts for an encoder, and `labels`, the ids of their target texts with an end token: both truncated to `max_length`.
 
-    Every token of a target is predicted, its end too; a row without one adds nothing. `target` is the whole text, for metrics.
+    Every token of a target is predicted, its end too; rows without a target add nothing. `target` is the whole text, for metrics.
     """
     columns = _tokenize_texts(rows, tokenizer, max_length)
     if "target" not in rows:
@@ -107,7 +107,7 @@ def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
 
 
 def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
-    """Concatenate all `input_ids` and cut them every `block_size` tokens; the last block may be shorter."""
+    """Concatenate all `input_ids` and split them into blocks of `block_size` tokens; the last block may be shorter."""
     table = dataset.flatten_indices().data.table
     ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
     ends = np.append(np.arange(0, len(ids), block_size), len(ids))
@@ -119,8 +119,8 @@ def cut_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
 
 
 def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decoder: bool) -> None:
-    """A padding token where there is none, and for an encoder <cls> and <sep> (for one with a decoder <eos>) where the tokenizer
-    has them but adds nothing (that of the embedded corpus; pretrained ones add theirs).
+    """Set a missing padding token. If the tokenizer has <cls> and <sep> but does not add them (the embedded corpus's; pretrained
+    ones do), add them for an encoder, or <eos> for an encoder-decoder.
     """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -129,7 +129,7 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
     ]
     if is_decoder or tokenizer.num_special_tokens_to_add() or len(special) != 2:
         return
-    if labels == "target":  # as T5's
+    if labels == "target":  # like T5's
         end = str(tokenizer.eos_token)
         ids = [(end, tokenizer.eos_token_id)]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
@@ -141,7 +141,7 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What determines a tokenizer's output: a key of the cache. Without the truncation and padding of its last call."""
+    """Everything that determines a tokenizer's output, as a cache key; not the truncation and padding of its last call."""
     extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -151,10 +151,10 @@ def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token's characters start and end; special tokens have none.
+    """Start and end of each token's characters; empty for special tokens.
 
-    Byte-level tokenizers that leave spaces out of offsets give a token of spaces alone an empty one, at its end: it is all that
-    stands between there and the token before it.
+    Byte-level tokenizers that exclude spaces from offsets give a token of only spaces an empty offset, at its end: it starts at
+    the end of the previous token.
     """
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]).astype(np.int64)[: len(ends)]
@@ -170,7 +170,7 @@ def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
     filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
     cut = _without_empty(encoded["input_ids"], filled)
     columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])
-    if pairs is not None and "token_type_ids" in encoded:  # which text a token is of; zero throughout for one text
+    if pairs is not None and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
         columns["token_type_ids"] = _without_empty(encoded["token_type_ids"], filled)
     return columns
 
@@ -179,25 +179,25 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} has no offsets of its tokens, which completions, tags and answers need: use a model with "
+            f"{type(tokenizer).__name__} has no token offsets, which completions, tags and answers need: use a model with "
             "a fast tokenizer."
         )
 
 
 def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> None:
-    """Raise ConfigError where special tokens alone fill a sample."""
+    """Raise ConfigError if special tokens alone fill a sample."""
     special = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length is not None and max_length <= special:
-        raise ConfigError(f"max_length {max_length} leaves no room beside the {special} special tokens of every sample: use more.")
+        raise ConfigError(f"max_length {max_length} leaves no room besides the {special} special tokens of every sample: use more.")
 
 
 def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None = None) -> list[list[int]]:
-    """Rows with an end-of-text token, which most tokenizers of decoders do not add, within `max_length` tokens."""
+    """Rows with an end-of-text token (most decoder tokenizers add none), within `max_length` tokens."""
     return [ids if end is None or ids[-1:] == [end] else [*(ids[: max_length - 1] if max_length else ids), end] for ids in rows]
 
 
 def _without_empty(ids: Sequence[list[int]], contents: Sequence[Any]) -> list[list[int]]:
-    """Nothing, not even special tokens, for a row without content."""
+    """Remove the special tokens of rows without content."""
     return [row if content else [] for row, content in zip(ids, contents, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a window.
 
 This backend serves one process and DDP: ranks hold replicas, exchange a small status before and after the forwards, and sum the
-gradients once a window. DDP's own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different
+gradients once per window. DDP's own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different
 numbers of micro-batches, or none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
@@ -48,7 +48,7 @@ class Backend:
     """One process, or replicas on several (DDP).
 
     Attributes:
-        is_sharded: parameters lie in shards (FSDP), so that every forward and backward is a collective of all ranks.
+        is_sharded: parameters are sharded (FSDP), so that every forward and backward is a collective of all ranks.
     """
 
     is_sharded = False
@@ -160,7 +160,7 @@ def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None
     """Let a model under DDP end without hanging.
 
     Python frees an object's attributes in the order in which they were set. The process group, freed last, releases the GIL while
-    gloo's threads end; the reducer's destructor holds it, and hangs if they need it for a tensor.
+    gloo's threads end; the reducer's destructor keeps it, and hangs if they need it for a tensor.
     """
     model.outlives_reducer = model.process_group
 
@@ -194,7 +194,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
 
 def _raise_on_all_ranks(failure: Exception | None) -> None:
     """Every rank raises: its own failure, or the message of the first rank that failed."""
-    text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # whatever can be printed
+    text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # printable characters only
     messages = gather_object([None if failure is None else text])
     if failure is not None:
         raise failure

@@ -19,7 +19,7 @@ from hf_ga.exact.window import LoaderState
 class BaseLoader:
     """Sizes, position and shared state of a loader.
 
-    A window counts as consumed when it is handed out, so a loop that was left continues behind it (`set_epoch` begins anew).
+    A window counts as consumed when it is handed out, so a loop that was left continues behind it (`set_epoch` resets it).
 
     Attributes:
         layout: how a window is computed. epoch, num_consumed: position of the iteration. state: shared with the windows.
@@ -53,7 +53,7 @@ class BaseLoader:
         if max_tokens is not None and (planner is not None or not by_length):
             raise ConfigError(
                 f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned by length: give lengths (of a "
-                "stream, length_of) and no planner of your own, or leave it out."
+                "stream, length_of) and no custom planner, or omit it."
             )
         check_limit(max_tokens, longest or 1, "the longest sample's")
         size = self.layout.micro_batch_size

@@ -81,7 +81,7 @@ def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> f
 
 def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]) -> dict[str, Any]:
     """Some samples of a collated batch: the entries in `names` (see `entries_of_samples`) are indexed, the others stay."""
-    taken, rows = dict(batch), np.array(rows)  # a copy: torch knows no negative strides
+    taken, rows = dict(batch), np.array(rows)  # a copy: torch has no negative strides
     for name in names:
         value = batch[name]
         taken[name] = value[rows] if isinstance(value, Tensor | np.ndarray) else [value[row] for row in rows]

@@ -22,7 +22,7 @@ from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.masks import keep_mask
 
-cached_key = lru_cache(1 << 16)(make_key)  # each forward asks for the same ones
+cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
 
 
 @dataclass

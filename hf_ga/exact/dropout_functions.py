@@ -92,7 +92,7 @@ def stochastic_depth(masks: Masks, original: Callable, *size: Any, **kwargs: Any
     p = getattr(masks.running, "drop_prob", 0.0) if type(masks.running).__name__.endswith("DropPath") else 0.0
     if not masks.is_keyed(p):
         return original(*size, **kwargs)
-    # (1 + p) / 2 lies in the middle of [p, 1), the numbers by which torch would keep it: far enough from both ends in bf16 too.
+    # (1 + p) / 2 is the middle of [p, 1), the numbers by which torch would keep it: far enough from both ends in bf16 too.
     return torch.full(shape, (1 + p) / 2, **kwargs) * masks.mask(shape, p)
 
 

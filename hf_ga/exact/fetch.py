@@ -48,7 +48,7 @@ class Fetcher:
             if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
                 raise UnkeyedRandomness(
                     "the dataset or the collate function gave two different batches for the same samples and seeds: it draws from "
-                    "a generator of its own, so the split of a window would change its result. Let it draw from torch's, numpy's "
+                    "its own generator, so the split of a window would change its result. Let it draw from torch's, numpy's "
                     "or Python's global generator, which are seeded for it: leave its seed or generator argument out."
                 )
         self.is_repeatable = True
@@ -84,7 +84,7 @@ class Fetcher:
         return batches
 
     def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate the window at once and cut rows: one width for all, and random collators draw once, whatever the split."""
+        """Collate the window at once and cut rows: one width for all, and random collators draw once, for any split."""
         samples = self.samples(request, np.arange(len(request.positions)))
         if self.sample_entries is None:
             self.sample_entries = entries_of_samples(self.collate_fn, samples[0])

@@ -28,7 +28,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def callable_module(model: nn.Module) -> nn.Module:
     """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer, both of them
-    collectives of all ranks in every forward. Under FSDP the model as it is: its forward must gather the parameters.
+    collectives of all ranks in every forward. Under FSDP the model itself: its forward must gather the parameters.
     """
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
@@ -36,7 +36,7 @@ def callable_module(model: nn.Module) -> nn.Module:
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
 
-    A transformers model's `**kwargs` are for settings, so other columns stay out of them. Its inputs are those that its forward
+    A transformers model's `**kwargs` are for settings, so other columns are not passed. Its inputs are those that its forward
     names and, as long as each hands `**kwargs` on, the forwards of its base classes.
     """
     model = unwrapped(model)

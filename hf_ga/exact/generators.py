@@ -1,4 +1,4 @@
-"""The global random generators of torch, numpy and Python: seed them for a while, and tell whether anybody moved them."""
+"""The global random generators of torch, numpy and Python: seed and restore them, and detect draws."""
 
 import random
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def moved_generators(before: dict[str, bytes]) -> list[str]:
 
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
-    """Put all global generators back at the end, whatever happens inside."""
+    """Put all global generators back at the end, also after an error."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

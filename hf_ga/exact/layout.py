@@ -11,7 +11,7 @@ class Layout:
 
     Attributes:
         num_processes: processes (devices).
-        micro_batch_size: most samples in one forward on one process; where windows are planned by length, of the longest samples.
+        micro_batch_size: maximum samples in one forward on one process; of the longest samples if windows are planned by length.
         accumulation_steps: micro-batches per process in a full window; planned by length, where all samples are of the longest.
         window_size: samples in a full window over all processes (the global batch).
     """

@@ -57,7 +57,7 @@ def plan_by_length(
     Args:
         lengths: tokens of each sample of the window; one without tokens is as wide as one token.
         num_processes: at least 1; a process may get nothing.
-        max_tokens: most samples x padded width in one micro-batch; a longer sample is alone in its own.
+        max_tokens: maximum samples x padded width in one micro-batch; a longer sample is alone in its own.
         overhead: what a micro-batch costs however small it is, in tokens.
         in_step: processes wait for each other in every micro-batch (FSDP), so the n-th ones must be of equal cost.
 

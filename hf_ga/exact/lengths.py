@@ -18,7 +18,7 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
 
     Returns:
         int64, shape (len(dataset),). None where there is no such column, or where `collate_fn` pads all samples to one width, so
-        that lengths would not tell what a micro-batch costs.
+        that lengths would not determine the cost of a micro-batch.
     """
     lengths = _of_columns(dataset) if isinstance(dataset, Dataset) else _of_list(dataset)
     if lengths is None or lengths.min() == lengths.max():

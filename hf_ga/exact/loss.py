@@ -27,7 +27,7 @@ COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
     "shifted labels": lambda batch, num_samples: int((batch["labels"][..., 1:] != IGNORED_LABEL).sum()),
     "labels": lambda batch, num_samples: int((batch["labels"] != IGNORED_LABEL).sum()),
     "samples": lambda batch, num_samples: num_samples,
-    "attended tokens": lambda batch, num_samples: int(batch["attention_mask"].sum()),  # whatever their labels
+    "attended tokens": lambda batch, num_samples: int(batch["attention_mask"].sum()),  # with any labels
 }
 
 

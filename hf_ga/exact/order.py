@@ -1,4 +1,4 @@
-"""(number of samples, seed, epoch) -> order. The order knows no process, no micro-batch and no random generator."""
+"""(number of samples, seed, epoch) -> order. Independent of processes, micro-batches and random generators."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     Args:
         num_samples: number of samples in the dataset.
         seed: any integer.
-        epoch: 0-based; every epoch has an order of its own.
+        epoch: 0-based; every epoch has its own order.
         shuffle: False gives 0, 1, 2, ...
 
     Returns:

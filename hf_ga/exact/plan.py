@@ -1,4 +1,4 @@
-"""One window -> who computes what. The plan knows integers only: offsets in the window, lengths, limits; no tensors."""
+"""One window -> who computes what. A plan consists of integers only: offsets in the window, lengths, limits; no tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from hf_ga.errors import ConfigError
 
-# micro-batches[process][i] holds the offsets in the window (0-based) of one micro-batch.
+# micro-batches[process][i]: the 0-based offsets in the window of one micro-batch.
 Plan = list[list[np.ndarray]]
 # A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown) and the number of processes.
 Planner = Callable[[np.ndarray, int], Plan]
@@ -21,7 +21,7 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
     Args:
         window_size: samples in the window.
         num_processes: at least 1; a process may get nothing.
-        micro_batch_size: most samples in one micro-batch, at least 1.
+        micro_batch_size: maximum samples in one micro-batch, at least 1.
 
     Returns:
         for each process its micro-batches; together every offset 0 ... window_size - 1 once.

@@ -1,4 +1,4 @@
-"""Mixed precision: whether Accelerate computes what it was asked for, and in what types sums are taken."""
+"""Mixed precision: whether Accelerate applies the requested one, and the dtypes of sums."""
 
 import torch
 from accelerate import Accelerator
@@ -15,11 +15,11 @@ def check_precision(accelerator: Accelerator) -> None:
     Raises:
         ConfigError: fp8, or mixed precision that Accelerate leaves out (fp16 on a CPU).
     """
-    asked, scaler = accelerator.mixed_precision, accelerator.scaler
-    computes = asked in ("bf16", "fp16") and accelerator.native_amp and (asked == "bf16" or scaler is not None)
-    if asked != "no" and not computes:
+    requested, scaler = accelerator.mixed_precision, accelerator.scaler
+    computes = requested in ("bf16", "fp16") and accelerator.native_amp and (requested == "bf16" or scaler is not None)
+    if requested != "no" and not computes:
         raise ConfigError(
-            f"mixed precision {asked} is not supported on the device {accelerator.device.type} by this Accelerator (autocast "
+            f"mixed precision {requested} is not supported on the device {accelerator.device.type} by this Accelerator (autocast "
             f"{accelerator.native_amp}, scaler {scaler}): use bf16 or no, or for fp16 on a CPU call "
             "hf_ga.parallel.prepare.enable_fp16_on_cpu(accelerator) before prepare."
         )
@@ -45,5 +45,5 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """float16 and bfloat16 as float32; anything else as it is."""
+    """float16 and bfloat16 as float32; other dtypes unchanged."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor

@@ -27,8 +27,8 @@ class Router:
     """The balancing loss of one model. While `patched`, the head's own is zero and what its calls count is kept for `take`.
 
     Attributes:
-        owners: modules of Python that have such a loss; none where the model's family knows none.
-        coefficients: of each call of a forward, how much the head weighs it.
+        owners: Python modules that define such a loss; empty if the model's family has none.
+        coefficients: of each call of a forward, its weight in the head's loss.
         sizes: of each call, the numbers that it adds to what `take` returns: two for each expert and one.
     """
 

@@ -40,5 +40,5 @@ class Splitter:
         return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
 
     def padded(self, request: WindowRequest) -> WindowRequest:
-        """The same window, planned anew for micro-batches as wide as its longest sample."""
+        """The same window, planned again for micro-batches as wide as its longest sample."""
         return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)

@@ -102,7 +102,7 @@ class Step:
         with torch.no_grad():
             for buffer, before in buffers:  # what counts samples must not count them twice
                 buffer.copy_(before)
-        clear_device_cache(garbage_collection=True)  # now that no traceback holds the tensors of the try
+        clear_device_cache(garbage_collection=True)  # after the traceback has released the failed try's tensors
         return None
 
     def _add_gradients(self, window: Window) -> StepResult:

@@ -17,7 +17,7 @@ class LoaderState:
 
     Attributes:
         max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory never ran out.
-        proofs: (model, identity of its loss function, what was proven of them), for all models trained on these windows.
+        proofs: (model, identity of its loss function, their proof), for all models trained on these windows.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a proven loss needs it.
     """
 
@@ -73,12 +73,12 @@ class Window:
         return self._collated(replace(self.request, micro_batches=micro_batches, lengths=None))
 
     def fitting(self) -> "Window":
-        """With this rank's micro-batches over the memory limit cut into even parts, each collated anew."""
+        """With this rank's micro-batches over the memory limit cut into even parts, each collated again."""
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
 
     def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample. A window planned by lengths is planned anew, as
+        """With all micro-batches padded to the window's longest sample. A window planned by lengths is planned again, as
         micro-batches of many short samples would be too large now.
         """
         request = self.request

@@ -24,17 +24,17 @@ class WindowLoader(BaseLoader):
     Args:
         dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword arguments of the model.
         accelerator: gives the number of processes and `gradient_accumulation_steps`.
-        per_device_batch_size: most samples in one micro-batch.
+        per_device_batch_size: maximum samples in one micro-batch.
         global_batch_size: samples in a window over all processes; left out, it is processes x per_device_batch_size x
             gradient accumulation steps.
         seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
         lengths: tokens of each sample, shape (len(dataset),): windows are planned by them (`plan_by_length`), or by `planner`. Left
             out, they are taken from a `length` or `input_ids` column if there is one (`find_lengths`); without lengths, windows are
             split evenly by number.
-        max_tokens_per_micro_batch: most samples x padded width in one micro-batch, with lengths; left out, what
+        max_tokens_per_micro_batch: maximum samples x padded width in one micro-batch, with lengths; left out, what
             `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
-        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches stay as they are.
-        pad_to_window: collate every micro-batch as wide as its window; a rule that asks for it turns this on by itself.
+        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches are not changed.
+        pad_to_window: collate every micro-batch as wide as its window; a loss that needs it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
 
     Raises:
@@ -109,5 +109,5 @@ def _checked_length(dataset: Any, lengths: Any) -> int:
             "without streaming, or take a StreamLoader."
         )
     if lengths is not None and len(lengths) != len(dataset):
-        raise ConfigError(f"lengths must have one entry a sample: {len(lengths)} lengths, {len(dataset)} samples.")
+        raise ConfigError(f"lengths must have one entry per sample: {len(lengths)} lengths, {len(dataset)} samples.")
     return len(dataset)

@@ -1,4 +1,4 @@
-"""Several processes: FSDP's backend of the exact step, sharded checkpoints, and helpers that run on all ranks.
+"""Several processes: the FSDP backend of the exact step, sharded checkpoints, and collective helpers.
 
-The rest of the package never asks which engine runs: `backend_for` answers once.
+`backend_for` selects the backend; the rest of the package does not depend on which one is used.
 """

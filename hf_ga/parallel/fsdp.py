@@ -1,4 +1,4 @@
-"""FSDP, version 1 and 2: gradients reduced in float32 and once a window, clipping and weights over all shards, also on a CPU."""
+"""FSDP, version 1 and 2: gradients reduced in float32 once per window, clipping and weights over all shards, on CPUs too."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
 
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # name components that wrappers add
 
 
 def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = False) -> Backend:
@@ -33,13 +33,13 @@ def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = Fal
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether parameters lie in shards (FSDP)."""
+    """Whether parameters are sharded (FSDP)."""
     return accelerator.distributed_type == DistributedType.FSDP
 
 
 class ShardedBackend(Backend):
-    """FSDP 1 and 2. Every forward and backward is a collective, so all ranks make equally many; gradients are averaged over ranks,
-    so terms are multiplied by their number.
+    """FSDP 1 and 2. Forwards and backwards are collectives, so all ranks run the same number of them. FSDP averages gradients
+    over ranks, so terms are multiplied by the number of ranks.
     """
 
     is_sharded = True
@@ -49,26 +49,26 @@ class ShardedBackend(Backend):
         self.plugin, self.reduce_each_micro_batch = accelerator.state.fsdp_plugin, reduce_each_micro_batch
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Refuse an FSDP that loses bits on the way, and let FSDP2 reduce gradients that only some ranks have.
+        """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some ranks have.
 
         Raises:
-            ConfigError: gradients would be summed in half precision, or those of ignored modules not at all.
+            ConfigError: gradients would be reduced in half precision, or not reduced (ignored modules).
         """
         if self.plugin.ignored_modules is not None:
-            raise ConfigError("FSDP does not sum the gradients of fsdp_ignored_modules: leave that setting out.")
+            raise ConfigError("FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting.")
         policy = self.plugin.mixed_precision_policy
-        dtype = policy and (policy.reduce_dtype or policy.param_dtype)  # left out, it is the type that is computed in
+        dtype = policy and (policy.reduce_dtype or policy.param_dtype)  # reduce_dtype defaults to param_dtype
         if dtype in LOW_PRECISION:
             raise ConfigError(
-                f"FSDP must sum gradients in float32, but its reduce_dtype is {dtype} (Accelerate's default under "
+                f"FSDP must reduce gradients in float32, but its reduce_dtype is {dtype} (Accelerate's default under "
                 "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
             )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce in the last backward only. FSDP1 accumulates in the type that is computed in, so in half precision it always
-        reduces.
+        """Reduce in the last backward only. FSDP1 accumulates in the compute dtype, so in half precision it reduces in every
+        backward.
         """
         policy = self.plugin.mixed_precision_policy
         in_low_precision = self.plugin.fsdp_version == 1 and policy is not None and policy.param_dtype in LOW_PRECISION
@@ -77,16 +77,16 @@ class ShardedBackend(Backend):
         return self.accelerator.no_sync(model)
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Also without weight: the other ranks take part in it."""
+        """Run the backward even with weight 0: it is a collective."""
         if not weight and not (isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())):
             raise LossNotAdditive(
-                "under FSDP loss_fn must return a finite sum that is computed from the outputs, also for a batch without targets "
+                "under FSDP loss_fn must return a finite sum computed from the outputs, even for a batch without targets "
                 f"(0 times a logit), got {term}."
             )
         self.accelerator.backward(term * (weight * self.accelerator.num_processes))
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Repeat the first call, with weight 0, until there are as many as on the rank that has most."""
+        """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
         if missing := window.request.most_micro_batches - len(calls):
             calls = [*[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing, *calls]
         return calls
@@ -96,12 +96,12 @@ class ShardedBackend(Backend):
         mixed_up = self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         if mixed_up and any(0 < n < self.accelerator.num_processes for n in num_ranks):
             raise ConfigError(
-                "some parameters got a gradient on some processes only, which FSDP2 of this torch mixes up: use torch 2.13 or "
-                "newer, FSDP1 or DDP."
+                "some parameters have a gradient on some processes only, which FSDP2 of this torch reduces wrongly: use torch "
+                "2.13 or newer, FSDP1 or DDP."
             )
 
     def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
-        """FSDP has reduced them; zeros that it made for parameters of no use are removed, or the optimizer would decay those."""
+        """FSDP has reduced them; set the zero gradients of unused parameters to None, so that the optimizer does not decay them."""
         if not unused:
             return
         parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
@@ -112,7 +112,7 @@ class ShardedBackend(Backend):
                 parameter.grad = None
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """The norm is taken over all shards."""
+        """Clip to the norm over all shards."""
         if isinstance(model, FullyShardedDataParallel):
             with gradients_apart([*set(model.parameters()) - set(parameters)]):  # FSDP1 clips all gradients of the model
                 return model.clip_grad_norm_(max_norm)
@@ -120,12 +120,12 @@ class ShardedBackend(Backend):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Each rank knows of its own shards."""
+        """All-reduce: each rank sees its own shards only."""
         return not sum_over_ranks(self.accelerator, [float(not value)])[0]
 
 
 def _stand_in(window: Window, loss: Loss) -> Call:
-    """The first sample of the window that has targets, whose loss is a number; the last one if none has."""
+    """The window's first sample with targets (its loss is finite), or the last sample if none has targets."""
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]
         call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))
@@ -135,5 +135,5 @@ def _stand_in(window: Window, loss: Loss) -> Call:
 
 
 def own_name(name: str) -> str:
-    """Of a parameter or module in the unwrapped model."""
+    """Name of a parameter or module in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

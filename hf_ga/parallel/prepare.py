@@ -1,6 +1,4 @@
-"""Preparing a model for training: FSDP real on a CPU, sums in float32, units that can be wrapped; and whole weights back from
-shards.
-"""
+"""Preparing a model for training: FSDP on CPUs, reduction in float32, FSDP2 units; and gathering full weights from shards."""
 
 import os
 from collections.abc import Iterator
@@ -21,10 +19,10 @@ from hf_ga.parallel.fsdp import is_sharded
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
-    """Make `mixed_precision="fp16"` real on a CPU, where Accelerate silently computes in float32; to be called before `prepare`.
+    """Enable `mixed_precision="fp16"` on a CPU, where Accelerate silently computes in float32. Call it before `prepare`.
 
-    The scaler takes what a `GradScalerKwargs` among the accelerator's `kwargs_handlers` says. On another device or in another
-    precision nothing is done, nor where it was called before.
+    The scaler uses the `GradScalerKwargs` among the accelerator's `kwargs_handlers`. Does nothing on other devices, in other
+    precisions, or if called again.
 
     Example:
         accelerator = Accelerator(mixed_precision="fp16", cpu=True)
@@ -34,49 +32,49 @@ def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu" or accelerator.scaler is not None:
         return
     options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
-    # FSDP1's shards are plain tensors, of which each process sees its own; FSDP2's know of each other.
+    # FSDP1's shards are plain local tensors; FSDP2's are DTensors, whose reductions are collectives.
     scaler = ShardedGradScaler if is_sharded(accelerator) and not accelerator.is_fsdp2 else torch.amp.GradScaler
     accelerator.scaler = scaler("cpu", **options)
     accelerator.native_amp = True
 
 
 def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None) -> None:
-    """Make FSDP real on CPU processes, where Accelerate silently trains with DDP; to be called before `prepare`.
+    """Enable FSDP on CPU processes, where Accelerate silently trains with DDP. Call it before `prepare`.
 
     Args:
-        plugin: left out, it is what `accelerate launch --use_fsdp` asked for; without that nothing is done, nor on a GPU.
+        plugin: default: the one of `accelerate launch --use_fsdp`. Does nothing without it, or on a GPU.
 
     Example:
         accelerator = Accelerator(cpu=True)
         enable_fsdp_on_cpu(accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    asked = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
+    requested = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not requested or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
     plugin = plugin or FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     accelerator.state.fsdp_plugin = plugin
-    for state in (PartialState(), accelerator.state):  # a later Accelerator copies from the first
+    for state in (PartialState(), accelerator.state):  # later Accelerators copy from the first
         state.distributed_type = DistributedType.FSDP
-        state.device = torch.device("cpu")  # FSDP1 takes no index of a CPU
+        state.device = torch.device("cpu")  # FSDP1 does not accept a CPU index
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """`accelerator.prepare(model, optimizer)`; under FSDP with sums in float32, units that can be wrapped, one name a parameter."""
+    """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that FSDP2 can wrap."""
     if not is_sharded(accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(model)
         return model, optimizer
     plugin = accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:  # Accelerate sums in the type that is computed in
+    if plugin.mixed_precision_policy is not None:  # Accelerate reduces in the compute dtype
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
     if plugin.activation_checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
-        model.config.use_cache = False  # keys that are computed again would be appended to the cache of the first time
+        model.config.use_cache = False  # recomputed keys would be appended to the cache
     if plugin.fsdp_version == 1:
-        plugin.use_orig_params = True  # or the optimizer would not know the parameters it updates
+        plugin.use_orig_params = True  # keeps the optimizer's parameters valid
         return accelerator.prepare(model, optimizer)
     _choose_units(plugin, model)
     with _one_name_each(model):
@@ -84,9 +82,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
 
 
 def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """The layers that FSDP2 shards as units, where none are named: as the model says, but none that holds its input embeddings.
+    """Choose FSDP2's default units: the model's `_no_split_modules`, except any that contains its input embeddings.
 
-    Accelerate makes a unit of the embeddings by itself, and fails where BERT and its kin name those among the layers.
+    Accelerate wraps the embeddings separately, and fails if the model lists them too (BERT and similar models).
     """
     if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
         return
@@ -97,8 +95,8 @@ def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> N
 
 @contextmanager
 def _one_name_each(model: nn.Module) -> Iterator[None]:
-    """A parameter that a module shares with one of its own submodules (the bias of BERT's masked-LM head, which is its decoder's)
-    goes by the submodule's name alone for a while: FSDP2 would put it in two groups, and refuse that.
+    """Within the block, remove a module's second name for a parameter of one of its submodules (BERT's masked-LM head shares its
+    decoder's bias): FSDP2 would add the parameter to two groups and fail.
     """
     owners = {parameter: (module, name) for module in model.modules() for name, parameter in module._parameters.items()}
     shared = [
@@ -117,12 +115,12 @@ def _one_name_each(model: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
-    """Whole weights under the names of the unwrapped model: under FSDP gathered, on the CPU of the main process (empty on others).
+    """Full weights by their names in the unwrapped model: under FSDP gathered on the CPU of the main process (empty on others).
 
     All processes must call it.
     """
     if not is_sharded(accelerator) or accelerator.device.type != "cpu":
         return accelerator.get_state_dict(model)
-    # On a CPU nothing is moved away, so "offloaded" weights would lie in memory that FSDP1 frees.
+    # On a CPU "offloaded" weights are not copied, so they would be in memory that FSDP1 frees.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {name: tensor.clone() for name, tensor in weights.items()} if accelerator.is_main_process else {}

@@ -1,4 +1,4 @@
-"""Several ranks: the main process first, errors and values on all ranks, output from one, cores for each, the end."""
+"""Helpers for several ranks: main process first, errors and values on all ranks, printing, CPU cores, shutdown."""
 
 import os
 import time
@@ -17,9 +17,9 @@ from hf_ga.parallel.fsdp import is_sharded
 
 @contextmanager
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """The main process runs the block first, and fills the caches for the others.
+    """Run the block on the main process first, which fills the caches for the others.
 
-    If the block raises, Accelerate's `main_process_first` leaves the others waiting for ever; here they run the block, too.
+    If the block raises, the others run it too; with Accelerate's `main_process_first` they would hang.
     """
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -32,10 +32,10 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """A block that every rank enters, and that ends with an error on all ranks if it does on one.
+    """A block that raises on all ranks if it raises on one. All ranks must enter it.
 
     Raises:
-        CheckpointError: the block raised one on some rank; the first rank's message.
+        CheckpointError: the block raised one on some rank; with the message of the first such rank.
     """
     failure = None
     try:
@@ -52,7 +52,7 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
     """Check that a value is the same on all ranks.
 
     Raises:
-        ConfigError: it is not; on all ranks.
+        ConfigError: it differs; on all ranks.
     """
     found = gather_object([value])
     if len(set(found)) > 1:
@@ -63,32 +63,32 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
 
 
 def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
-    """The main process's value, on all ranks."""
+    """Broadcast the main process's value to all ranks."""
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
 def end_training(accelerator: Accelerator) -> None:
-    """End the trackers and the process group, as the last thing that a process does on purpose.
+    """End the trackers and the process group. Call it last.
 
-    A collective returns before gloo's thread has freed its tensors, for which it needs the interpreter: a thread that comes to it
-    while the interpreter shuts down aborts the process (pytorch/pytorch#179291). Destroying the group joins its threads, but the
-    caches of FSDP2's tensors keep the group alive.
+    A collective returns before gloo's thread has freed its tensors, which needs the GIL: if the interpreter shuts down meanwhile,
+    the process aborts (pytorch/pytorch#179291). Destroying the group joins its threads, but the caches of FSDP2's tensors keep
+    the group alive.
     """
     uses_gloo = is_sharded(accelerator) and accelerator.device.type == "cpu"
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if uses_gloo:
-        time.sleep(0.5)  # seconds; freeing takes microseconds, once the system runs the thread
+        time.sleep(0.5)  # seconds; freeing takes microseconds once the thread is scheduled
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print once. Accelerate's own `print` does so once a machine."""
+    """Print on the main process. Accelerate's `print` prints once per machine."""
     if accelerator.is_main_process:
         print(text)
 
 
 def share_cores(accelerator: Accelerator) -> None:
-    """Split this machine's CPU cores over its processes, where `accelerate launch` gave each one thread."""
+    """Split this machine's CPU cores over its processes, to which `accelerate launch` gave one thread each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes))
     if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by its launcher only

@@ -1,6 +1,6 @@
-"""Weights and the optimizer's state as safetensors: each rank writes its own files, any layout reads them.
+"""Weights and the optimizer's state as safetensors: each rank writes its own files, and any layout can read them.
 
-torch's distributed checkpoint does the work, with the storage in which nothing is pickled.
+Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 """
 
 import warnings
@@ -22,21 +22,21 @@ from torch.optim import Optimizer
 from hf_ga.exact.forward import unwrapped
 from hf_ga.parallel.fsdp import own_name
 
-FILE_BYTES = 1 << 30  # of all ranks together; each file is made in memory
+FILE_BYTES = 1 << 30  # over all ranks; each file is built in memory
 MODEL, MOMENTS = "model.", "optimizer."
 
 
 def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
-    """Write the shards of this process, or its part of what all hold; all processes must call it.
+    """Write this process's shards, or its part of replicated tensors; all processes must call it.
 
     Args:
-        model: a parameter goes by its name in the unwrapped model. optimizer: the settings of its groups are not written.
+        model: parameters are saved by their names in the unwrapped model. optimizer: its groups' settings are not saved.
         trained_only: leave frozen parameters out.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)  # inside a prepared one
-    made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)  # a rank of FSDP1 may have no parameters
+    plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
+    made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)  # an FSDP1 rank may have no parameters
     tensors = _tensors(model, *get_state_dict(model, plain), trained_only)
-    if made_no_step:  # torch has made one with gradients of zero, which the run that goes on must not count
+    if made_no_step:  # torch made a step with zero gradients to create the state: undo it
         plain.state.clear()
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     files, size = {}, 0
@@ -44,26 +44,26 @@ def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained
         files[name] = 1 + size // FILE_BYTES
         size += tensor.size().numel() * tensor.dtype.itemsize
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch.distributed is disabled: one process is meant
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "torch.distributed is disabled": single process
         distributed_checkpoint.save(tensors, storage_writer=writer)
 
 
 def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
-    """Read weights and optimizer in place, whatever layout wrote them: FSDP1, FSDP2, DDP or one process; all must call it.
+    """Read weights and optimizer in place, written by any layout (FSDP1, FSDP2, DDP, one process); all processes must call it.
 
     Raises:
-        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they are not of this model, or damaged.
+        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they do not fit this model, or are damaged.
     """
     plain, reader = getattr(optimizer, "optimizer", optimizer), HuggingFaceStorageReader(str(folder))
     weights, state = get_state_dict(model, plain)
     saved = reader.read_metadata().state_dict_metadata
-    # A parameter whose moments were not saved never had a gradient: it begins without, not with the zeros that torch has made.
+    # A parameter without saved moments never had a gradient: drop the zeros that torch created for it.
     moments = {n: of for n, of in state["state"].items() if any(f"{MOMENTS}{n}.{k}" in saved for k in of)}
     tensors = _tensors(model, weights, {"state": moments}, trained_only)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        distributed_checkpoint.load(tensors, storage_reader=reader)  # into the tensors of weights and moments
+        distributed_checkpoint.load(tensors, storage_reader=reader)  # in place: weights and moments
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
-    if moments:  # none of plain SGD: torch would look for a tensor to learn the device from
+    if moments:  # plain SGD has none: torch would look for a tensor to find the device
         set_optimizer_state_dict(model, plain, state | {"state": moments}, options=StateDictOptions(strict=False))
     names = [name for group in state["param_groups"] for name in group["params"]]
     parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
@@ -73,7 +73,7 @@ def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained
 
 
 def _tensors(model: nn.Module, weights: dict[str, Any], state: dict[str, Any], trained_only: bool) -> dict[str, Any]:
-    """What a checkpoint holds. Tied weights, and frozen ones with `trained_only`, are taken out of `weights`."""
+    """The tensors of a checkpoint. Removes tied weights, and with `trained_only` frozen ones, from `weights`."""
     seen: set[nn.Parameter] = set()
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
         if parameter in seen or (trained_only and not parameter.requires_grad):

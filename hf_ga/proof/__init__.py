@@ -1,5 +1,4 @@
-"""What a model's loss averages over, where it draws dropout, and whether a speed-up changes nothing: proven on a few samples.
+"""The proof, on a few samples: what a model's loss averages over, where it draws dropout, which speed-ups leave it unchanged.
 
-`targets.prove` asks the questions and returns a `ProvenLoss`, which the step takes. The proof runs the functions that training
-runs.
+`targets.prove` returns a `ProvenLoss`, which the step uses. The proof and the training step call the same functions.
 """

@@ -1,4 +1,4 @@
-"""Proofs that a loader keeps: a model is proven once, not in every window."""
+"""A loader's cache of proofs: a model is proven once, not in every window."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from hf_ga.proof.targets import ProvenLoss
 
 
 def find_proof(state: LoaderState, model: nn.Module, loss_fn: LossFunction | None) -> ProvenLoss | None:
-    """What was proven of this model with this loss in these training modes; None if nothing was."""
+    """The cached proof of this model with this loss and these training modes, or None."""
     base, identity = unwrapped(model), identity_of(loss_fn)
     for known_model, known_loss, proven in state.proofs:
         if known_model is base and same(known_loss, identity) and proven.modes == module_modes(base):

@@ -6,12 +6,12 @@ from typing import Any
 
 
 def is_same_loss(function: Callable | None, other: Callable | None) -> bool:
-    """By code, closure, defaults and bound object."""
+    """Compare by code, closure, defaults and bound object."""
     return same(identity_of(function), identity_of(other))
 
 
 def identity_of(function: Callable | None) -> Any:
-    """What makes a loss function the same: a lambda written in the loop is a new object in every window, with the same code."""
+    """A loss function's identity: a lambda in a loop is a new object in every window, with the same code."""
     if isinstance(function, partial):
         return identity_of(function.func), function.args, tuple(sorted(function.keywords.items()))
     closure = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
@@ -20,7 +20,7 @@ def identity_of(function: Callable | None) -> Any:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal numbers and strings, else the same objects: tensors in a closure have no single truth value to compare by."""
+    """Equal numbers and strings, otherwise the same objects: `==` of tensors in a closure has no single truth value."""
     if isinstance(value, tuple) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(same, value, other))
     return value is other or (isinstance(value, int | float | str) and type(value) is type(other) and value == other)

@@ -1,4 +1,4 @@
-"""Full precision for proofs: tensors that have another type for a while, and models that cannot be trained exactly."""
+"""Full precision for proofs: temporary dtype changes, and checks for models that cannot be trained exactly."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,10 +13,10 @@ from hf_ga.exact.precision import LOW_PRECISION
 
 @contextmanager
 def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Parameters or buffers in another type for a while; at the end each holds its very own values again.
+    """Run the block with parameters or buffers in another dtype; then restore the original tensors.
 
-    It costs the memory of a copy in that type. What is written to a tensor meanwhile is lost. Swaps what the tensor objects hold,
-    so whatever shares an object goes on sharing it.
+    Needs the memory of a copy in that dtype. Writes to a tensor within the block are lost. Swaps the data of the tensor objects,
+    so shared objects stay shared.
     """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -30,7 +30,7 @@ def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """The forward without the autocast that Accelerate put around it, or the caller has on, and no frozen half precision."""
+    """Disable autocast (Accelerate's and the caller's) and convert frozen half precision to float32."""
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
     low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
@@ -41,15 +41,15 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
-    """Raise ConfigError for a model that cannot be trained exactly whatever its loss is."""
+    """Raise ConfigError for a model that cannot be trained exactly with any loss."""
     if hasattr(model, "_orig_mod"):
-        raise ConfigError("a model compiled by torch.compile is not supported yet: pass the model itself.")
+        raise ConfigError("models wrapped by torch.compile are not supported yet: pass the original model.")
     if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
-        raise ConfigError(f"gradients must be dense tensors, but {', '.join(sparse)} makes sparse ones: use sparse=False.")
+        raise ConfigError(f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use sparse=False.")
     if not trainable:
-        raise ConfigError("no parameter of the model is trainable: set requires_grad of some.")
+        raise ConfigError("no parameter of the model is trainable: set requires_grad=True for some.")
     if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
         raise ConfigError(
-            f"trainable parameters must be float32, some are {', '.join(sorted(low))}, in which updates get lost: call "
+            f"trainable parameters must be float32, but some are {', '.join(sorted(low))}, which rounds small updates away: call "
             "model.float(), or load it with dtype=torch.float32."
         )

@@ -1,6 +1,6 @@
 """Probe batches of one model, and its loss and gradient on them.
 
-All probes run in float32 without autocast, frozen parameters too: the question is what the loss is a mean of, not how precisely.
+All probes run in float32 without autocast, frozen parameters included, to keep rounding errors small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ class Prober:
     """Runs one model on probe batches. Args: see `targets.prove`.
 
     Attributes:
-        dropout: the model's, keyed. loss: once it is proven. speed_ups: those in use.
-        unused: names of trainable parameters to which no probe gave a gradient.
+        dropout: the model's keyed dropout. loss: set once proven. speed_ups: those in use.
+        unused: names of trainable parameters without a gradient in all probes.
     """
 
     def __init__(self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None) -> None:
@@ -57,14 +57,14 @@ class Prober:
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
         self.candidates = [self.by_length[i] for i in spread]
         self.collate_draws = False
-        self.entries: frozenset[str] = frozenset()  # of a batch, with one row a sample
+        self.entries: frozenset[str] = frozenset()  # of a batch, with one row per sample
         self.loss: Loss | None = None
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Training mode in full precision for a while; random states, buffers and modes are restored."""
+        """Run the block in training mode and full precision; then restore random states, buffers and modes."""
         with preserved_random_states(), restored_buffers(self.model), restored_modes(self.model), full_precision(self.model):
-            # A model in training mode keeps what the user froze in evaluation mode: it will train so.
+            # A model in training mode keeps its submodules in evaluation mode: it will be trained this way.
             if not self.model.training:
                 self.model.train()
             self.entries = entries_of_samples(self.collate, self.by_length[-1])
@@ -72,7 +72,7 @@ class Prober:
 
     @contextmanager
     def keyed(self, allow_split_dependent_randomness: bool) -> Iterator[None]:
-        """Find the dropout sites; keyed dropout for a while. Modules that draw in another way, if allowed, are in evaluation
+        """Find the dropout sites and run the block with keyed dropout. Modules with other draws, if allowed, are in evaluation
         mode.
         """
         self.dropout = find_dropout_sites(
@@ -84,7 +84,7 @@ class Prober:
             yield
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate with seeded generators, so that a collate function that draws gives the same batch again."""
+        """Collate with seeded generators, so that random collate functions are repeatable."""
         seed_generators(0)
         before = random_states()
         batch = as_batch(self.collate_fn(samples))
@@ -92,15 +92,14 @@ class Prober:
         return batch
 
     def _forward_copies(self, num_samples: int) -> None:
-        """A forward on equal samples; what the collate function draws is not the model's doing."""
+        """A forward on equal samples. Random draws of the collate function do not count as the model's."""
         with preserved_random_states():
             batch = self._on_device(self.collate([self.by_length[-1]] * num_samples))
         run_forward(self.model, batch, self.loss_fn)
 
     def _rows_with_targets(self) -> dict[str, Any]:
-        """The probe samples: of the candidates some that have targets, as different as can be; few are repeated. They are of the
-        shorter
-        half if that has enough targets: a proof should not need more memory than the training.
+        """The probe samples: candidates with targets, as different as possible, repeated if too few. Taken from the shorter half
+        if it has enough targets: a proof should not need more memory than training.
         """
         count = len(self.candidates) // 2
         if not (count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)):
@@ -118,16 +117,16 @@ class Prober:
         return self.model(**self._accepted(call.batch))
 
     def _probe(self, call: Call, totals: Counts | None = None) -> Probe:
-        """Loss, targets that loss_fn counts, gradients. totals: the loss is the call's term of a window with so many targets."""
-        with gradients_apart(self.parameters):  # not autograd.grad: reentrant checkpointing knows backward() only
+        """Loss, targets that loss_fn counts, gradients. totals: compute the call's term in a window with so many targets."""
+        with gradients_apart(self.parameters):  # not autograd.grad: reentrant checkpointing supports backward() only
             try:
                 loss, number = self._value(self._outputs(call), call, totals)
             except IndexError as error:
                 raise LossNotAdditive(
-                    f"the model fails on labels of {IGNORED_LABEL}, which ask its loss to leave a target out ({error}). If its "
+                    f"the model fails on labels of {IGNORED_LABEL}, which mark ignored targets ({error}). If its "
                     "loss ignores another value, pass loss_fn."
                 ) from error
-            if loss.requires_grad:  # it is a constant where nothing is a target
+            if loss.requires_grad:  # a constant if there is no target
                 loss.backward()
             self.unused -= {name for name, p in self.model.named_parameters() if p.grad is not None}
             kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]

@@ -1,4 +1,4 @@
-"""The probe batches of a proof, masked so that each way of counting targets counts differently, and how results are compared."""
+"""The probe batches of a proof, masked so that counting rules give different numbers, and the comparison of their results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
 
 Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
-# What is taken for rounding. A parameter whose gradient is small is judged against FLOOR of the norm over all parameters.
+# Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm over all parameters.
 TOLERANCE, FLOOR = 2e-5, 1e-2
-NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2, not 1, for which BatchNorm has no statistics
-MANY_TARGETS = 4  # of them, three are kept in B
+NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2: BatchNorm has no statistics of 1 sample
+MANY_TARGETS = 4  # three of them are kept in B
 POSITIONS = ("start_positions", "end_positions")
 SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
 def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Mask labels in a copy so that the rules count differently: those of A keep column 0 and one more label, the others lose
-    column 0 and keep three; of one label a sample, the last one is masked. Float labels and unlabelled batches stay.
+    """Mask labels in a copy so that the rules count differently: samples of A keep column 0 and one more label, the others three
+    labels without column 0. With one label per sample, the last sample's is masked. Float labels are unchanged.
     """
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point() or len(labels) != num_samples:
@@ -30,7 +30,7 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     if labels[0].numel() == 1:
         labels[-1] = IGNORED_LABEL
         return {**batch, "labels": labels}
-    for row, values in enumerate(labels.view(num_samples, -1)):  # more than one axis of labels (pixels): one long row
+    for row, values in enumerate(labels.view(num_samples, -1)):  # flatten several axes of labels (pixels)
         kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
         kept = kept[: 1 if row < NUM_IN_A else 3]
         masked = torch.full_like(values, IGNORED_LABEL)
@@ -42,8 +42,8 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
 
 
 def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Also mask in a copy the targets of a second mean, in other samples than those of the first: a start beyond the text in A, an
-    end beyond it and a sentence label of -100 in B. A batch without such entries stays.
+    """Also mask, in a copy, targets of a second mean, in different samples than the first: a start beyond the text in A, an end
+    beyond it and a sentence label of -100 in B. A batch without such entries is unchanged.
     """
     changed = dict(batch)
     beyond = batch["input_ids"].shape[1] if isinstance(batch.get("input_ids"), Tensor) else 0
@@ -60,7 +60,7 @@ def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
 
 
 def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
-    """A measure of how much each sample has to learn from: labels that count (beyond column 0, if there are columns)."""
+    """Number of targets of each sample: labels that are not ignored (beyond column 0, if there are columns)."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0 or len(labels) != num_samples:
         return np.ones(num_samples, np.int64)
@@ -69,32 +69,32 @@ def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
 
 
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
-    """Whether there are enough samples to choose from, of which a quarter have so many targets that rules can be told apart."""
+    """Whether there are enough samples, and a quarter of them have enough targets to distinguish the rules."""
     counts = np.sort(targets_per_row(batch, num_samples))
-    one_a_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
-    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_a_sample else MANY_TARGETS)
+    one_per_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
+    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_per_sample else MANY_TARGETS)
 
 
 def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
-    """At most `most` rows that have targets, as different as can be: all lengths, the shortest first, and of one label a sample all
-    labels in turn. The rows come sorted by length.
+    """At most `most` rows with targets, as different as possible: over all lengths, shortest first, and with one label per sample
+    over all labels. The rows are sorted by length.
 
     Raises:
-        LossNotAdditive: none has a target.
+        LossNotAdditive: no row has a target.
     """
     useful = np.flatnonzero(targets_per_row(batch, num_samples))
     if not len(useful):
-        raise LossNotAdditive(f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): nothing to prove.")
+        raise LossNotAdditive(f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): pass other samples.")
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() == 1:
         values = labels.numpy()[useful]
-        turn = [int((values[:i] == value).sum()) for i, value in enumerate(values)]  # how often the label came before
+        turn = [int((values[:i] == value).sum()) for i, value in enumerate(values)]  # number of earlier rows with the same label
         return np.sort(useful[np.argsort(turn, kind="stable")][:most])
     return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
 
 
 def applicable_rules(arguments: Batch) -> list[str]:
-    """The rules of `loss.COUNTING_RULES` that can count a batch with these arguments of the model."""
+    """The rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]
@@ -105,8 +105,8 @@ def applicable_rules(arguments: Batch) -> list[str]:
 
 
 def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
-    """The relative error of the weighted A and B together against the weighted A+B."""
-    counted = counts[2] if is_sum else all(counts)  # a part of a sum may weigh nothing (a class weight of 0), a mean may not
+    """Relative error of the weighted sum of A and B against the weighted A+B."""
+    counted = counts[2] if is_sum else all(counts)  # a part of a sum may have weight 0 (class weights), a mean may not
     if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
         return float("inf")
     a, b, whole = (
@@ -122,10 +122,10 @@ def relative_error(probe: Probe, reference: Probe) -> float:
     differences = torch._foreach_sub(probe[2], reference[2])
     distance, size = (torch.stack(torch._foreach_norm(tensors)).double().cpu() for tensors in (differences, reference[2]))
     scale = size + FLOOR * size.norm()
-    worst = torch.maximum((distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double())  # a NaN stays, unlike in max()
+    worst = torch.maximum((distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double())  # propagates NaN, unlike max()
     return float(worst.nan_to_num(nan=float("inf")))
 
 
 def same_shapes(batch: Batch, other: Batch) -> bool:
-    """Whether all tensors of two batches agree in shape."""
+    """Whether all tensors of two batches have equal shapes."""
     return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())

@@ -1,4 +1,4 @@
-"""Asks a model what its loss averages over, whether padding matters, and which speed-ups change nothing."""
+"""Finds out what a model's loss averages over, whether it depends on padding, and which speed-ups leave it unchanged."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,20 +30,19 @@ from hf_ga.proof.probes import (
     targets_per_row,
 )
 
-# Right rules leave rounding: at most TOLERANCE, or 20 times the relative error of the same samples in another order.
-TIMES_ROUNDING, MAX_ROUNDING = 20.0, 5e-4  # above the second, right and wrong rules could not be told apart
-NUM_WIDTHS = 8  # of short samples that are padded
-TRIAL_ROWS = np.array([0, 1, NUM_PROBE_SAMPLES - 1])  # two with few targets and one with many; short ones and the longest
+# A correct rule's residual is rounding: at most TOLERANCE, or 20 times the relative error of reordering the samples.
+TIMES_ROUNDING, MAX_ROUNDING = 20.0, 5e-4  # above MAX_ROUNDING, correct and wrong rules are indistinguishable
+NUM_WIDTHS = 8  # number of short samples to pad
+TRIAL_ROWS = np.array([0, 1, NUM_PROBE_SAMPLES - 1])  # two short ones with few targets, and the longest
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
 GROUPS = {"A": ALL_ROWS[:NUM_IN_A], "B": ALL_ROWS[NUM_IN_A:], "A+B": ALL_ROWS}
 
 
 class Prover(Prober):
-    """Answers the questions of a proof. Args: see `targets.prove`.
+    """Runs the parts of a proof. Args: see `targets.prove`.
 
     Attributes:
-        router: the model's balancing loss, if the head adds one. speed_ups: those that change nothing. left_out: the others, and
-            why.
+        router: the model's balancing loss, if the head adds one. speed_ups: those in use. left_out: the others, and why.
     """
 
     def __init__(self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None) -> None:
@@ -53,7 +52,7 @@ class Prover(Prober):
         self.tolerance = TOLERANCE  # as measured by `prove_loss`
 
     def find_router(self) -> None:
-        """Learn whether the head adds a router's balancing loss, and how much it weighs."""
+        """Find out whether the head adds a router's balancing loss, and its weight."""
         router = Router(self.model)
         if self.loss_fn is not None or not router.owners:
             return
@@ -66,7 +65,7 @@ class Prover(Prober):
 
     @contextmanager
     def with_speed_ups(self, candidates: Sequence[SpeedUp]) -> Iterator[None]:
-        """Try each speed-up, on top of those that passed, and use these for a while, as training will.
+        """Try each speed-up on top of those that passed, and run the block with these, as in training.
 
         It passes if loss and gradient of three samples are the same with it, up to rounding.
         """
@@ -86,7 +85,7 @@ class Prover(Prober):
             yield
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
-        """Why it does not pass; "" if it does."""
+        """The reason why it fails; "" if it passes."""
         reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
         is_routed = self.router is not None
         if reason := speed_up.attach(self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed):
@@ -96,17 +95,17 @@ class Prover(Prober):
             with speed_up.trial(), speed_up.scope(self.model):
                 error = relative_error(self._probe(self._call(batch, TRIAL_ROWS)), plain)
                 reason = speed_up.verdict()
-        except Exception as failure:  # whatever a forward raises that cannot take it
+        except Exception as failure:  # any error of a forward that does not support it
             return f"{type(failure).__name__}: {failure}"
         finally:
             self.speed_ups.remove(speed_up)
-        return reason or ("" if error <= tolerance else f"it changes loss or gradient, relative error {error:.0e}")
+        return reason or ("" if error <= tolerance else f"it changes loss or gradient (relative error {error:.0e})")
 
     def prove_loss(self) -> float:
-        """Find the loss whose terms of A and B add up to the loss of A+B, and return the largest relative residual.
+        """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative residual.
 
         Raises:
-            LossNotAdditive: there is none, or two that differ.
+            LossNotAdditive: there is none, or several different ones.
         """
         whole = self._separated(self._rows_with_targets())
         batches = {name: take_rows(whole, rows, self.entries) for name, rows in GROUPS.items()}
@@ -119,20 +118,20 @@ class Prover(Prober):
             residual = relative_error(self._added_up(batches), self._probe(self._call(whole, ALL_ROWS)))
             if not residual <= self.tolerance:
                 raise LossNotAdditive(
-                    f"the router's auxiliary loss is not that of Switch Transformer (relative error {residual:.1e}). Set "
-                    "output_router_logits=False (the load is then not balanced), or pass loss_fn."
+                    f"the router's auxiliary loss differs from that of Switch Transformer (relative error {residual:.1e}). Set "
+                    "output_router_logits=False (no load balancing), or pass loss_fn."
                 )
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
-        """A head that is recognised by its entries, if it computes what `sums_of_means.py` recomputes."""
+        """A head recognised by its labels, if `sums_of_means.py` reproduces its loss."""
         name = kind_of(self._accepted(batches["A+B"])) if self.loss_fn is None else None
         if name is None:
             return None
         self.loss = SumOfMeans(name)
         try:
             residual = relative_error(self._added_up(batches), whole)
-        except LossNotAdditive:  # its outputs are not those of this kind of head
+        except LossNotAdditive:  # not the outputs of this kind of head
             return None
         return (self.loss, residual) if residual <= self.tolerance else None
 
@@ -152,7 +151,7 @@ class Prover(Prober):
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
-        """The terms of A and B, computed as in training, and their gradients added up."""
+        """Sum of the terms of A and B and of their gradients, computed as in training."""
         return self._sum_of_terms([self._counted(batches[name], GROUPS[name]) for name in ("A", "B")])
 
     def _sum_of_terms(self, calls: list[Call]) -> Probe:
@@ -167,14 +166,14 @@ class Prover(Prober):
         return sum(losses), 0.0, gradients
 
     def width_matters(self) -> bool | None:
-        """Whether padding short samples to a long one's width changes their loss or gradient; None: it cannot be told."""
+        """Whether padding short samples to a long one's width changes their loss or gradient; None: unknown."""
         shorter, longest = self.candidates[:-1], self.by_length[-1]
         useful = np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
         if not len(useful) or self.collate_draws:
             return None
         picked = [shorter[i] for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]]
         whole, shapes_differ = self.collate([*picked, longest]), False
-        for i, sample in enumerate(picked):  # one by one: at some lengths padding may make no difference (pooling, top-k)
+        for i, sample in enumerate(picked):  # one by one: at some lengths padding may have no effect (pooling, top-k)
             narrow, wide = self.collate([sample]), take_rows(whole, np.array([i]), self.entries)
             if same_shapes(narrow, wide):
                 continue
@@ -182,15 +181,15 @@ class Prover(Prober):
             try:
                 if relative_error(self._probe_alone(narrow), self._probe_alone(wide)) > TOLERANCE:
                     return True
-            except (RuntimeError, ValueError, LossNotAdditive):  # the model cannot take a batch as narrow as that
+            except (RuntimeError, ValueError, LossNotAdditive):  # the model does not support such a narrow batch
                 return True
         return False if shapes_differ else None
 
     def check_unpadded(self) -> None:
-        """Where padding matters: the longest sample alone, which has none, and a padded one add up to both together.
+        """If padding matters: check that the longest sample alone (unpadded) and a padded one sum to both together.
 
         Raises:
-            LossNotAdditive: they do not, so not even one width for all micro-batches of a window is enough.
+            LossNotAdditive: they do not, so even one width for all micro-batches of a window is not exact.
         """
         if self.loss_fn is not None or self.collate_draws:
             return
@@ -201,19 +200,19 @@ class Prover(Prober):
         error = relative_error(self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))]))
         if not error <= self.tolerance:
             raise LossNotAdditive(
-                f"a batch without any padding is computed in another way than one with padding (relative error {error:.1e}), so a "
-                "micro-batch of equal lengths differs from the same samples among shorter ones. Likely cause: an argument that the "
-                "model's own processor gives is missing (token_type_ids), or its attention mask is left out where it is all ones. "
-                "Remedy: give it, or let the collate function pad every batch to one width, larger than the longest sample."
+                f"the model treats a batch without padding differently from one with padding (relative error {error:.1e}), so a "
+                "sample's loss depends on whether its micro-batch is padded. Likely cause: an argument that the "
+                "model's processor returns is missing (token_type_ids), or the attention mask is omitted when all ones. "
+                "Remedy: pass it, or pad every batch in the collate function to one width, larger than the longest sample."
             )
 
     def _without_router(self) -> AbstractContextManager[None]:
         return nullcontext() if self.router is None else self.router.patched()
 
     def _separated(self, batch: Batch) -> Batch:
-        """Labels masked so that the ways of counting differ, also those of a second mean if the head can leave them out.
+        """Mask labels so that counting rules differ, and those of a second mean if the head supports ignoring them.
 
-        A loss function counts by itself, and may not know labels to be ignored: then nothing is masked.
+        A loss function counts its own targets and may not support ignored labels: then nothing is masked.
         """
         if self.loss_fn is not None:
             return batch
@@ -222,25 +221,25 @@ class Prover(Prober):
         try:
             with torch.no_grad():
                 is_finite = head_loss(self._outputs(self._call(separated, ALL_ROWS))).isfinite()
-        except (IndexError, RuntimeError):  # positions beyond the text are an error of this head
+        except (IndexError, RuntimeError):  # this head does not support positions beyond the text
             return batch
         return separated if is_finite else batch
 
     def _probe_alone(self, batch: Batch) -> Probe:
-        """A sample by itself. One without targets of some mean has no loss of the head's own: then by the terms."""
+        """Probe one sample. If it lacks targets of some mean, the head's loss is NaN: compute the terms instead."""
         if self.loss.num_means > 1:
             return self._sum_of_terms([self._counted(batch, np.arange(1))])
         return self._probe(self._call(batch, np.arange(1)))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
-        """What rounding is here: the same samples in reverse order give the same mean, in another order of summation."""
+        """The size of rounding errors: the same samples in reverse order have the same mean, summed in another order."""
         reverse = np.arange(len(rows))[::-1].copy()
         rounding = relative_error(self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe)
         if not rounding <= MAX_ROUNDING:
-            cause = _likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over nothing"
+            cause = _likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over no targets"
             raise LossNotAdditive(
-                f"the loss or its gradient depends on the order of the samples in a batch, by {rounding:.1e} relative (limit "
-                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}, or computing in low precision."
+                f"the loss or its gradient depends on the order of the samples in a batch (relative error {rounding:.1e}, limit "
+                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}, or low precision."
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
@@ -249,7 +248,7 @@ class Prover(Prober):
 
 
 def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """The most likely reason why a loss is not additive."""
+    """The most likely cause of a loss that is not additive."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return (
@@ -258,7 +257,7 @@ def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
             )
     config = getattr(model, "config", None)
     if getattr(config, "expert_capacity", None):
-        return "each expert takes at most a number of tokens (expert_capacity) of the whole micro-batch"
+        return "the capacity of an expert (expert_capacity) limits its tokens over the whole micro-batch"
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
         return "the loss is a sum, not a mean"
     return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
@@ -267,16 +266,16 @@ def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
 def _no_single_rule(
     model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], losses: dict[str, float]
 ) -> str:
-    """No counting rule fits, or more than one."""
+    """The error if no counting rule fits, or more than one."""
     if fitting:
         return (
-            f"several ways of counting targets fit and cannot be told apart on these samples: {', '.join(fitting)}. Give "
+            f"several counting rules fit and cannot be distinguished on these samples: {', '.join(fitting)}. Give "
             "prove_targets more samples of different lengths, or pass loss_fn."
         )
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}" for rule in residuals)
     return (
-        f"the loss of a batch is not the mean over its targets for any way of counting them ({numbers}; losses "
+        f"the loss of a batch is not the mean over its targets by any counting rule ({numbers}; losses "
         f"{shown}). Likely cause: {_likely_cause(model, losses)}. "
         "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
     )

@@ -12,20 +12,20 @@ from hf_ga.exact.dropout import DropoutSite, KeyedDropout
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 
-SMALL, LARGE = 2, 3  # samples in the two forwards
+SMALL, LARGE = 2, 3  # batch sizes of the two forwards
 
 
 def find_dropout_sites(
     model: nn.Module, forward: Callable[[int], Any], *, allow_split_dependent_randomness: bool = False
 ) -> KeyedDropout:
-    """Learn where a model draws dropout, without dropping anything.
+    """Find a model's dropout sites, without dropping anything.
 
     Args:
         forward: runs the model in training mode on a batch of the given number of samples.
         allow_split_dependent_randomness: accept draws that cannot be tied to a sample.
 
     Raises:
-        UnkeyedRandomness: a module draws random numbers in another way, or a mask has no single sample axis.
+        UnkeyedRandomness: a module draws random numbers outside of dropout, or a mask has no single sample axis.
     """
     finder = _SiteFinder(model)
     with preserved_random_states(), torch.no_grad(), restored_buffers(model), finder._patched(), warnings.catch_warnings():
@@ -33,7 +33,7 @@ def find_dropout_sites(
         for num_samples in (SMALL, LARGE):
             finder.start()
             forward(num_samples)
-            finder.note_moved(model)  # what a loss function drew behind the last module
+            finder.record_draws(model)  # draws of a loss function after the last module
     problems = [f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()]
     for site in finder.sites.values():
         try:
@@ -43,37 +43,37 @@ def find_dropout_sites(
             problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
     if problems and not allow_split_dependent_randomness:
         raise UnkeyedRandomness(
-            "unsupported: random draws that hf_ga cannot tie to a sample, so that the split of a window would change them: "
+            "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on the split of a window: "
             + "; ".join(problems)
-            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept that "
-            "the split changes the randomness with allow_split_dependent_randomness."
+            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
+            "split-dependent randomness with allow_split_dependent_randomness."
         )
     unkeyed = [*finder.moved, *(site.module for site in finder.sites.values() if not site.is_keyed)]
     return KeyedDropout(model, finder.sites, [m for m in finder.names if m in finder.on_the_way], unkeyed)
 
 
 def sample_axis(shapes: list[torch.Size]) -> int | None:
-    """The axis that grew from 2 to 3 samples; None if none did (a mask that the window shares).
+    """The axis that grew from 2 to 3 samples; None if no axis grew (a mask shared by the window).
 
     Raises:
-        ValueError: no single axis grew in that ratio.
+        ValueError: not exactly one axis grew in that ratio.
     """
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
-        raise ValueError(f"{SMALL} and {LARGE} samples drew the shapes {[list(s) for s in shapes]}")
+        raise ValueError(f"for {SMALL} and {LARGE} samples the masks have shapes {[list(s) for s in shapes]}")
     small, large = shapes
     changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
     if not changed:
         return None
     if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
-        raise ValueError(f"from {SMALL} to {LARGE} samples the shape went from {list(small)} to {list(large)}")
+        raise ValueError(f"the mask of {SMALL} samples has shape {list(small)}, that of {LARGE} samples {list(large)}")
     return changed[0]
 
 
 class _SiteFinder(KeyedDropout):
-    """Records what would be drawn, and keeps everything.
+    """Records the masks to draw, and drops nothing.
 
     Attributes:
-        on_the_way: modules that lead to a site. moved: modules that moved a random generator by themselves, and which.
+        on_the_way: modules on the path to a site. moved: modules that drew from a random generator directly, and the generator.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,21 +85,21 @@ class _SiteFinder(KeyedDropout):
     def start(self) -> None:
         self._states = random_states()
 
-    def note_moved(self, module: nn.Module) -> None:
-        """A submodule of `module` begins or `module` ends: what moved since the last such boundary, `module` itself moved."""
+    def record_draws(self, module: nn.Module) -> None:
+        """At the start of a submodule of `module` or the end of `module`: draws since the last such boundary are `module`'s own."""
         if moved := moved_generators(self._states):
             self.moved[module] = " and ".join(moved)
             self._states = random_states()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         super()._enter(module, args, kwargs)
-        self.note_moved(self._stack[-2].module if len(self._stack) > 1 else module)
+        self.record_draws(self._stack[-2].module if len(self._stack) > 1 else module)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         is_open = bool(self._stack) and self._stack[-1].module is module
         super()._leave(module, args, output)
         if is_open:
-            self.note_moved(module)
+            self.record_draws(module)
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         module = self._stack[-1].module

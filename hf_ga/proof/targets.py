@@ -1,12 +1,12 @@
-"""What a model's loss averages over, proven on the model itself.
+"""Proves on a model itself what its loss averages over.
 
 loss x (targets of the micro-batch) / (targets of the window) is exact for every head whose loss is one mean over its targets, if
-the count is the head's own. The counting rule is proven on losses and gradients: for two groups of samples A and B
+targets are counted as in the head. The counting rule is proven on losses and gradients: for two groups of samples A and B
 
     n(A+B) loss(A+B) = n(A) loss(A) + n(B) loss(B)        and the same for the gradient.
 
-A head whose loss is a sum of several means has one such count for each of them (`exact/sums_of_means.py`); the balancing loss of a
-mixture of experts is taken over the whole window (`exact/router.py`).
+A head whose loss is a sum of several means has one count for each (`exact/sums_of_means.py`); the balancing loss of a mixture of
+experts is computed over the whole window (`exact/router.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +26,18 @@ from hf_ga.proof.prover import Prover
 
 @dataclass(frozen=True)
 class ProvenLoss:
-    """What was proven of a model.
+    """The result of the proof of a model.
 
     Attributes:
-        loss: how micro-batches add up to the loss of their window.
-        dropout: where the model draws dropout.
-        speed_ups: those that changed neither loss nor gradient. left_out: names of the others, and why.
-        pad_to_window: the loss of a sample depends on its batch's width, so all micro-batches of a window need one width.
-        width_matters: as found by the probe; None where it cannot be told (samples of one shape, a collate function that draws):
-            then padding is kept equal too.
-        residual: the largest relative residual of the identity above, as measured.
-        modes: of every module, whether it was in training mode.
-        unused: names of trainable parameters that got no gradient in the proof.
+        loss: how the terms of micro-batches sum to the loss of their window.
+        dropout: the model's keyed dropout.
+        speed_ups: those in use, which change neither loss nor gradient. left_out: names of the others, and why.
+        pad_to_window: the loss of a sample depends on the padding width, so all micro-batches of a window need one width.
+        width_matters: result of the probe; None if unknown (samples of one shape, a random collate function): then padding is
+            equal too.
+        residual: the largest measured relative residual of the identity above.
+        modes: whether each module was in training mode.
+        unused: names of trainable parameters without a gradient in the proof.
     """
 
     loss: Loss
@@ -52,7 +52,7 @@ class ProvenLoss:
 
     @property
     def name(self) -> str:
-        """How targets are counted: "shifted labels", "labels", "samples", "attended tokens", a sum of means, or "loss_fn"."""
+        """The counting rule: "shifted labels", "labels", "samples", "attended tokens", a sum of means, or "loss_fn"."""
         return self.loss.name
 
     @property
@@ -61,32 +61,31 @@ class ProvenLoss:
         return (self.dropout, *self.speed_ups)
 
     def check_fits(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
-        """Check that this was proven of the model as it is now, with this loss.
+        """Check that the proof fits the current state of the model, and this loss.
 
         Raises:
-            ConfigError: another loss function, other training modes, or layers that were compiled although they draw dropout.
+            ConfigError: another loss function, other training modes, or compiled layers that draw dropout.
         """
         if loss_fn is not None and not is_same_loss(loss_fn, getattr(self.loss, "loss_fn", None)):
             raise ConfigError(
-                "loss_fn is not the one that targets were proven with, and would not be used: pass it to prove_targets, or leave "
-                "`targets` out."
+                "loss_fn differs from the one of the proof, and would not be used: pass it to prove_targets, or omit `targets`."
             )
         if self.modes != module_modes(model):
             raise ConfigError(
-                "the training modes (or the modules) of the model are not those of the proof: a BatchNorm that was frozen may be "
-                "in training mode now. Prove the model again in the mode in which it is trained, or leave `targets` out."
+                "the training modes (or the modules) of the model differ from those of the proof: a frozen BatchNorm may be "
+                "in training mode now. Prove the model again in the mode of training, or omit `targets`."
             )
         if self.dropout.sites and is_compiled(model):
             raise ConfigError(
-                "the model is compiled and draws dropout: compiled code does not draw the masks that belong to the samples. Set "
+                "the model is compiled and draws dropout: compiled code cannot draw keyed dropout masks. Set "
                 "its dropout to 0, or do not compile it."
             )
 
     def __str__(self) -> str:
         width = {
-            True: "micro-batches padded to the window's width, which matters",
-            False: "padding width does not matter",
-            None: "micro-batches padded alike, as it cannot be told whether that matters",
+            True: "micro-batches padded to the window's width (the loss depends on it)",
+            False: "loss independent of padding",
+            None: "micro-batches padded to the window's width (effect unknown)",
         }[self.width_matters]
         used = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
         return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{used}"
@@ -101,7 +100,7 @@ def prove(
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] = (),
 ) -> ProvenLoss:
-    """See `hf_ga.prove_targets`, which chooses the speed-ups. Those that are not used keep no trace of the model."""
+    """See `hf_ga.prove_targets`, which chooses the speed-ups. Unused speed-ups keep no reference to the model."""
     prover = Prover(model, samples, collate_fn, loss_fn)
     with prover.untouched():
         modes = module_modes(prover.model)

@@ -1,4 +1,4 @@
-"""What survives a stop or a failure: checkpoints, their manifest and lock, signals, the search for non-finite numbers.
+"""Recovery from stops and failures: checkpoints, their manifest and lock, signals, the search for non-finite numbers.
 
-A checkpoint is written beside, flushed, renamed, and named in `latest` last; nothing is read before its manifest is verified.
+A checkpoint is written under a temporary name, flushed, renamed, then named in `latest`; its manifest is verified before loading.
 """

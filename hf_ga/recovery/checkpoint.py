@@ -1,4 +1,4 @@
-"""Atomic save and load at window boundaries. All randomness is keyed, so there is no random state to save."""
+"""Atomic saving and loading at window boundaries. All randomness is keyed, so there is no random state to save."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
 from hf_ga.recovery.versions import versions
 from hf_ga.recovery.write_errors import writing
 
-# Of torch and the files themselves; torch's CheckpointException derives from BaseException.
+# Errors of torch and of the files; torch's CheckpointException derives from BaseException.
 _LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError)
 
 
@@ -38,14 +38,14 @@ def save_checkpoint(
     keep: int,
     trained_only: bool = False,
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` beside, flush it, rename it, write its name into `latest`. Only then delete later
-    checkpoints, which a resume has left behind, and all but the newest `keep`. All processes must call it.
+    """Write `output_dir/checkpoint-<step>` under a temporary name, flush it, rename it, write its name into `latest`. Then delete
+    checkpoints of later steps (from before a resume) and all but the newest `keep`. All processes must call it.
 
     Args:
-        state: what else is needed, as plain values (position, schedule, best loss). trained_only: leave frozen parameters out.
+        state: further plain values (position, schedule, best loss). trained_only: skip frozen parameters.
 
     Raises:
-        CheckpointError: the disk is full, or the like; on all processes. What was there before is kept.
+        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
     """
     final, is_main = output_dir / f"{PREFIX}{step}", accelerator.is_main_process
     partial = partial_of(final)
@@ -63,13 +63,13 @@ def save_checkpoint(
                 _finish(final, {"step": step, "param_groups": groups, **state}, keep)
     except CheckpointError:
         if is_main:
-            shutil.rmtree(partial, ignore_errors=True)  # it may be all that fills the disk
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         raise
     return final
 
 
 def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
-    """Add state and manifest to what was written, and make it the newest checkpoint."""
+    """Add state and manifest to the written files, and make it the newest checkpoint."""
     partial, output_dir, step = partial_of(final), final.parent, state["step"]
     with writing(partial, output_dir):
         (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -85,10 +85,10 @@ def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, Any]:
-    """Load weights and optimizer in place; returns the saved state. Whatever layout wrote it, any layout reads it.
+    """Load weights and optimizer in place, from any layout into any layout; returns the saved state.
 
     Args:
-        folder: verified, as `find_checkpoint` does for all processes. trained_only: as it was saved.
+        folder: verified by `find_checkpoint` on all processes. trained_only: as in saving.
 
     Raises:
         CheckpointError: it does not fit this model.
@@ -102,7 +102,7 @@ def load_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside weights and optimizer, as plain values."""
+    """The plain values of a checkpoint besides weights and optimizer."""
     with _reading(folder / STATE):
         return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
@@ -118,9 +118,9 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Loads what is as it was written, but maybe for another model."""
+    """Turn loading errors of a verified checkpoint, which may be of another model, into a CheckpointError."""
     try:
         yield
     except (*_LOAD_ERRORS, CheckpointException) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0 if isinstance(error, _LOAD_ERRORS) else -1]
-        raise CheckpointError(f"{path} does not fit this model: {reason} Resume from another checkpoint, or start anew.") from error
+        raise CheckpointError(f"{path} does not fit this model: {reason} Use another checkpoint, or start a new run.") from error

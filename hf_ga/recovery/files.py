@@ -1,7 +1,7 @@
-"""Files and folders that are there whole or not at all: written beside, flushed to the disk, renamed.
+"""Atomic files and folders: written under a temporary name, flushed to disk, renamed.
 
-While something is written its name begins with `partial-` (folders) or ends in `.partial` (files). A folder that makes way for a
-new one of its name is called `replaced-...` until the new one is there. `tidy` sees to what a crash leaves of either.
+Temporary names begin with `partial-` (folders) or end in `.partial` (files). A folder being replaced is renamed to `replaced-...`
+until the new one has its name. `tidy` removes what a crash leaves.
 """
 
 import json
@@ -14,7 +14,7 @@ PARTIAL, REPLACED, SUFFIX = "partial-", "replaced-", ".partial"
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,13 +23,13 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """`flush` for a folder and all that is in it."""
+    """`flush` a folder and all its contents."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, to stay after a loss of power, too."""
+    """Write a file atomically and durably (it survives a power loss)."""
     beside = path.with_name(path.name + SUFFIX)
     beside.write_text(text, encoding="utf-8")
     flush(beside)
@@ -43,12 +43,12 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def partial_of(final: Path) -> Path:
-    """Where the folder `final` is written before it gets its name."""
+    """The temporary path of the folder `final`."""
     return final.with_name(PARTIAL + final.name)
 
 
 def new_partial(final: Path) -> Path:
-    """`partial_of`, made, and empty."""
+    """Create `partial_of(final)` as an empty folder."""
     partial = partial_of(final)
     delete(partial)
     partial.mkdir(parents=True)
@@ -56,10 +56,10 @@ def new_partial(final: Path) -> Path:
 
 
 def publish(final: Path) -> None:
-    """Give what lies in `partial_of(final)` its name, in place of what had that name before."""
+    """Rename `partial_of(final)` to `final`, replacing an existing folder."""
     partial, replaced = partial_of(final), final.with_name(REPLACED + final.name)
     flush_tree(partial)
-    if final.exists():  # no folder can be renamed onto one that is not empty
+    if final.exists():  # a folder cannot be renamed onto a non-empty one
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
@@ -67,7 +67,7 @@ def publish(final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a folder, or a link to one (a checkpoint may lie on another disk); nothing where there is none."""
+    """Delete a file, a folder, or a link (a checkpoint may be on another disk), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -75,7 +75,7 @@ def delete(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder. A crash meanwhile leaves no half of it under its name."""
+    """Delete a folder atomically: a crash leaves no partial folder under its name."""
     partial = partial_of(folder)
     delete(partial)
     folder.rename(partial)
@@ -83,7 +83,7 @@ def discard(folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Give back their names to folders in `folder` that a crash left `replaced-`, with nothing in their place."""
+    """Restore the names of `replaced-` folders that a crash left without a replacement."""
     for replaced in folder.glob(REPLACED + "*"):
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():
@@ -91,7 +91,7 @@ def restore(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what crashes left in `folder` half written or replaced, after `restore`."""
+    """`restore`, then delete partial and replaced files and folders that crashes left in `folder`."""
     restore(folder)
     for path in (*folder.glob(PARTIAL + "*"), *folder.glob(REPLACED + "*"), *folder.glob("*" + SUFFIX)):
         delete(path)

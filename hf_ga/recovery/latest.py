@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which one a run resumes from: the file `latest` names the newest one, and is written last."""
+"""Lists checkpoints and finds the one to resume from: the file `latest`, written last, names the newest."""
 
 from pathlib import Path
 
@@ -24,40 +24,40 @@ def step_of(folder: Path) -> int:
 
 
 def set_latest(folder: Path) -> None:
-    """Write a checkpoint's name into `latest`, beside it."""
+    """Write a checkpoint's name into `latest`, in the same folder."""
     write_text(folder.parent / LATEST, f"{folder.name}\n")
 
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` of the checkpoints up to a step."""
+    """Delete checkpoints up to `step`, except the newest `keep`."""
     for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][:-keep]:
         discard(old)
 
 
 def newest(output_dir: Path) -> Path | None:
-    """What `auto` looks at first; None: there is no checkpoint."""
+    """The checkpoint that `auto` tries first, or None if there is no checkpoint."""
     return next(iter(_by_preference(output_dir)), None)
 
 
-def find_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> Path | None:
-    """A checkpoint whose files all match their SHA-256. The main process looks; all get its answer.
+def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
+    """Find a checkpoint whose files all match their SHA-256. The main process searches and broadcasts the result.
 
     Args:
-        wanted: a checkpoint's folder. Or `auto`: the one that `latest` names; if it is damaged, the newest whole one. The main
-            process prints a line for each that is passed over.
+        name: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged, the newest complete one. The
+            main process prints a line for each skipped checkpoint.
 
     Returns:
-        None where `auto` finds no checkpoint at all: the run starts anew, which is printed, too.
+        None if `auto` finds no checkpoint: the run starts from step 0, which is printed too.
 
     Raises:
-        CheckpointError: the folder is damaged or no checkpoint, or no checkpoint of `output_dir` is whole. On all processes.
+        CheckpointError: the folder is damaged or not a checkpoint, or `output_dir` has damaged ones only. On all processes.
     """
     found = None
     with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process and wanted == "auto":
+        if accelerator.is_main_process and name == "auto":
             found = _find_newest(output_dir)
         elif accelerator.is_main_process:
-            found = Path(wanted)
+            found = Path(name)
             verify(found)
     return broadcast_from_main(accelerator, found)
 
@@ -72,16 +72,16 @@ def _find_newest(output_dir: Path) -> Path | None:
             damages[folder.name] = str(error)
             continue
         for passed, damage in damages.items():
-            print(f"{passed} is passed over for {folder.name}: {damage}")
+            print(f"skipped {passed}, resuming from {folder.name}: {damage}")
         return folder
     if damages:
-        raise CheckpointError(f"{output_dir} has no whole checkpoint to resume from: {' '.join(damages.values())}")
-    print(f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts anew")
+        raise CheckpointError(f"{output_dir} has no undamaged checkpoint to resume from: {' '.join(damages.values())}")
+    print(f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts from step 0")
     return None
 
 
 def _by_preference(output_dir: Path) -> list[Path]:
-    """The one that `latest` names, then the others, each from the newest on."""
+    """The checkpoint that `latest` names, then the others from newest to oldest."""
     latest = output_dir / LATEST
     named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
     return sorted(list_checkpoints(output_dir), key=lambda folder: (folder.name == named, step_of(folder)), reverse=True)

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: a lock of the operating system, so that a killed run leaves none behind."""
+"""One run per folder at a time: a lock of the operating system, which is released when a run is killed."""
 
 import errno
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from filelock import FileLock, Timeout
 from hf_ga.errors import ConfigError
 from hf_ga.parallel.processes import broadcast_from_main
 
-LOCK = "run.lock"  # in the folder while a run is in it
+LOCK = "run.lock"  # exists while a run uses the folder
 
 
 @contextmanager
 def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep other runs out of the folder. Creates the folder if it is missing, and removes it again if it is still empty at the end.
+    """Lock the folder against other runs. Creates the folder if missing, and removes it if it is still empty at the end.
 
-    The main process holds the lock. On a file system without locks nothing is kept out.
+    The main process has the lock. File systems without locks are not protected.
 
     Raises:
-        ConfigError: another run is in the folder; on all processes.
+        ConfigError: another run uses the folder; on all processes.
     """
     is_main = accelerator.is_main_process
     missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
@@ -35,20 +35,20 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            (folder / LOCK).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it has lost its name
+            (folder / LOCK).unlink(missing_ok=True)  # before the release: a process that has just opened it detects the removal
             lock.release()
-        with suppress(OSError):  # something came into it
+        with suppress(OSError):  # not empty
             for path in missing:
                 path.rmdir()
 
 
-def holds_nothing(folder: Path) -> bool:
-    """Whether a folder is missing or empty; the lock of a killed run does not count."""
+def is_empty_folder(folder: Path) -> bool:
+    """Whether a folder is missing or empty, apart from the lock file of a killed run."""
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
 def _take(lock: FileLock, folder: Path) -> bool:
-    """Whether no other run has the lock."""
+    """Acquire the lock; False if another run has it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock.acquire()

@@ -1,6 +1,6 @@
-"""Whether a checkpoint is whole: `manifest.json` lists the SHA-256 of every other file, and its own.
+"""Integrity of checkpoints: `manifest.json` lists the SHA-256 of every other file, and its own.
 
-Nothing of a checkpoint is loaded before `verify` has compared all of its files with it.
+`verify` compares all files with it before anything is loaded.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from hf_ga.errors import CheckpointError
 PREFIX = "checkpoint-"
 SHARDS, STATE, MANIFEST = "shards", "state.json", "manifest.json"
 FORMAT = 3
-_REMEDY = "Resume from another checkpoint, or start anew."
+_REMEDY = "Resume from another checkpoint, or start a new run."
 
 
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
-    """List all files of the folder as they are now."""
+    """Write the manifest of the folder's current files."""
     files = {path.relative_to(folder).as_posix(): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     content = {"format": FORMAT, "step": step, "versions": versions, "files": files}
     (folder / MANIFEST).write_text(_dump(content), encoding="utf-8")
@@ -27,7 +27,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """Compare every file with the manifest; returns the manifest.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another checkpoint; the message names it.
+        CheckpointError: a file is missing, damaged, or from another checkpoint; the message names it.
     """
     manifest = read_manifest(folder)
     for name, sha256 in manifest["files"].items():
@@ -44,7 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of manifest.json, checked against its own SHA-256.
 
     Raises:
-        CheckpointError: there is none, or any of its bits changed.
+        CheckpointError: it is missing, or any bit changed.
     """
     path = folder / MANIFEST
     try:
@@ -57,7 +57,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that hf_ga writes. {_REMEDY}") from error
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')}, this version of hf_ga reads {FORMAT}. {_REMEDY}")
-    if text != _dump(content).encode():  # the text, too: white space is no part of the content
+    if text != _dump(content).encode():  # compare the text: white space is not part of the hash
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     return content
 
@@ -69,6 +69,6 @@ def digest(file: Path) -> str:
 
 
 def _dump(content: dict[str, Any]) -> str:
-    """With its own SHA-256."""
+    """JSON text with the content's own SHA-256."""
     own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps(content | {"sha256": own}, indent=1) + "\n"

@@ -1,7 +1,7 @@
-"""Where a number that is not finite comes from: the samples and the first module, found by repeating a window's forwards.
+"""Finds the origin of a non-finite loss or gradient, samples and first module, by repeating a window's forwards.
 
-It runs only after a window whose loss or gradient was not finite, so it may be slow. Each rank searches its own micro-batches, and
-the ranks exchange what they found, so that all report the same.
+It runs only after a window with a non-finite loss or gradient, so it may be slow. Each rank searches its own micro-batches, and
+the ranks gather the results, so that all report the same.
 """
 
 import math
@@ -32,12 +32,12 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for, own_name
 
 ON_NONFINITE = ("stop", "skip")
-MAX_NAMED = 8  # samples in a message
+MAX_NAMED = 8  # samples listed in a message
 
 
 @dataclass(frozen=True)
 class Case:
-    """What was computed when the number came out."""
+    """The computation that gave the non-finite number."""
 
     backend: Backend
     model: nn.Module
@@ -48,11 +48,11 @@ class Case:
 
 @dataclass
 class Repeated:
-    """One forward, and backward where the loss was finite, again.
+    """One repeated forward, with a backward if its loss is finite.
 
     Attributes:
-        modules: those whose output was not finite, in the order in which they ended.
-        parameter: the last one, in the order of the model, whose gradient was not finite: gradients flow from the loss backwards.
+        modules: those with a non-finite output, in the order in which they ended.
+        parameter: the last one in the model with a non-finite gradient: gradients flow from the loss backwards.
     """
 
     call: Call
@@ -67,7 +67,7 @@ class Repeated:
 
 @dataclass
 class Found:
-    """What one rank found: sample ids, the names of the first module and of a parameter."""
+    """The result of one rank: sample ids, the names of the first module and of a parameter."""
 
     samples: list[int]
     module: str | None
@@ -77,14 +77,14 @@ class Found:
 def find_cause(
     accelerator: Accelerator, model: nn.Module, window: Window, loss: Loss, dropout: KeyedDropout, mean_loss: float
 ) -> str:
-    """One line that says which samples of the window, and which module or parameter, gave a number that is not finite.
+    """One line with the samples of the window, and the module or parameter, that gave a non-finite number.
 
-    All ranks must call it, with the weights of the window; all get the same text. Weights, buffers, random states and modes stay;
-    the model is left without gradients.
+    All ranks must call it, before the weights change; all return the same text. Weights, buffers, random states and modes are
+    unchanged; gradients are removed.
 
     Args:
-        window: as it was computed. loss: how its micro-batches were added up. dropout: the model's.
-        mean_loss: of the window. If it is finite, the gradient is not.
+        window: as computed. loss: the window's loss. dropout: the model's keyed dropout.
+        mean_loss: of the window. If finite, the gradient is not.
     """
     backend = backend_for(accelerator)
     case = Case(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout)
@@ -99,14 +99,14 @@ def _search(case: Case, *, backward: bool) -> Found:
     """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where forwards are collectives)."""
     repeated = _repeat(case, case.window, backward=backward)
     if backward and case.backend.is_sharded:
-        _exchange_parameters(case.model, repeated)  # what is bad of a gradient in shards may lie on another rank
+        _exchange_parameters(case.model, repeated)  # a sharded gradient may be non-finite on another rank only
     bad = [one for one in repeated if one.is_bad]
     if not case.backend.is_sharded:
         offsets = [offset for one in bad for offset in one.call.micro_batch.positions - case.window.request.positions[0]]
         singles = _repeat(case, case.window.split([np.array([o]) for o in offsets]), backward=backward) if offsets else []
         repeated += singles
-        bad = [single for single in singles if single.is_bad] or bad  # or the samples are bad only together
-    # A module whose output is not finite in a good forward too means it so: a mask of minus infinities.
+        bad = [single for single in singles if single.is_bad] or bad  # if no sample alone is bad, report the micro-batch
+    # A module whose output is non-finite in a good forward too does so on purpose: a mask of -inf.
     healthy = {module for one in repeated if not one.is_bad for module in one.modules}
     return Found(
         samples=[int(i) for one in bad for i in one.call.micro_batch.sample_ids],
@@ -116,7 +116,7 @@ def _search(case: Case, *, backward: bool) -> Found:
 
 
 def _repeat(case: Case, window: Window, *, backward: bool) -> list[Repeated]:
-    """The window's forwards on this rank, with their own dropout. Gradients are left behind."""
+    """Repeat the window's forwards on this rank with the same dropout masks. Leaves gradients."""
     calls = [Call(m, counts=case.loss.count(m.batch, len(m))) for m in window.micro_batches]
     calls = [call for call in calls if case.loss.contributes(call.counts)]
     forward, repeated = Forward(case.backend.accelerator, case.model, window, (case.loss, case.dropout)), []
@@ -142,18 +142,18 @@ def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
     order = [None, *(own_name(name) for name, _ in model.named_parameters())]
-    everybody = gather_object([[one.parameter for one in repeated]])
-    for one, parameters in zip(repeated, zip(*everybody, strict=True), strict=True):
+    gathered = gather_object([[one.parameter for one in repeated]])
+    for one, parameters in zip(repeated, zip(*gathered, strict=True), strict=True):
         one.parameter = max(parameters, key=order.index)
 
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[str]]:
-    """A list to which every module is added whose forward ends with an output that is not finite."""
+    """Within the block, collect the modules with a non-finite output."""
     modules: list[str] = []
     with ExitStack() as stack:
         for name, module in callable_module(model).named_modules():
-            own_class = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))  # under FSDP2 it is a subclass
+            own_class = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 subclasses it
             label = f"{own_name(name) or 'the model itself'} ({own_class.__name__})"
             stack.callback(module.register_forward_hook(partial(_note, modules, label)).remove)
         yield modules
@@ -168,25 +168,24 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _describe(case: Case, loss: float, everybody: Sequence[Found]) -> str:
-    """What all ranks found, in one line; the same on all of them."""
+def _describe(case: Case, loss: float, gathered: Sequence[Found]) -> str:
+    """The results of all ranks in one line, the same on all ranks."""
     window, is_finite = f"window {case.window.index} of epoch {case.window.epoch}", math.isfinite(loss)
     parts = [f"the gradient of {window} is not finite (its loss {loss:.6g} is)" if is_finite else f"the loss of {window} is {loss}"]
-    samples = [i for found in everybody for i in found.samples]
+    samples = [i for found in gathered for i in found.samples]
     if samples:
         named = ", ".join(map(str, samples[:MAX_NAMED])) + (", ..." if len(samples) > MAX_NAMED else "")
         parts.append(f"it comes from {'samples' if len(samples) > 1 else 'sample'} {named}")
     else:
         parts.append(
-            "each micro-batch by itself gives finite numbers again: their sum or its norm overflows float32, or something random "
-            "is not keyed"
+            "each micro-batch alone gives finite numbers: their sum or its norm overflows float32, or some randomness is not keyed"
         )
-    module = next((found.module for found in everybody if found.module), None)
-    parameter = next((found.parameter for found in everybody if found.parameter), None)
+    module = next((found.module for found in gathered if found.module), None)
+    parameter = next((found.parameter for found in gathered if found.parameter), None)
     if module is not None:
-        parts.append(f"the first module with an output that is not finite is {module}")
+        parts.append(f"the first module with a non-finite output is {module}")
     if parameter is not None:
         parts.append(f"the gradient of {parameter} is not finite")
     if samples and module is None and parameter is None:
-        parts.append(f"the outputs of all modules are finite, so it is the loss ({case.loss.name})")
+        parts.append(f"the outputs of all modules are finite, so the loss is the cause ({case.loss.name})")
     return "; ".join(parts)

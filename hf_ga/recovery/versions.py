@@ -1,4 +1,4 @@
-"""Versions of the libraries, as checkpoints and reports record them."""
+"""Versions of the libraries, for checkpoints and reports."""
 
 import platform
 from importlib.metadata import version
@@ -7,5 +7,5 @@ LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Python, hf_ga and the libraries that a result may depend on."""
+    """Versions of Python, hf_ga and the libraries that results depend on."""
     return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}

@@ -1,4 +1,4 @@
-"""A full disk, a quota, a folder that became read-only: one clear error instead of each library's own."""
+"""One clear error for a full disk, a quota or a read-only folder, instead of each library's own."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,34 +14,33 @@ from hf_ga.recovery.files import new_partial
 
 @contextmanager
 def writing(path: Path, output_dir: Path) -> Iterator[None]:
-    """A block that writes `path`, for a run in `output_dir`.
+    """Turn errors of the block, which writes `path` for a run in `output_dir`, into one clear error.
 
     Raises:
-        CheckpointError: the system refused. All other errors go through as they are.
+        CheckpointError: the system refused to write. Other errors are re-raised unchanged.
     """
     try:
         yield
     except HfGaError:
         raise
     except (Exception, CheckpointException) as error:  # the latter derives from BaseException
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # of torch.save's RuntimeError
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save raises a RuntimeError
         refused = isinstance(cause, OSError | SafetensorError | CheckpointException) or "(os error " in str(cause)  # tokenizers
         if not refused:
             raise
         reason = getattr(cause, "strerror", None) or str(cause).strip().splitlines()[-1]
         raise CheckpointError(
-            f"cannot write {path}: {reason}. What {output_dir} holds is kept: free disk space or change the permissions, then use "
-            "--resume_from_checkpoint auto."
+            f"cannot write {path}: {reason}. The files in {output_dir} are kept: free disk space or change the permissions, then "
+            "use --resume_from_checkpoint auto."
         ) from error
 
 
 @contextmanager
 def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
-    """A block that fills `partial_of(final)`, which it gets empty, and moves it to where it belongs. If the system refuses to
-    write, nothing of it is left.
+    """Create `partial_of(final)` for the block to fill, then rename it to `final`. If writing fails, it is deleted.
 
     Args:
-        names: what an error says that cannot be written, by default `final`.
+        names: the path in the error message, by default `final`.
     """
     with writing(names or final, final.parent):
         partial = new_partial(final)

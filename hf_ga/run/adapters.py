@@ -1,4 +1,4 @@
-"""Training only a part of a model: parameters frozen by name, LoRA adapters through PEFT (extra `peft`)."""
+"""Training a part of a model: parameters frozen by name, LoRA adapters through PEFT (extra `peft`)."""
 
 import difflib
 import warnings
@@ -13,14 +13,14 @@ from hf_ga.run.config import FinetuneConfig
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Train no parameter whose name matches a pattern (`*`, `?`, `[0-3]`; a module's name stands for all below it).
+    """Freeze all parameters whose names match a pattern (`*`, `?`, `[0-3]`; a module's name includes all its parameters).
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing would be left to train.
+        ConfigError: a pattern matches no parameter, or no parameter remains trainable.
 
     >>> freeze(model, ["bert.embeddings", "bert.encoder.layer.[0-2].*"])
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a shared one goes by all its names
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # all names of a shared parameter
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
         if not matched:
@@ -29,15 +29,15 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         for name in matched:
             model.get_parameter(name).requires_grad = False
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"freeze {' '.join(patterns)} leaves nothing to train: all {len(names)} parameters match.")
+        raise ConfigError(f"freeze {' '.join(patterns)} freezes all {len(names)} parameters: leave some to train.")
 
 
 def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:
-    """A `peft.PeftModel` around the model: adapters of rank `lora_r` in float32, heads trained whole, all else frozen.
+    """A `peft.PeftModel` around the model: adapters of rank `lora_r` in float32, heads fully trained, the rest frozen.
 
     Args:
-        task_type: of `peft.TaskType`, or None for heads that PEFT has no type for.
-        new_weights: names of parameters that the checkpoint did not have: what they belong to is trained whole, too.
+        task_type: a `peft.TaskType`, or None for heads without one.
+        new_weights: names of parameters missing from the checkpoint: their modules are fully trained too.
 
     Raises:
         ConfigError: no layer has the names in `lora_target_modules`.
@@ -54,19 +54,19 @@ def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, ne
     )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out")  # of GPT-2's Conv1D, which PEFT corrects by itself
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of transformers
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # for GPT-2's Conv1D, which PEFT handles
+            warnings.simplefilter("ignore", FutureWarning)  # from PEFT, about transformers
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"LoRA cannot be added: {str(error).splitlines()[0]}") from error
     for parameter in adapted.parameters():
-        if parameter.requires_grad:  # heads of a model in half precision
+        if parameter.requires_grad:  # heads of a half-precision model
             parameter.data = parameter.data.float()
     return adapted
 
 
 def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
-    """The largest modules all of whose parameters are new."""
+    """The largest modules with only new parameters."""
     new = set(new_weights)
     is_new = {name: {f"{name}.{p}" for p, _ in module.named_parameters()} for name, module in model.named_modules() if name}
     whole = [name for name, names in is_new.items() if names and names <= new]
@@ -74,5 +74,5 @@ def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
 
 
 def is_lora(model: nn.Module) -> bool:
-    """Whether the model is one of PEFT's."""
+    """Whether the model is a PEFT model."""
     return hasattr(unwrapped(model), "merge_and_unload")

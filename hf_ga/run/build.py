@@ -30,7 +30,7 @@ from hf_ga.run.run import Run
 from hf_ga.run.train_windows import described, planned_lengths, train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-# Flags that may change when a run is resumed: they choose where and how it runs, not what it computes.
+# Flags that may change on resume: they do not affect the results.
 FREE_TO_CHANGE = {
     "output_dir",
     "resume_from_checkpoint",
@@ -53,14 +53,14 @@ FREE_TO_CHANGE = {
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
-    "global_batch_size",  # the window's size is part of the position that a checkpoint keeps
+    "global_batch_size",  # checked as the window size, part of a checkpoint's position
 }
 
 
 def build_model(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> nn.Module:
-    """Trainable parameters are float32; what LoRA freezes stays in its own type where that is the one computed in."""
+    """Build the model with float32 trainable parameters; weights frozen by LoRA keep the compute dtype."""
     set_seed(config.seed)
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
@@ -70,19 +70,19 @@ def build_model(
         model = add_lora(model, config, data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(accelerator.device).train()  # all of it: PEFT's wrapper is in training mode, a loaded model is not
+    return model.to(accelerator.device).train()  # also the model within PEFT's wrapper
 
 
 def build_run(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> Run:
-    """Model, optimizer, schedule and windows; the loss is proven on the way.
+    """Build model, optimizer, schedule and windows, and prove the loss.
 
     Args:
-        dtype: in which the model came, and is saved.
+        dtype: of the loaded model; it is saved in this dtype.
     """
     loss_fn = chosen_loss_fn(config)
-    windows = train_windows(config, accelerator, data)  # checks its sizes, before a model is built
+    windows = train_windows(config, accelerator, data)  # checks sizes before the model is built
     model = build_model(config, accelerator, data, model_config, dtype)
     trainable, total = (model.num_parameters(only_trainable=only) for only in (True, False))
     print_fact(accelerator, "model", f"{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
@@ -96,7 +96,7 @@ def build_run(
     warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
     model, optimizer = prepare(accelerator, model, optimizer)
-    once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # a stream's end is unknown
+    once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
     return Run(
         config=config,
         accelerator=accelerator,
@@ -120,7 +120,7 @@ def build_run(
 def _prove(
     config: FinetuneConfig, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
 ) -> tuple[ProvenLoss, ProvenLoss]:
-    """What is proven of the head's own loss, which evaluations measure, and of the loss that is trained."""
+    """Proofs of the head's own loss, for evaluations, and of the training loss."""
     more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
     samples = proof_samples(data, "train")
     proven = prove_targets(model, samples, data.collate, **more)
@@ -130,7 +130,7 @@ def _prove(
 def _identity(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model: nn.Module, window_size: int
 ) -> dict[str, Any]:
-    """What must be equal for a resumed run to be the same. Of files and folders the name: where they lie may change."""
+    """Settings that must be equal on resume. Only names of files and folders: their location may change."""
     flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
     places = {k: Path(flags[k]) for k in ("model_name_or_path", "dataset_name", "validation_file", "test_file") if flags[k]}
     return (
@@ -160,7 +160,7 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
 def make_evaluator(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, proven: ProvenLoss
 ) -> Callable[..., dict[str, float]]:
-    """The function (split) -> metrics of the head's own loss and of the task."""
+    """Returns a function: split -> loss of the head and metrics of the task."""
 
     def measure(split: str = "validation") -> dict[str, float]:
         windows = evaluation_windows(
@@ -177,7 +177,7 @@ def make_evaluator(
 
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Samples over the whole range of lengths: shortest and longest tell whether padding matters."""
+    """Samples over the whole range of lengths, to find out whether the loss depends on padding."""
     by_length = np.argsort(np.asarray(data.splits[split]["length"][:]), kind="stable")
     ids = by_length[np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)]
     samples = data.samples(split)

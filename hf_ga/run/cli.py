@@ -19,26 +19,26 @@ from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-PATIENCE = 5.0  # seconds that other ranks give the main process to report an error of all
+PATIENCE = 5.0  # seconds in which the main process can report an error of all ranks
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_CODES = (
-    "Exit codes: 0 done; 2 refused, with one line that says why; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
-    "saved: go on with --resume_from_checkpoint auto. With several processes the launcher itself exits with 1."
+    "Exit codes: 0 done; 2 error, explained in one line; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
+    "saved: resume with --resume_from_checkpoint auto. With several processes the launcher exits with 1."
 )
 
 
 class _Parser(HfArgumentParser):
-    """Raises ConfigError instead of printing the usage, which is pages long here."""
+    """Raises ConfigError instead of printing the long usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
-    """Flags (dashes or underscores) and, as first argument, a YAML or JSON file of the same names. Flags win over the file.
+    """Flags (dashes or underscores) and, as first argument, a YAML or JSON file with the same names. Flags override the file.
 
     Args:
-        kind: `FinetuneConfig`, or one with more flags.
+        kind: `FinetuneConfig` or a subclass with more flags.
 
     Raises:
         ConfigError: an unknown flag (with the nearest known one), a value of the wrong type, a malformed file.
@@ -72,20 +72,20 @@ def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
             print(stopped, file=sys.stderr)
         return STOPPED
     except HfGaError as error:
-        if get_int_from_env(["RANK"], 0):  # an error of all ranks is printed once: meanwhile the launcher ends the others
+        if get_int_from_env(["RANK"], 0):  # let the main process print an error of all ranks; the launcher then stops this one
             time.sleep(PATIENCE)
-        print("error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever it quotes
+        print("error:", " ".join(str(error).split()), file=sys.stderr)  # join lines
         return 2
 
 
 def _finetune(arguments: Sequence[str]) -> None:
     config = parse_config(arguments)
-    logging.disable_progress_bar()  # transformers shows one for every file that it writes
+    logging.disable_progress_bar()  # transformers shows one per written file
     finetune(config)
 
 
 def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
-    """The entries of a configuration file by the names of their flags. Their types are checked by argparse or by the config."""
+    """The entries of a configuration file by flag name. argparse or the config checks their types."""
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends in .yaml or .json.")
     try:
@@ -97,7 +97,7 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the configuration file {path} is malformed: {reason}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"the configuration file {path} must hold names and values, but holds {type(values).__name__}.")
+        raise ConfigError(f"the configuration file {path} must be a mapping of names to values, got {type(values).__name__}.")
     named = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     if unknown := [name for name in named if name not in known]:
         _refuse_unknown(f"--{unknown[0]}", [f"--{name}" for name in known])

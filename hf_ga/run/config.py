@@ -1,4 +1,4 @@
-"""The flags of `scripts/finetune.py` as a dataclass: derived once, checked once, before any data is read."""
+"""The flags of `scripts/finetune.py` as a dataclass, checked before any data is read."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -15,13 +15,13 @@ from hf_ga.run.optimizers import OPTIMIZERS, SCHEDULES
 
 DEFAULT_ACCUMULATION_STEPS = 4
 STREAMED_TASKS = ("causal-lm", "text-classification")
-_OF_TASKS: dict[str, tuple[str, ...]] = {  # flags that only some tasks know
+_OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "block_size": ("causal-lm",),
     "label_smoothing_factor": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
     "text_pair_column": ("text-classification", "regression", "multi-label", "question-answering", "multiple-choice"),
     "choices_column": ("multiple-choice",),
     "target_column": ("seq2seq",),
-    "predict_file": tuple(task for task in TASKS if task not in ("causal-lm", "masked-lm")),  # transformers.pipeline does
+    "predict_file": tuple(task for task in TASKS if task not in ("causal-lm", "masked-lm")),  # use pipeline() for these
     "predict_with_generate": ("seq2seq",),
 }
 
@@ -36,20 +36,20 @@ class FinetuneConfig(DataOptions):
 
     # model
     model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
-    gradient_checkpointing: bool = option(False, "Compute activations again in the backward: less memory, more time.")
-    freeze: list[str] | None = option(None, "Name patterns of parameters that stay as they are, such as 'bert.embeddings.*'.")
-    lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); all other weights stay. Default: no LoRA.")
-    lora_alpha: float | None = option(None, "LoRA's scale is lora_alpha / lora_r. Default: 2 x lora_r.")
+    trust_remote_code: bool = option(False, "Allow code from the model's repository.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward: less memory, more time.")
+    freeze: list[str] | None = option(None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'.")
+    lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); other weights are frozen. Default: no LoRA.")
+    lora_alpha: float | None = option(None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r.")
     lora_dropout: float = option(0.0, "Dropout in the adapters.")
-    lora_target_modules: list[str] | None = option(None, "Names of the linear layers that get adapters. Default: all of them.")
+    lora_target_modules: list[str] | None = option(None, "Names of the linear layers with adapters. Default: all.")
     # loss
-    label_smoothing_factor: float = option(0.0, "Share of each target that is spread over all classes; not in validation losses.")
+    label_smoothing_factor: float = option(0.0, "Label smoothing of the training loss (not of validation losses).")
     # batch
-    per_device_train_batch_size: int = option(8, "Samples of the longest kind in one micro-batch; any number is the same update.")
+    per_device_train_batch_size: int = option(8, "Samples of maximum length in one micro-batch; every value gives the same update.")
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Most tokens in one micro-batch, padding included (samples x longest of them); the shorter the samples, the more fit. "
+        "Maximum tokens in one micro-batch, padding included (samples x longest sample); more samples if they are shorter. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
@@ -58,55 +58,51 @@ class FinetuneConfig(DataOptions):
     global_batch_size: int | None = option(
         None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
     )
-    drop_last_window: bool = option(False, "Leave the short last window of each epoch out.")
+    drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
     learning_rate: float | None = option(
-        None, "Peak rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, 2e-4 for LoRA."
+        None, "Peak learning rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, 2e-4 for LoRA."
     )
-    weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
+    weight_decay: float = option(0.01, "Weight decay of matrices; none for norms and biases.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
-    warmup_steps: float = option(20.0, "Optimizer steps of linear warm-up; below 1: a share of all steps.")
+    warmup_steps: float = option(20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps.")
     num_train_epochs: float = option(2.0, "Passes over the training data.")
-    max_steps: int | None = option(None, "Optimizer steps; wins over num_train_epochs.")
+    max_steps: int | None = option(None, "Optimizer steps; overrides num_train_epochs.")
     max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
     fsdp_reduce_each_micro_batch: bool = option(
         False, "FSDP: reduce gradients in every micro-batch: less memory, more communication."
     )
-    on_nonfinite: str = option("stop", f"At a loss or gradient that is not finite, one of: {', '.join(ON_NONFINITE)} (the window).")
+    on_nonfinite: str = option("stop", f"Action on a non-finite loss or gradient, one of: {', '.join(ON_NONFINITE)} (the window).")
     seed: int = option(0, "Seed of order, dropout and initial weights.")
     allow_split_dependent_randomness: bool = option(
-        False, "Train although some random draws depend on how the window is split: not the same update for every split."
+        False, "Allow random draws that depend on how the window is split: updates then depend on the split."
     )
-    full_determinism: bool = option(False, "Use deterministic kernels only (slower on a GPU, and bit for bit repeatable).")
+    full_determinism: bool = option(False, "Use deterministic kernels only (slower on a GPU, but bit for bit reproducible).")
     # evaluation and output
-    per_device_eval_batch_size: int = option(32, "Most samples in one evaluation batch; the result does not depend on it.")
+    per_device_eval_batch_size: int = option(32, "Maximum samples in one evaluation batch; results do not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
-    predict_with_generate: bool = option(False, "seq2seq: generate in evaluations too, for metrics of the texts.")
-    max_new_tokens: int = option(64, "seq2seq: most tokens to generate for a row.")
-    num_beams: int = option(1, "seq2seq: beams of the search for the likeliest text; 1: the likeliest token each time.")
-    metric_for_best_model: str = option(
-        "loss", "Validation metric that chooses `best/` and stops early: loss, or one of the task's."
-    )
-    early_stopping_patience: int | None = option(None, "Stop after so many evaluations without a better metric. Default: never.")
+    predict_with_generate: bool = option(False, "seq2seq: generate texts in evaluations, for generation metrics.")
+    max_new_tokens: int = option(64, "seq2seq: maximum tokens to generate for a row.")
+    num_beams: int = option(1, "seq2seq: number of beams for beam search; 1: greedy.")
+    metric_for_best_model: str = option("loss", "Validation metric for `best/` and early stopping: loss, or a metric of the task.")
+    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without improvement. Default: never.")
     save_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: once per epoch.")
     save_total_limit: int = option(2, "Checkpoints to keep.")
-    report_to: str = option("none", "Trackers, with commas between: tensorboard, wandb, ...; `all` that are installed, or none.")
+    report_to: str = option("none", "Comma-separated trackers (tensorboard, wandb, ...), all (installed ones), or none.")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
-    resume_from_checkpoint: str | None = option(
-        None, "`auto` (the newest in output_dir; starts anew where there is none) or the folder of a checkpoint."
-    )
-    resume_with_changes: bool = option(False, "Resume although settings or data are others than the checkpoint's: another run.")
+    resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir, if any) or the folder of a checkpoint.")
+    resume_with_changes: bool = option(False, "Resume with settings or data that differ from the checkpoint's (a different run).")
 
     def __post_init__(self) -> None:
-        """Paths become strings, as they go into summary.json."""
+        """Convert paths to strings, for JSON."""
         for name, value in list(vars(self).items()):
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
 
     def layout(self, num_processes: int) -> Layout:
-        """The layout of a window; see `Layout.from_sizes`. The launcher's accumulation steps count where none are given here.
+        """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the launcher's.
 
         Raises:
             ConfigError: sizes that fit no layout.
@@ -121,12 +117,12 @@ class FinetuneConfig(DataOptions):
 
     @property
     def sequence_length(self) -> int:
-        """Most tokens in a sample."""
+        """Maximum tokens in a sample."""
         return self.block_size or self.max_length
 
     @property
     def lower_is_better(self) -> bool:
-        """Of `metric_for_best_model`."""
+        """Whether lower values of `metric_for_best_model` are better."""
         return self.metric_for_best_model in ("loss", "perplexity", "mae")
 
     def check(self) -> None:
@@ -152,46 +148,46 @@ class FinetuneConfig(DataOptions):
         self.check_output_dir()
 
     def check_output_dir(self) -> None:
-        """A part of `check`: that the folder can be written, and that no run in it would be lost."""
+        """Check that the folder can be written and contains no run to lose; a part of `check`."""
         check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
 
     def _check_task(self) -> None:
-        """Flags and metrics that only some tasks know."""
+        """Check flags and metrics for some tasks only."""
         for name, tasks in _OF_TASKS.items():
             if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} is for the task {' or '.join(tasks)}, not {self.task}: leave it out.")
+                raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it.")
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         metric, task = self.metric_for_best_model, TASKS[self.task]
         check_one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
         if metric in task.generated_metrics and not self.predict_with_generate:
-            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: give --predict_with_generate, too.")
+            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: set --predict_with_generate.")
 
     def _check_combinations(self) -> None:
-        """Flags that need or exclude each other."""
+        """Check flags that need or exclude each other."""
         if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
             raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
         if self.lora_r is not None and find_spec("peft") is None:
             raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
         if self.lora_r is not None and self.freeze:
-            raise ConfigError("freeze has no use with lora_r, which freezes all weights but the adapters: leave one of them out.")
+            raise ConfigError("freeze has no effect with lora_r, which freezes all weights except the adapters: omit one of them.")
         if self.resume_with_changes and self.resume_from_checkpoint is None:
-            raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or leave it out.")
+            raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it.")
         if self.eval_only and self.resume_from_checkpoint is not None:
-            raise ConfigError("eval_only does not resume: name the folder of the model with model_name_or_path.")
+            raise ConfigError("eval_only does not resume: set model_name_or_path to the model's folder.")
         if self.eval_only and self.model_name_or_path is None:
-            raise ConfigError("eval_only needs a model: name it with model_name_or_path.")
+            raise ConfigError("eval_only needs a model: set model_name_or_path.")
 
     def _check_streaming(self) -> None:
-        """What cannot be done with rows that are read once, in order."""
-        refused = {
+        """Check flags that streaming excludes."""
+        unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
             "block_size": self.block_size,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": self.dataset_name == "stdlib",
             f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
         }
-        if found := [what for what, is_asked in refused.items() if is_asked]:
-            raise ConfigError(f"streaming does not go with {found[0]}: change it, or leave streaming out.")
+        if found := [what for what, is_set in unsupported.items() if is_set]:
+            raise ConfigError(f"streaming does not support {found[0]}: change it, or omit streaming.")
         if self.max_steps is None:
             raise ConfigError("streaming needs max_steps: the number of rows of a stream is unknown.")
 

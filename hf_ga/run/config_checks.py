@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
-from hf_ga.recovery.lock import holds_nothing
+from hf_ga.recovery.lock import is_empty_folder
 
-_AT_LEAST = {  # other whole numbers: 1; they are here, as a 0 may be given for 0.0
+_AT_LEAST = {  # other integers: 1; floats are included because 0 may be given for 0.0
     "max_length": 2,
     "block_size": 2,
     "dataloader_num_workers": 0,
@@ -25,22 +25,22 @@ _AT_LEAST = {  # other whole numbers: 1; they are here, as a 0 may be given for 
 }
 _ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha")
 _BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
-_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list[str]: "a list of texts"}
+_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of strings"}
 
 
 def check_types(config: Any) -> None:
-    """Check that each field of a dataclass has its type: neither Python nor a configuration file ensures that.
+    """Check the types of a dataclass's fields, which neither Python nor a configuration file enforces.
 
     Raises:
-        ConfigError: one has not, or holds an empty text.
+        ConfigError: a value has the wrong type, or is an empty string.
     """
     for name, hint in get_type_hints(type(config)).items():
         kinds, value = (get_args(hint) if isinstance(hint, UnionType) else (hint,)), getattr(config, name)
         if not any(_is_of(value, kind) for kind in kinds):
-            wanted = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r:.80} ({type(value).__name__}).")
+            expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
+            raise ConfigError(f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__}).")
         if value == "" or (isinstance(value, list) and not all(value)):
-            raise ConfigError(f"{name} is an empty text: give a value, or leave it out.")
+            raise ConfigError(f"{name} is an empty string: give a value, or omit it.")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -55,7 +55,7 @@ def check_bounds(config: Any) -> None:
     """Check the numbers of a `FinetuneConfig`.
 
     Raises:
-        ConfigError: one is out of its bounds, or not finite.
+        ConfigError: a value is out of bounds or not finite.
     """
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -72,19 +72,19 @@ def check_bounds(config: Any) -> None:
 
 
 def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError where a value is not among those that are known."""
+    """Raise ConfigError for an unknown value."""
     if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}: it is one of {', '.join(known)}.")
+        raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(known)}.")
 
 
 def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_adds: bool = False) -> None:
-    """Check that a folder can be written, and that no run in it would be lost.
+    """Check that a folder can be written and contains no run to lose.
 
     Args:
-        resume_from: the checkpoint to go on from, or "auto". only_adds: it may hold anything, since files are only added to it.
+        resume_from: the checkpoint to resume from, or "auto". only_adds: allow any content, as files are only added.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the folder cannot be used.
     """
     folder = Path(output_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -92,15 +92,15 @@ def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_ad
         raise ConfigError(f"output_dir {folder} cannot be created: {existing} is a file. Name a folder.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
-    if only_adds or holds_nothing(folder):
+    if only_adds or is_empty_folder(folder):
         return
     if resume_from is None:
         raise ConfigError(
-            f"output_dir {folder} holds another run. Continue it with --resume_from_checkpoint auto, delete it, or name another "
+            f"output_dir {folder} contains another run. Continue it with --resume_from_checkpoint auto, delete it, or name another "
             "folder."
         )
     if resume_from != "auto" and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
         raise ConfigError(
-            f"output_dir {folder} holds checkpoints of its own, and {resume_from} is none of them: a run that goes on from "
-            "elsewhere would mix with them. Continue them with --resume_from_checkpoint auto, or name another folder."
+            f"output_dir {folder} contains checkpoints, but {resume_from} is not one of them: a run resumed from "
+            "elsewhere would mix with them. Resume one of them with --resume_from_checkpoint auto, or name another folder."
         )

@@ -1,7 +1,7 @@
 """Token-weighted loss and metrics over a whole split: the same numbers for every layout.
 
-What each micro-batch adds is kept apart, exchanged between the processes, put in the order of the samples, and only then added up:
-so the numbers do not depend on who computed what, and every process has all of them.
+The terms of all micro-batches are gathered on every process, sorted by sample, and then summed, so the results do not depend on
+which process computed a term.
 """
 
 import math
@@ -32,19 +32,19 @@ from hf_ga.proof.targets import ProvenLoss
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
-# Samples that share one padding width where a head's loss depends on it: fixed, or the loss would depend on the layout.
+# Samples with one padding width if a head's loss depends on it: a constant, so that the loss does not depend on the layout.
 EVALUATION_WINDOW = 256
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What metrics compare.
+    """Reads the inputs of metrics from a model's outputs.
 
     Attributes:
         metrics: name -> metric.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references), one a sample; where a
-            sample has several, arrays of them.
-        predicts_tokens: the loss is one of tokens, so that it has a perplexity.
+        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references), one per sample, or an
+            array per sample.
+        predicts_tokens: the loss averages over tokens, so it has a perplexity.
     """
 
     metrics: Mapping[str, type[Metric]]
@@ -55,10 +55,10 @@ class Reader:
 def evaluation_windows(
     dataset: Any, collate_fn: Any, *, accelerator: Accelerator, batch_size: int, lengths: Sequence[int], proven: ProvenLoss
 ) -> WindowLoader:
-    """The split in its own order, in batches of samples of similar length (less padding, same result), dealt out in turn.
+    """The split in its own order, in batches of samples of similar length (less padding, same result), assigned round-robin.
 
-    The batches are the same for every number of processes, as long as each process gets one of a window of 256 samples. More
-    processes need larger windows, or some would be idle; where the padding width counts, they are.
+    The batches are the same for every number of processes, as long as each process has one in a window of 256 samples. More
+    processes use larger windows, except if the loss depends on the padding width.
     """
     busy = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
     return WindowLoader(
@@ -82,17 +82,17 @@ def evaluate(
     proven: ProvenLoss,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Evaluate in evaluation mode; the modes of all modules are restored. All ranks call it, and all get the same numbers.
+    """Evaluate in evaluation mode; the modes of all modules are restored. All ranks must call it, and return the same numbers.
 
     Args:
-        windows: see `evaluation_windows`. proven: counts targets as training does. reader: metrics beside the loss.
+        windows: see `evaluation_windows`. proven: counts targets as in training. reader: for metrics besides the loss.
 
     Returns:
-        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN where there is
-        nothing to compare); without a reader, and where it says so (language models), `perplexity` = exp(loss).
+        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN if there is nothing to
+        compare); for losses over tokens also `perplexity` = exp(loss).
     """
     windows.set_epoch(0)
-    loss, useful = proven.loss, LeanForward if reader else (LeanForward, ChunkedLoss)  # logits are needed, or not
+    loss, useful = proven.loss, LeanForward if reader else (LeanForward, ChunkedLoss)  # a reader needs logits
     hooks = [hook for hook in proven.speed_ups if isinstance(hook, useful)]
     with restored_modes(model):
         model.eval()
@@ -105,17 +105,17 @@ def evaluate(
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
         results |= _computed(reader.metrics, shares)
-    return broadcast_from_main(accelerator, results)  # another kind of machine may round otherwise
+    return broadcast_from_main(accelerator, results)  # other machines may round differently
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What one micro-batch adds. Only ever exchanged between ranks of one run.
+    """The contribution of one micro-batch, exchanged between the ranks of a run.
 
     Attributes:
-        positions: int64, shape (n,): of its samples.
+        positions: int64, shape (n,), of the samples.
         tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
-        predictions, references: one a sample, or none.
+        predictions, references: one per sample, or empty.
     """
 
     positions: np.ndarray
@@ -127,11 +127,11 @@ class _Share:
 def _shares(
     backend: Backend, model: nn.Module, window: Window, loss: Loss, hooks: Sequence[Hook], reader: Reader | None
 ) -> Iterable[_Share]:
-    """Of this rank's micro-batches; under FSDP, where forwards are collectives, it computes as many as the rank that has most."""
+    """Contributions of this rank's micro-batches. Under FSDP, where forwards are collectives, all ranks run equally many."""
     calls = [Call(micro_batch, counts=loss.count(micro_batch.batch, len(micro_batch))) for micro_batch in window.micro_batches]
     for call in backend.equalize(window, calls, loss):
         forward = Forward(backend.accelerator, model, window, (loss, *hooks))
-        with forward.scope():  # not where a reader generates
+        with forward.scope():  # excludes a reader's generation
             call, outputs = forward(call)
             sums, counts = loss.sums(outputs, call)
         if call.weight:
@@ -140,7 +140,7 @@ def _shares(
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """The mean over all targets, NaN without any, and their number. Sums are exact, whatever the micro-batches were."""
+    """The mean over all targets (NaN without any) and their number. Sums are exact and independent of the micro-batches."""
     tallies = zip(*(share.tally for share in shares), strict=True)
     totals = [torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy())) for parts in tallies]
     sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
@@ -149,7 +149,7 @@ def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
 
 
 def _computed(metrics: Mapping[str, type[Metric]], shares: Sequence[_Share]) -> dict[str, float]:
-    """The metrics over all predictions, in the order of their samples; NaN where there are none."""
+    """The metrics over all predictions, in the order of their samples; NaN without predictions."""
     order = np.argsort(np.concatenate([share.positions for share in shares]))
     predictions, references = (
         _in_order([one for share in shares for one in getattr(share, name)], order) for name in ("predictions", "references")
@@ -157,7 +157,7 @@ def _computed(metrics: Mapping[str, type[Metric]], shares: Sequence[_Share]) -> 
     if not len(references):
         return dict.fromkeys(metrics, math.nan)
     results: dict[str, float] = {}
-    for metric in metrics.values():  # in memory: the processes of a machine would write to the same cache
+    for metric in metrics.values():  # in memory: processes on one machine would share cache files
         results |= metric(keep_in_memory=True).compute(predictions=predictions, references=references)
     return results
 

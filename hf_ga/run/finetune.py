@@ -1,6 +1,6 @@
 """finetune(): from a configuration to a trained model on disk.
 
-All processes run all of it together; the main process writes and prints.
+All processes run it together; the main process writes and prints.
 """
 
 import hashlib
@@ -48,10 +48,10 @@ from hf_ga.training import prove_targets
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
-    """Fine-tune as the configuration says, and return what `summary.json` holds (`evaluation.json` under `eval_only`).
+    """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of `evaluation.json`).
 
-    `output_dir` gets metrics.jsonl (a line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best model by
-    `metric_for_best_model`) and the last model with its tokenizer, both as `from_pretrained` loads them.
+    Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best
+    model by `metric_for_best_model`) and the last model with its tokenizer, both for `from_pretrained`.
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
@@ -60,18 +60,18 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """
     config.check()
     accelerator = _accelerator(config)
-    if config.eval_only:  # only adds files of its own
+    if config.eval_only:  # only adds files
         return _finetune(config, accelerator)
     with only_run_in(Path(config.output_dir), accelerator):
-        config.check_output_dir()  # again: another run may have begun and ended since
+        config.check_output_dir()  # again under the lock: another run may have used it since
         return _finetune(config, accelerator)
 
 
 def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = layout.accumulation_steps  # sizes are derived; a short window has fewer
+    accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     _check_sharded(config, accelerator)
-    with main_process_first(accelerator):  # the others find in the caches what it downloads and tokenises
+    with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
         tokenizer = load_tokenizer(config)
         base = load_base_config(config)
         dtype = own_dtype(base)
@@ -79,8 +79,8 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
         model_config = complete_config(base, config, data)
         unlabelled = prepare_unlabelled(config, data, config.predict_file) if config.predict_file is not None else None
     check_agreement(accelerator, "data", _hash_of(data))
-    wanted = config.resume_from_checkpoint
-    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), wanted) if wanted is not None else None
+    resume_from = config.resume_from_checkpoint
+    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
     print_fact(accelerator, "data", data.description, *data.facts)
     print_fact(accelerator, "precision", precision_name(accelerator))
     if config.eval_only:
@@ -109,18 +109,18 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
     saved = newest(run.output_dir)
-    then = f"go on from {saved} with --resume_from_checkpoint auto" if saved else "start again: nothing was saved yet"
+    then = f"resume from {saved} with --resume_from_checkpoint auto" if saved else "start again: there is no checkpoint yet"
     if isinstance(error, NonFinite):
         return NonFinite(
-            f"before optimizer step {progress.step + 1} the run stopped: {error} Look at these samples, lower the learning rate, "
-            f"set max_grad_norm, or leave such windows out with --on_nonfinite skip. Then {then}."
+            f"the run stopped before optimizer step {progress.step + 1}: {error} Check these samples, lower the learning rate, "
+            f"set max_grad_norm, or skip such windows with --on_nonfinite skip. Then {then}."
         )
     where = "" if isinstance(error, OutOfMemory) else "memory ran out: use smaller batches, or FSDP over more devices. "
     return OutOfMemory(f"{where}{error} Then {then}.")
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """The precision of a run, in words.
+    """A description of the run's precision.
 
     Example:
         precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
@@ -134,12 +134,12 @@ def precision_name(accelerator: Accelerator) -> str:
 def _accelerator(config: FinetuneConfig) -> Accelerator:
     try:
         accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(),  # or else several CPU processes would not know of each other
+            cpu=not torch.accelerator.is_available(),  # several CPU processes form a group only with cpu=True
             step_scheduler_with_optimizer=False,
             log_with=tracker_names(config.report_to) or None,
             project_dir=str(Path(config.output_dir) / "trackers"),
         )
-    except ValueError as error:  # a mixed precision that the device lacks, an unknown tracker
+    except ValueError as error:  # a mixed precision that the device does not support, an unknown tracker
         raise ConfigError(f"Accelerate cannot start: {error}") from error
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
@@ -154,23 +154,23 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
 
 
 def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Refuse what FSDP cannot do here, before any work."""
+    """Raise ConfigError for flags that FSDP does not support here, before any work."""
     if not is_sharded(accelerator):
         return
     generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    refused = {
-        f"optim {config.optim}, whose state is of whole weights: use adamw": config.optim in ("adafactor", "adagrad"),
-        "lora_r, where there is little to shard: use DDP": config.lora_r is not None,
-        "fsdp_cpu_ram_efficient_loading, as every process proves the loss on the true weights: set it to false": loads_once,
-        "generated texts, as ranks need different numbers of forwards: generate with the saved model by --eval_only": generates,
+    unsupported = {
+        f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
+        "lora_r, which leaves little to shard: use DDP": config.lora_r is not None,
+        "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
+        "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
     }
-    if found := [what for what, is_asked in refused.items() if is_asked]:
-        raise ConfigError(f"FSDP does not go with {found[0]}.")
+    if found := [what for what, is_set in unsupported.items() if is_set]:
+        raise ConfigError(f"FSDP does not support {found[0]}.")
 
 
 def _hash_of(data: PreparedData) -> str:
-    """Of the training samples, the labels, and the lengths in all splits: what the split of the work follows from."""
+    """Hash of the training samples, the labels, and the lengths of all splits, which determine the layout."""
     lengths = [np.asarray(dataset["length"][:]).tobytes() for dataset in data.splits.values()]
     return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
 
@@ -178,7 +178,7 @@ def _hash_of(data: PreparedData) -> str:
 def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds: float) -> dict[str, Any]:
     """Save the last model, write the reports, predict; returns the summary."""
     config, accelerator, data = run.config, run.accelerator, run.data
-    weights = full_state_dict(accelerator, run.model)  # of shards gathered, on the main process
+    weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
     if "test" in data.splits:
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
@@ -186,7 +186,7 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
         if accelerator.is_main_process:
             save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)
-    _predict(config, accelerator, run.model, data, unlabelled)  # last, as it may fail where training did not
+    _predict(config, accelerator, run.model, data, unlabelled)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     shown = {k: v for k, v in summary.items() if k.startswith(("train_loss", "eval_", "test_")) and isinstance(v, float)}
@@ -197,10 +197,10 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
 
 
 def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float) -> dict[str, Any]:
-    """What `summary.json` holds, but for the test results; only that of the main process is complete."""
+    """The content of `summary.json` without test results; complete on the main process only."""
     metrics = read_metrics(run.output_dir / "metrics.jsonl") if run.accelerator.is_main_process else []
     return {
-        "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # skipped: none
+        "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # None: skipped
         **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
         "steps": progress.step,
@@ -209,7 +209,7 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
         "changes": progress.changes,
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
-        "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: memory never ran out
+        "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: no out-of-memory
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.proven),
@@ -229,15 +229,15 @@ def _evaluate_only(
     unlabelled: Unlabelled | None,
     model_config: PretrainedConfig,
 ) -> dict[str, Any]:
-    """Evaluate and predict with the model as it is; returns what `evaluation.json` holds."""
+    """Evaluate and predict without training; returns the content of `evaluation.json`."""
     folder = Path(config.output_dir)
     model = build_model(config, accelerator, data, model_config, torch.float32)
     results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
-    proofs = {  # how targets are counted; nothing is drawn in an evaluation
+    proofs = {  # for counting targets; evaluations draw no dropout
         split: prove_targets(model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True)
         for split in data.splits
     }
-    model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
+    model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 needs an optimizer
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     for split, proven in proofs.items():

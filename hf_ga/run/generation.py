@@ -1,7 +1,7 @@
-"""Texts that an encoder with a decoder generates. Never sampled, so repeatable.
+"""Text generation with encoder-decoder models, without sampling, so repeatable.
 
-Sources are padded at the right, as in training, where the attention mask hides the padding. So a text does not depend on the
-others of its batch, but for rounding, which can decide between two tokens that are as good as equal.
+Sources are right-padded as in training, and the attention mask hides the padding. So a text does not depend on the rest of its
+batch, except that rounding can decide between two almost equally likely tokens.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from hf_ga.exact.forward import unwrapped
 def generated_targets(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], *, max_new_tokens: int, num_beams: int
 ) -> list[str]:
-    """What the model writes for each source.
+    """Generate a text for each source.
 
     Args:
-        batch: `input_ids` and `attention_mask` of shape (samples, width), padded at the right, on the model's device.
+        batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
     """
     base: Any = unwrapped(model)
     made = base.generate(

@@ -1,4 +1,4 @@
-"""fit(): windows, evaluation, checkpoints and logging, in this order, by plain calls. The loop computes nothing itself."""
+"""fit(): training windows, evaluation, checkpoints and logging, in this order, by plain calls."""
 
 import math
 import time
@@ -23,12 +23,11 @@ MAX_SKIPPED_IN_A_ROW = 20
 
 
 def fit(run: Run, progress: Progress) -> Progress:
-    """Train until `max_steps` or `max_windows`, from where `progress` stands. On several processes all run it in step; the main
-    process writes.
+    """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the main process writes.
 
     Raises:
-        DataError: 20 windows in a row made no step. NonFinite: a loss or gradient is not finite, and the run is to stop there.
-        RunStopped: a signal asked for it; the run is saved.
+        DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite, with `on_nonfinite` "stop".
+        RunStopped: a signal stopped the run; it is saved.
     """
     is_main, stop = run.accelerator.is_main_process, False
     bar = tqdm(total=run.max_steps, initial=progress.step, desc="training", unit="step", dynamic_ncols=True, disable=not is_main)
@@ -40,10 +39,10 @@ def fit(run: Run, progress: Progress) -> Progress:
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
                 finished = _finished(run, progress)
-                due = not line["skipped"] or finished  # the last window may be a skipped one
+                due = not line["skipped"] or finished  # the last window may have been skipped
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
-                    finished = _finished(run, progress)  # it may stop early
+                    finished = _finished(run, progress)  # early stopping
                 if not line["skipped"]:
                     bar.update()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
@@ -54,13 +53,13 @@ def fit(run: Run, progress: Progress) -> Progress:
                     save(run, progress)
                 if stop or finished:
                     break
-        _leave_if_asked(run, progress, request)
-    request.pass_on()  # one that came after all were asked
+        _raise_if_stopped(run, progress, request)
+    request.pass_on()  # a signal after the last check
     return progress
 
 
 def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest) -> tuple[dict[str, Any], bool]:
-    """One window; returns its line for metrics.jsonl, and whether any process was asked to stop."""
+    """Train on one window; returns its line for metrics.jsonl, and whether any process received a stop signal."""
     learning_rate, began = run.scheduler.get_last_lr()[0], time.perf_counter()
     result = train_step(
         run.accelerator,
@@ -77,9 +76,9 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     )
     if result.nonfinite:
         _write(run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}")
-    loss, seconds = result.loss, time.perf_counter() - began  # the loss waits for the device
+    loss, seconds = result.loss, time.perf_counter() - began  # reading the loss synchronizes with the device
     own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, asked = sum_over_ranks(run.accelerator, [own_tokens, request.came])
+    tokens, stopping = sum_over_ranks(run.accelerator, [own_tokens, request.received])
     progress.num_windows += 1
     progress.step += not result.skipped
     progress.num_skipped += result.skipped
@@ -98,8 +97,8 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
-    seldom = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
-    return line | {name: value for name, value in seldom.items() if value is not None}, asked > 0
+    optional = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
+    return line | {name: value for name, value in optional.items() if value is not None}, stopping > 0
 
 
 def _write(run: Run, text: str) -> None:
@@ -108,28 +107,28 @@ def _write(run: Run, text: str) -> None:
         tqdm.write(text)
 
 
-def _leave_if_asked(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Raise where a signal came, also after the last window (in its evaluation, or while it was saved)."""
-    (asked,) = sum_over_ranks(run.accelerator, [request.came])
-    if asked:
+def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
+    """Raise RunStopped if a signal was received, also after the last window (during evaluation or saving)."""
+    (stopping,) = sum_over_ranks(run.accelerator, [request.received])
+    if stopping:
         end_training(run.accelerator)
         raise RunStopped(
-            f"stopped by {request} after step {progress.step}: saved as {run.output_dir / f'{PREFIX}{progress.step}'}; go on with "
+            f"stopped by {request} after step {progress.step}: saved as {run.output_dir / f'{PREFIX}{progress.step}'}; resume with "
             "--resume_from_checkpoint auto"
         )
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    why = "their samples have no targets: check the labels, or leave such rows out"
+    why = "their samples have no targets: check the labels, or remove such rows"
     if result.overflowed:
         why = f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}: train in bf16 or float32"
     if result.nonfinite:
         why = f"their losses or gradients are not finite ({result.cause}): lower the learning rate, or check these samples"
-    return f"{MAX_SKIPPED_IN_A_ROW} windows in a row made no step, up to window {window.index} of epoch {window.epoch}; {why}."
+    return f"{MAX_SKIPPED_IN_A_ROW} consecutive windows made no step, up to window {window.index} of epoch {window.epoch}; {why}."
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Measure, keep the best model, print; returns what metrics.jsonl gets."""
+    """Evaluate, save the best model, print; returns the metrics for metrics.jsonl."""
     results = run.evaluate()
     value, best = results[run.config.metric_for_best_model], progress.best_metric
     progress.evaluations_since_best += 1
@@ -146,6 +145,6 @@ def _finished(run: Run, progress: Progress) -> bool:
 
 
 def stopped_early(run: Run, progress: Progress) -> bool:
-    """Whether the metric of the best model has not become better for as many evaluations as the run has patience for."""
+    """Whether the metric has not improved for `early_stopping_patience` evaluations."""
     patience = run.config.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience

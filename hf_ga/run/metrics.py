@@ -1,4 +1,4 @@
-"""Metrics as `evaluate.Metric` classes that need no hub: scores of scikit-learn, seqeval, rouge-score and, of answers, SQuAD."""
+"""Metrics as local `evaluate.Metric` classes (no hub): scikit-learn, seqeval, rouge-score, and SQuAD's scores of answers."""
 
 import re
 import string
@@ -24,7 +24,7 @@ def _metric(name: str, score: Callable, value: Any, reference: Any = None) -> ty
     """The metric `{name: score(references, predictions)}`.
 
     Args:
-        value: type of a prediction. reference: of a reference, where it is another one.
+        value: type of a prediction. reference: type of a reference, if different.
     """
     features = datasets.Features({"predictions": value, "references": reference or value})
 
@@ -39,17 +39,17 @@ def _metric(name: str, score: Callable, value: Any, reference: Any = None) -> ty
 
 
 def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Of sets of labels (rows of 0 and 1): the share of samples whose whole set is right."""
+    """For sets of labels (rows of 0 and 1): the fraction of samples with the exact set."""
     return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
-    """Over all samples and labels together."""
+    """Micro-averaged over all samples and labels."""
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
 def _pearson(references: list[float], predictions: list[float]) -> float:
-    """0 where predictions or references are constant."""
+    """Pearson correlation; 0 if predictions or references are constant."""
     return np.corrcoef(references, predictions)[0, 1] if np.ptp(references) and np.ptp(predictions) else 0.0
 
 
@@ -63,7 +63,7 @@ def answer_words(answer: str) -> list[str]:
 
 
 def words_f1(true: list[str], predicted: list[str]) -> float:
-    """2 c / (p + t) for p and t words of which c are common, a word as often as it is in both. Two empty answers: 1.
+    """2 c / (p + t) for p and t words of which c are common (with multiplicity). Two empty answers: 1.
 
     >>> words_f1(["red", "end"], ["big", "red", "red"])
     0.4
@@ -74,13 +74,13 @@ def words_f1(true: list[str], predicted: list[str]) -> float:
 
 
 def _answers(score: Callable[[list[str], list[str]], float], references: list[list[str]], predictions: list[str]) -> float:
-    """The mean over samples of the score with the best of the right answers; no right answer is the answer ""."""
+    """The mean over samples of the best score over all correct answers; without any, the correct answer is ""."""
     pairs = zip(references, predictions, strict=True)
     return np.mean([max(score(answer_words(true), answer_words(given)) for true in right or [""]) for right, given in pairs])
 
 
 def _same_texts(references: list[str], predictions: list[str]) -> float:
-    """The share of equal texts; the kind and number of spaces do not count."""
+    """The fraction of equal texts, after normalising white space."""
     return np.mean([true.split() == given.split() for true, given in zip(references, predictions, strict=True)])
 
 
@@ -90,7 +90,7 @@ def _rouge(kind: str, references: list[str], predictions: list[str]) -> float:
     return np.mean([scorer.score(true, given)[kind].fmeasure for true, given in zip(references, predictions, strict=True)])
 
 
-METRICS: dict[str, type[evaluate.Metric]] = {  # of `predictions_and_references`
+METRICS: dict[str, type[evaluate.Metric]] = {  # see `predictions_and_references`
     "accuracy": _metric("accuracy", _accuracy, _INTEGER),
     "f1": _metric("f1", partial(sklearn.metrics.f1_score, average="macro", zero_division=0), _INTEGER),
     "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
@@ -98,11 +98,11 @@ METRICS: dict[str, type[evaluate.Metric]] = {  # of `predictions_and_references`
     "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _NUMBER),
     "pearson": _metric("pearson", _pearson, _NUMBER),
 }
-ENTITY_METRICS = {  # of tags such as B-PER, I-PER and O, one list a text: accuracy of tokens, F1 of whole entities
+ENTITY_METRICS = {  # tags such as B-PER, I-PER and O, one list per text: accuracy of tokens, F1 of entities
     "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _LIST_OF_TEXTS),
     "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _LIST_OF_TEXTS),
 }
-ANSWER_METRICS = {  # a reference is a list of right answers
+ANSWER_METRICS = {  # a reference is a list of correct answers
     "exact_match": _metric("exact_match", partial(_answers, list.__eq__), _TEXT, _LIST_OF_TEXTS),
     "f1": _metric("f1", partial(_answers, words_f1), _TEXT, _LIST_OF_TEXTS),
 }
@@ -112,12 +112,12 @@ TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
 
 
 def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What metrics compare, by the shapes and types of a head's labels; of each sample an array, to be concatenated.
+    """Predictions and references by the shapes and dtypes of a head's labels: one array per sample, to be concatenated.
 
     Args:
         logits: (samples, classes), (samples, width, classes) or, for a regression, (samples, 1).
-        labels: integers of shape (samples,) or (samples, width), -100 ignored: classes, the largest logit is the prediction.
-            Floats of shape (samples,): numbers. Floats of shape (samples, classes): sets, a logit above 0 is predicted.
+        labels: integers of shape (samples,) or (samples, width), -100 ignored: classes, predicted by the largest logit.
+            Floats of shape (samples,): numbers. Floats of shape (samples, classes): sets of classes with a logit above 0.
     """
     if labels.dtype.kind == "f" and labels.ndim == 1:
         return list(logits.reshape(-1, 1).astype(np.float64)), list(labels.reshape(-1, 1).astype(np.float64))

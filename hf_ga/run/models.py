@@ -1,4 +1,4 @@
-"""Tokenizer and model by name, or the small ones that are built from a configuration where no name is given."""
+"""Loads tokenizer and model by name, or builds small ones if no name is given."""
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -16,7 +16,7 @@ from hf_ga.data.data import PreparedData
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.run.config import FinetuneConfig
 
-# Their first position is pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
+# Positions start at pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
 COUNT_FROM_PADDING = {
     "camembert",
     "data2vec-text",
@@ -47,16 +47,16 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"the tokenizer of {config.model_name_or_path} has no padding and no end-of-text token: set one of them.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if config.task == "token-classification" and isinstance(getattr(backend, "pre_tokenizer", None), ByteLevel):
-        # Words come one by one: each as it stands in running text, behind a space. RoBERTa's class sets it by the argument.
+        # Words are tokenized one by one, each with a leading space as in running text. RoBERTa's class needs the argument.
         options = {"trust_remote_code": config.trust_remote_code, "add_prefix_space": True}
         tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path, **options)
         tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
-    tokenizer.padding_side = "right"  # training pads at the right, whatever generation wants
+    tokenizer.padding_side = "right"  # training pads right
     return tokenizer
 
 
 def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
-    """The configuration of the named model; None where a small one is built.
+    """The configuration of the named model; None for the small default model.
 
     Raises:
         ConfigError: there is none under that name.
@@ -70,7 +70,7 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
 
 
 def known_labels(base: PretrainedConfig | None) -> list[str] | None:
-    """Label names that the model was trained with; None where it only has the numbered ones of every new configuration."""
+    """Label names of a trained model; None if it has only the default LABEL_0, ..."""
     names = dict(getattr(base, "id2label", None) or {})
     ordered = [str(names[key]) for key in sorted(names)]
     return None if ordered == [f"LABEL_{i}" for i in range(len(ordered))] else ordered
@@ -81,15 +81,15 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
 
     Raises:
         ConfigError: samples are longer than its positions, or token ids are beyond its vocabulary. DataError: an evaluation has
-            labels that the model's head does not know.
+            labels that the model was not trained on.
     """
     model_config = data.task.small_config(data.tokenizer, config.sequence_length) if base is None else base
     if data.task.pipeline == "text-generation":
         _refuse_encoder(model_config)
     if data.task.labels == "target" and not getattr(model_config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"seq2seq needs an encoder with a decoder, such as a T5 or a BART; a {model_config.model_type} has only one of them: "
-            "name another model, or train a decoder on prompts with completions by --task causal-lm."
+            f"seq2seq needs an encoder with a decoder, such as T5 or BART; {model_config.model_type} has only one of them: "
+            "use another model, or train a decoder on prompts with completions with --task causal-lm."
         )
     limit = getattr(model_config, "max_position_embeddings", None)
     if limit and model_config.model_type in COUNT_FROM_PADDING:
@@ -110,20 +110,20 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
 
 
 def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
-    """Every token of the tokenizer must have a row in the model's embedding."""
+    """Check that every token id has a row in the model's embedding."""
     last = max(data.tokenizer.get_vocab().values(), default=0)
     if max(last + 1, len(data.tokenizer)) > vocabulary:
         token = data.tokenizer.convert_ids_to_tokens(last)
         raise ConfigError(
-            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, is number {last}), the model only {vocabulary}: "
-            "use the one that belongs to it."
+            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, has id {last}), but the model has {vocabulary}: "
+            "use the model's tokenizer."
         )
 
 
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
-    """The data's labels into the configuration; where the data have none, those of the trained head into the data."""
+    """Copy the data's labels to the configuration; without any, copy the trained head's labels to the data."""
     if data.task.labels == "answers":
-        model_config.num_labels = 2  # begin and end, whatever the model was trained for
+        model_config.num_labels = 2  # start and end logits
     if data.task.labels in ("none", "answers", "choice", "target"):
         return
     known = known_labels(model_config)
@@ -131,7 +131,7 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
         unknown = ", ".join(name for name in data.labels if name not in known)
         raise DataError(
             f"eval_only: the rows have labels that {config.model_name_or_path} was not trained on: {unknown or 'fewer'}; it "
-            f"knows {', '.join(known)}. Use its names, leave other rows out, or train it on them."
+            f"was trained on {', '.join(known)}. Use its names, remove other rows, or train it on them."
         )
     if data.task.labels == "number":
         model_config.num_labels = 1
@@ -141,21 +141,21 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
         model_config.label2id = {name: index for index, name in enumerate(data.labels)}
     else:
         data.labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
-    model_config.problem_type = data.task.problem_type  # a pretrained head may have been for something else
+    model_config.problem_type = data.task.problem_type  # overrides a pretrained head's
 
 
 def _refuse_encoder(model_config: PretrainedConfig) -> None:
-    """transformers loads a BERT as a causal LM without a causal mask: every token would see the one that it predicts."""
+    """Raise ConfigError for an encoder: as a causal LM it has no causal mask, so tokens would see their targets."""
     is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_encoder_decoder", False)
     if is_encoder and not getattr(model_config, "is_decoder", False):
         raise ConfigError(
-            f"a {model_config.model_type} sees the tokens that causal-lm predicts: train it with --task masked-lm, name a decoder, "
-            "or set is_decoder to true in its config.json."
+            f"{model_config.model_type} is an encoder and attends to the tokens that causal-lm predicts: use --task masked-lm, a "
+            "decoder, or is_decoder true in its config.json."
         )
 
 
 def own_dtype(base: PretrainedConfig | None) -> torch.dtype:
-    """The type in which the named model's weights arrive, and in which they are saved again; float32 where it is not stated."""
+    """The dtype in which the named model's weights are loaded and saved; float32 by default."""
     dtype = getattr(base, "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
@@ -163,13 +163,13 @@ def own_dtype(base: PretrainedConfig | None) -> torch.dtype:
 def load_model(
     config: FinetuneConfig, model_config: PretrainedConfig, data: PreparedData, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model with its head. Seed torch's generator first: new weights are drawn from it.
+    """The model with its head. New weights are drawn from torch's generator: seed it first.
 
     Returns:
-        (model, names of the parameters that the named model did not have)
+        (model, names of parameters missing from the named model)
 
     Raises:
-        ConfigError: the weights cannot be loaded, an evaluation lacks a trained head, or there is no gradient checkpointing.
+        ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
     auto_class = data.task.auto_class
     if config.model_name_or_path is None:
@@ -181,7 +181,7 @@ def load_model(
                 config=model_config,
                 dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # a new head for other labels
+                ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError) as error:
@@ -192,11 +192,11 @@ def load_model(
                 f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new weights would be: "
                 f"{', '.join(new[:3])}. Train it first."
             )
-    if config.task == "causal-lm" and model.loss_type is None:  # transformers finds none by GPT-2's class name, and warns
+    if config.task == "causal-lm" and model.loss_type is None:  # transformers does not find it by GPT-2's class name, and warns
         model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise ConfigError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient_checkpointing out.")
+            raise ConfigError(f"{type(model).__name__} does not support gradient checkpointing: omit --gradient_checkpointing.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, new
 

@@ -1,4 +1,4 @@
-"""Optimizers by name, with no weight decay on norms and biases; names of the schedules."""
+"""Optimizers by name, without weight decay on norms and biases; names of the schedules."""
 
 import torch
 from torch import nn
@@ -13,18 +13,18 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-# Those with one kernel for all parameters on a CPU as on a GPU, which works on FSDP2's shards too (SGD's does not).
+# Optimizers with a fused kernel on CPU and GPU that supports FSDP2's shards (SGD's does not).
 FUSED = ("adamw", "adam")
 FUSED_DEVICES = ("cpu", "cuda")
-# Those of `transformers.get_scheduler` that need nothing beyond the numbers of steps.
+# Schedules of `transformers.get_scheduler` that need only the numbers of steps.
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
 
 def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
     """The named optimizer over all trainable parameters.
 
-    Matrices (two or more axes) decay; vectors, which are the norms' weights and all biases, do not. A parameter that is shared
-    (tied embeddings) counts once.
+    Weight decay applies to matrices (two or more axes), not to vectors (weights of norms and all biases). Shared parameters (tied
+    embeddings) are counted once.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [

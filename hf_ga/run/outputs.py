@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside metrics and checkpoints: models in the type in which they came, summary, plot."""
+"""Outputs of a run besides metrics and checkpoints: models in their original dtype, summary, plot."""
 
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from hf_ga.run.report import plot_curves, read_metrics
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
-    """Make the folder, without what a run that goes on from this checkpoint has left of later steps."""
+    """Create the folder; on resume, remove outputs of steps after the checkpoint."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder, folder):
         tidy(folder)
         if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
             own = folder / checkpoint.resolve().name
-            set_latest(own)  # checkpoints of later steps are of a future that is given up
-            keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it was killed before it came to that
+            set_latest(own)  # later checkpoints are discarded
+            keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it may have been killed before this
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
 
@@ -35,13 +35,13 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
 def save_best(
     folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """The model as it stands, with its tokenizer, whole or not at all; of LoRA the adapters only. For the main process.
+    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer. For the main process.
 
     Args:
-        weights: the whole `state_dict()`, where that of the model holds shards.
+        weights: the full `state_dict()`, if the model is sharded.
 
     Raises:
-        CheckpointError: the disk is full, or the like. What was there before is kept.
+        CheckpointError: a failed write, such as a full disk. Earlier files are kept.
     """
     with filling(folder) as partial:
         if is_lora(model):
@@ -55,8 +55,8 @@ def save_best(
 def save_last(
     folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """The trained model as `from_pretrained` loads it, among the run's other files; see `save_best`. LoRA adapters go to `adapter/`
-    and are merged: the model is used up.
+    """Save the trained model for `from_pretrained` in the run's folder; see `save_best`. LoRA adapters are saved to `adapter/`
+    and merged in place.
     """
     plain: Any = unwrapped(model)
     if is_lora(model):
@@ -68,39 +68,39 @@ def save_last(
         _save(partial, plain, dtype, weights)
         data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
-        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # of a run that goes on, or ends again
+        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # from before a resume
             earlier.unlink(missing_ok=True)
             flush(folder)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # config.json last: nothing loads by half
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # config.json last: marks it complete
             path.replace(folder / path.name)
             flush(folder)
         partial.rmdir()
 
 
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
-    """curves.png and summary.json."""
+    """Write curves.png and summary.json."""
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
     with writing(folder / "summary.json", folder):
-        write_json(folder / "summary.json", summary)  # last: where it is, the run is over
+        write_json(folder / "summary.json", summary)  # last: marks a finished run
 
 
 def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
-    """In its own type: a model that came in bf16 goes in bf16. Buffers keep theirs."""
+    """Save in the original dtype: a model loaded in bf16 is saved in bf16. Buffers keep their dtype."""
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
-    converted: dict[int, Tensor] = {}  # by address: a tensor that goes by two names stays one
+    converted: dict[int, Tensor] = {}  # by address: tied tensors stay tied
     saved = {}
     for name, tensor in (model.state_dict() if weights is None else _tied(model, weights)).items():
         keeps = name in buffers or not tensor.is_floating_point()
         saved[name] = tensor if keeps else converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
     trained = model.config.dtype
     model.save_pretrained(folder, state_dict=saved)
-    model.config.dtype = dtype  # it has written that of the parameters
+    model.config.dtype = dtype  # save_pretrained sets the parameters' dtype
     model.config.save_pretrained(folder)
     model.config.dtype = trained
 
 
 def _tied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for weights that go by two names: of shards, each name was gathered by itself."""
+    """Tie weights with two names, which are gathered separately from shards."""
     pairs = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in weights and source in weights]
     return weights | {name: weights[source] for name, source in pairs if torch.equal(weights[name], weights[source])}

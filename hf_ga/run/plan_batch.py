@@ -10,7 +10,7 @@ from hf_ga.exact.plan import plan_window
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """An exact layout of a global batch. `str()` gives one fact per line.
+    """An exact layout of a global batch. `str()` lists its facts.
 
     Attributes:
         layout: processes, largest micro-batch, accumulation steps, global batch.
@@ -28,7 +28,7 @@ class BatchPlan:
 
     def _facts(self) -> Iterable[tuple[str, str]]:
         window, processes, limit = self.layout.window_size, self.layout.num_processes, self.layout.micro_batch_size
-        yield "global batch", f"{window} samples in each optimizer step: none added, dropped or repeated"
+        yield "global batch", f"{window} samples in each optimizer step, none added, dropped or repeated"
         yield "processes", f"{processes} = {self.nodes} node(s) x {self.devices_per_node} device(s)"
         for sizes, count in self.shares.items():
             micro_batches = " + ".join(f"{number} x {size}" for size, number in Counter(sizes).items())
@@ -42,12 +42,12 @@ class BatchPlan:
 
 
 def plan_batch(global_batch_size: int, *, nodes: int = 1, devices_per_node: int = 1, per_device_train_batch_size: int) -> BatchPlan:
-    """Split a global batch exactly over the available devices as `plan_window` does; the sizes need not divide.
+    """Split a global batch exactly over the available devices with `plan_window`; the sizes need not divide evenly.
 
     Args:
         global_batch_size: samples in one optimizer step over all processes.
         nodes, devices_per_node: machines, and processes on each of them.
-        per_device_train_batch_size: most samples in one micro-batch.
+        per_device_train_batch_size: maximum samples in one micro-batch.
 
     Raises:
         ConfigError: a size below 1.
@@ -61,6 +61,6 @@ def plan_batch(global_batch_size: int, *, nodes: int = 1, devices_per_node: int 
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:
-    """Flags of `accelerate launch` that all nodes share. `--multi_gpu` means several processes, on a CPU too."""
+    """Flags of `accelerate launch` common to all nodes. `--multi_gpu` means several processes, on a CPU too."""
     several = ["--multi_gpu"] if nodes * processes_per_node > 1 else []
     return [*several, "--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]

@@ -1,4 +1,4 @@
-"""Predictions for the rows of a file: one JSON object a line, the row with `prediction` beside its columns, in the file's order."""
+"""Predictions for the rows of a file: one JSON object per line, the row with an added `prediction`, in the file's order."""
 
 import json
 from pathlib import Path
@@ -22,19 +22,19 @@ from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.generation import generated_targets
 
 Prediction = dict[str, Any]
-# Rows to predict: as they are, their columns under the names of the roles, as samples; see `prepare_unlabelled`.
+# Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
 Unlabelled = tuple[Dataset, Dataset, Dataset]
 
 
 def write_predictions(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled, path: Path
 ) -> int:
-    """Predict rows and write them to `path`. Returns how many. The processes share the batches; the main process writes.
+    """Predict rows and write them to `path`; returns their number. The processes share the batches; the main process writes.
 
-    A prediction holds: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`; regression
-    `value`; token classification `tags` (one for each word, None for what was cut off); question answering `answer` ("" where none
-    is likelier than any), `score`, and its characters `start` and `end`; multiple choice `choice` (its number, from 0), `score`;
-    seq2seq `text`. It is None for a row without text.
+    A prediction contains: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`;
+    regression `value`; token classification `tags` (one per word, None for truncated words); question answering `answer` ("" if
+    no answer is the most likely), `score`, and its characters `start` and `end`; multiple choice `choice` (0-based index),
+    `score`; seq2seq `text`. It is None for a row without text.
     """
     rows, named, samples = unlabelled
     lengths, size = np.asarray(samples["length"][:]), config.per_device_eval_batch_size
@@ -60,8 +60,8 @@ def write_predictions(
 
 
 def _of_process(accelerator: Accelerator, batches: list[list[int]]) -> list[list[int]]:
-    """The batches of this process, dealt out in turn. Under FSDP, where each forward is a collective, a process that has
-    fewer does one of them again.
+    """The batches of this process, assigned round-robin. Under FSDP, where each forward is a collective, a process with fewer
+    repeats one.
     """
     count = accelerator.num_processes
     own = batches[accelerator.process_index :: count]
@@ -87,7 +87,7 @@ def _of_batch(
 
 
 def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    """What a head says of one sample; see `write_predictions`."""
+    """The prediction of one sample; see `write_predictions`."""
     kind = data.task.labels
     if kind == "number":
         return {"value": float(logits[0])}
@@ -96,7 +96,7 @@ def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dic
         return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
     if kind == "tags":
         tags: list[str | None] = [None] * len(row["tokens"])
-        for piece, word in enumerate(sample["label"]):  # at the first piece of each word, the word's number
+        for piece, word in enumerate(sample["label"]):  # index of the word, at its first token
             if word >= 0:
                 tags[word] = data.labels[int(logits[piece].argmax())]
         return {"tags": tags}

@@ -1,4 +1,4 @@
-"""What metrics compare: logits and labels, entities, answers that are read off spans, generated texts."""
+"""Readers of predictions and references for metrics: logits and labels, entities, answers from spans, generated texts."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METR
 def make_reader(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, split: str
 ) -> Reader | None:
-    """The reader for a task's evaluation of a split; None where only the loss is measured."""
+    """The reader for a task's evaluation of a split; None if only the loss is measured."""
 
     def read_entities(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[list[str]], list[list[str]]]:
         labels, names = micro_batch.batch["labels"].numpy(), np.asarray(data.labels)
@@ -36,7 +36,7 @@ def make_reader(
 
     def generate(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[str], list[str]]:
         limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
-        with accelerator.autocast():  # around the whole search: only the model's own forward is under it already
+        with accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
             made = generated_targets(model, data.tokenizer, batch, **limits)
         return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
 
@@ -50,7 +50,7 @@ def make_reader(
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
-    """The named ones of `METRICS`, of logits and labels as they are; see `predictions_and_references`."""
+    """A reader for metrics of `METRICS` that compare logits and labels; see `predictions_and_references`."""
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())

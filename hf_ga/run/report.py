@@ -1,4 +1,4 @@
-"""What a run prints, and leaves to read: metrics.jsonl, summary.json, a plot of the curves."""
+"""Printed facts of a run, metrics.jsonl, and the plot of its curves."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from hf_ga.recovery.write_errors import writing
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, written at once. `size` (bytes) lets a resumed run cut what it will write again.
+    """metrics.jsonl: one JSON object per line, flushed. A resumed run truncates it to `size` bytes.
 
-    Without a path nothing is written: on all processes but one.
+    Without a path (all processes except the main one) nothing is written.
 
     Args:
-        size: what a resumed run keeps.
+        size: bytes to keep on resume.
     """
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
@@ -35,7 +35,7 @@ class MetricsFile:
         """Append one line.
 
         Raises:
-            CheckpointError: it cannot be written; no half of it is left.
+            CheckpointError: the write failed; no partial line is left.
         """
         if self.path is None:
             return
@@ -50,7 +50,7 @@ class MetricsFile:
 
 
 def silence_other_ranks(accelerator: Accelerator) -> None:
-    """Progress bars and warnings of the libraries on the main process only."""
+    """Show the libraries' progress bars and warnings on the main process only."""
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
@@ -69,8 +69,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Training loss by optimizer step and validation loss where it was measured, as a PNG."""
-    from matplotlib.figure import Figure  # here: it takes 0.7 s, at the start of every process that draws nothing
+    """Plot the training loss by optimizer step, and measured validation losses, as a PNG."""
+    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What a run is made of, and how far it is."""
+"""The parts of a run, and its progress."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ from hf_ga.run.config import FinetuneConfig
 
 @dataclass
 class Progress:
-    """How far a run is; a checkpoint keeps it.
+    """The progress of a run, saved in checkpoints.
 
     Attributes:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
         best_metric: best value of the metric that chooses the best model.
-        evaluations_since_best: how many came after it.
-        metrics_size: bytes of metrics.jsonl. changes: of --resume_with_changes, each `name old -> new`.
+        evaluations_since_best: evaluations without improvement.
+        metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old -> new`.
     """
 
     step: int = 0
@@ -40,15 +40,15 @@ class Progress:
 
 @dataclass
 class Run:
-    """What `loop.fit` trains with, and what a run saves. Steps are optimizer steps.
+    """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
 
     Attributes:
-        config: with it go `data` and `dtype`, the type in which models are saved.
-        proven: of the loss that is trained. loss_fn: None: the head's own loss.
+        dtype: in which models are saved.
+        proven: proof of the training loss. loss_fn: None for the head's own loss.
         evaluate: (split, by default validation) -> metrics with `loss`.
-        max_windows, max_steps: where to stop, whichever comes first.
+        max_windows, max_steps: end of training, whichever comes first.
         eval_steps, save_steps: steps between evaluations and between checkpoints.
-        identity: what must be equal for a resumed run to be the same.
+        identity: settings that must be equal on resume.
     """
 
     config: FinetuneConfig
@@ -70,5 +70,5 @@ class Run:
 
     @property
     def output_dir(self) -> Path:
-        """Folder of everything that the run writes."""
+        """The folder of all the run's outputs."""
         return Path(self.config.output_dir)

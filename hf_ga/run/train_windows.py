@@ -1,4 +1,4 @@
-"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
+"""The training windows of a run: lengths for planning, the token limit of micro-batches, and the logged padding ratio."""
 
 from operator import itemgetter
 from typing import Any
@@ -14,17 +14,17 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.config import FinetuneConfig
 
-NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are described, at most: planning them takes less than a second
+NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # at most, for the log: planning them takes less than a second
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
-    """Lengths of the training samples, as windows are planned by them; of a stream, of the rows that were read ahead.
+    """Lengths of the training samples for planning windows; for a stream, of the rows read ahead.
 
-    Where samples have a source and a target text, memory follows from both: a target counts in proportion to the longest one, as if
-    that were as long as the longest source. So the limit of padded tokens holds for sources and for targets alike.
+    If samples have source and target texts, memory depends on both: target lengths are scaled so that the longest target counts
+    as much as the longest source. So the token limit applies to sources and targets alike.
     """
     train = data.splits["train"]
-    lengths = np.asarray(train["length"][:])  # a list: numpy would ask a column for one row after the other
+    lengths = np.asarray(train["length"][:])  # a list: numpy would index a column row by row
     if data.task.labels != "target":
         return lengths
     targets = np.asarray(train["num_targets"][:])
@@ -35,8 +35,8 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
     """The loader of the training samples, planned by length.
 
     Raises:
-        ConfigError: the longest sample (of a stream, the longest that there may be) has more tokens than a micro-batch may have.
-        DataError: `drop_last_window` leaves nothing.
+        ConfigError: the longest (for a stream, the longest possible) sample exceeds the token limit of a micro-batch.
+        DataError: `drop_last_window` drops all samples.
     """
     layout, limit = config.layout(accelerator.num_processes), config.max_tokens_per_micro_batch
     shared: dict[str, Any] = {
@@ -62,8 +62,8 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
 
 
 def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
-    """One line, from lengths alone, on how the first windows of the first epoch are cut: how much is padding. Of a stream, as if
-    its first rows came in their own order.
+    """One line on the padding ratio of the first windows of the first epoch, from lengths alone. For a stream, without
+    shuffling.
     """
     size, splitter, pads_to_window = windows.layout.window_size, windows.splitter, windows.state.pad_to_window
     assert isinstance(splitter.planner, ByLength) and splitter.planner.max_tokens is not None
@@ -75,6 +75,6 @@ def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
         widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
         real += int(chosen.sum())
         padded += padded_tokens(splitter.plan(chosen, pads_to_window), widths)
-    how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
+    how = "padded to their window's width (the loss depends on padding)" if pads_to_window else "by length"
     ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
     return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"

@@ -1,4 +1,4 @@
-"""The cross entropy of an output layer on many rows, chunk by chunk: never more than one chunk's logits lie in memory."""
+"""The cross entropy of an output layer, chunk by chunk of rows: only one chunk's logits are in memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from hf_ga.exact.precision import at_least_float32
 
-# On a CPU the logits of so many rows stay in its cache, more or less (measured: 64 and 128 are slower, 512 is no faster).
+# On a CPU the logits of this many rows about fit the cache (measured: 64 and 128 are slower, 512 is not faster).
 ROWS_ON_CPU = 256
-# Elsewhere: what the logits of one chunk may take, or more where the hidden states of all rows take more. Smaller chunks would
-# spend their time on adding up gradients of the layer's weight.
+# Elsewhere: memory of one chunk's logits; at least that of the hidden states of all rows. Smaller chunks would spend their time
+# on accumulating the gradient of the layer's weight.
 CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """A linear layer with what follows it up to the loss.
+    """A linear layer and the operations between it and the loss.
 
     Attributes:
-        weight: shape (classes, width). bias: shape (classes,), or None. dtype: what the layer computes in (autocast's type).
-        steps: what is done with its output, each (logits) -> logits, every row by itself.
+        weight: shape (classes, width). bias: shape (classes,), or None. dtype: compute dtype of the layer (autocast's).
+        steps: row-wise operations on its output, each (logits) -> logits.
         class_weights, label_smoothing: see `torch.nn.functional.cross_entropy`.
     """
 
@@ -35,7 +35,7 @@ class OutputProjection:
     label_smoothing: float = 0.0
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """The loss summed over these rows, by the operations of the head itself. weight, bias: those of the layer, in `dtype`."""
+        """The loss summed over these rows, with the head's own operations. weight, bias: the layer's, in `dtype`."""
         logits = F.linear(hidden.to(self.dtype), weight, bias)
         for step in self.steps:
             logits = step(logits)
@@ -44,39 +44,39 @@ class OutputProjection:
         )
 
     def in_type(self, tensor: Tensor | None) -> Tensor | None:
-        """Weight or bias as the layer uses it."""
+        """Weight or bias in the layer's compute dtype."""
         return None if tensor is None else tensor.to(self.dtype)
 
 
 def rows_of_chunk(hidden: Tensor, num_classes: int) -> int:
-    """How many rows a chunk has. hidden: shape (targets, width)."""
+    """The number of rows per chunk. hidden: shape (targets, width)."""
     if hidden.device.type == "cpu":
         return ROWS_ON_CPU
     return max(1, max(CHUNK_BYTES, hidden.numel() * 4) // (4 * num_classes))
 
 
 def cross_entropy(head: OutputProjection, hidden: Tensor, target: Tensor, rows: int, *, mean: bool) -> Tensor:
-    """The mean or sum of the targets' cross entropy, a scalar in float32 (float64 of float64).
+    """The mean or sum of the targets' cross entropy, a scalar in float32 (float64 for float64 inputs).
 
     Args:
-        hidden: shape (targets, width). target: int64, shape (targets,), all of them classes. rows: of one chunk.
+        hidden: shape (targets, width). target: int64, shape (targets,), none ignored. rows: per chunk.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         inputs = hidden, head.weight, head.bias
         if len(hidden) <= rows:
             total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
         else:
-            wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-            total = _InChunks.apply(*inputs, target, head, rows, wanted)
+            needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+            total = _InChunks.apply(*inputs, target, head, rows, needs_grad)
     if not mean:
         return total
     return total / (len(target) if head.class_weights is None else head.class_weights[target].sum())
 
 
 class _InChunks(torch.autograd.Function):
-    """Sum of the losses of the chunks. Their gradients are computed along with the losses, and scaled in the backward; in fp16 the
-    backward computes them, with the loss scale on, without which small ones would be lost. Gradients of weight and bias are added
-    up in float32. One backward only.
+    """Sum of the losses of the chunks. Their gradients are computed along with the losses and scaled in the backward; in fp16 the
+    backward computes them with the loss scale, so that small ones do not underflow. Gradients of weight and bias are accumulated
+    in float32. Supports one backward only.
     """
 
     @staticmethod
@@ -88,11 +88,11 @@ class _InChunks(torch.autograd.Function):
         target: Tensor,
         head: OutputProjection,
         rows: int,
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
     ) -> Tensor:
-        ctx.head, ctx.rows, ctx.wanted, ctx.gradients = head, rows, wanted, None
-        if any(wanted) and head.dtype != torch.float16:
-            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, wanted, None)
+        ctx.head, ctx.rows, ctx.needs_grad, ctx.gradients = head, rows, needs_grad, None
+        if any(needs_grad) and head.dtype != torch.float16:
+            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, needs_grad, None)
             return loss
         ctx.save_for_backward(hidden, weight, bias, target)
         return torch.stack([head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]).sum()
@@ -103,14 +103,14 @@ class _InChunks(torch.autograd.Function):
             gradients, ctx.gradients = [g if g is None else g.mul_(gradient) for g in ctx.gradients], None
         else:
             *inputs, target = ctx.saved_tensors
-            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.wanted, gradient)
+            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.needs_grad, gradient)
         return *gradients, None, None, None, None
 
 
 def _chunks(
     inputs: Sequence[Tensor | None], target: Tensor, head: OutputProjection, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Hidden states, weight and bias as the layer uses them, targets: of each chunk."""
+    """Per chunk: hidden states, weight and bias in the compute dtype, targets."""
     hidden, weight, bias = inputs
     weight, bias = head.in_type(weight), head.in_type(bias)
     for h, t in zip(hidden.split(rows), target.split(rows), strict=True):
@@ -122,18 +122,18 @@ def _with_gradients(
     target: Tensor,
     head: OutputProjection,
     rows: int,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     gradient: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum of the losses, and its gradients, times `gradient`, of the inputs that are wanted."""
-    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if want else None for x, want in zip(inputs, wanted, strict=True)]
+    """The sum of the losses, and its gradients times `gradient` for the inputs that need them."""
+    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if needs else None for x, needs in zip(inputs, needs_grad, strict=True)]
     losses = []
     for i, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
-        leaves = [x if x is None else x.detach().requires_grad_(want) for x, want in zip(chunk, wanted, strict=True)]
+        leaves = [x if x is None else x.detach().requires_grad_(needs) for x, needs in zip(chunk, needs_grad, strict=True)]
         with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
             loss = head.loss(*leaves, labels)
         losses.append(loss.detach())
-        found = iter(torch.autograd.grad(loss, [leaf for leaf, want in zip(leaves, wanted, strict=True) if want], gradient))
+        found = iter(torch.autograd.grad(loss, [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs], gradient))
         for k, total in enumerate(sums):
             if total is not None:
                 (total[i * rows : (i + 1) * rows] if k == 0 else total).add_(next(found))

@@ -1,7 +1,6 @@
-"""Attention with dropout on a CPU as one autograd function: less memory than the operations it is defined by.
+"""Attention with dropout on a CPU as one autograd function, with less memory than separate operations.
 
-Written out as operations of autograd, attention passes over its tokens x tokens numbers twice as often, and keeps copies of query
-and key.
+As separate autograd operations, attention reads its tokens x tokens matrices twice as often and keeps copies of query and key.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from hf_ga.exact.hooks import SpeedUp
 
 
 class FusedAttention(SpeedUp):
-    """Keyed dropout computes attention by `DroppedAttention` where it can."""
+    """Computes attention with keyed dropout by `DroppedAttention` if possible."""
 
     name = "fused attention"
 
@@ -51,7 +50,7 @@ class FusedAttention(SpeedUp):
         kept: Tensor,
         drop_probability: float,
     ) -> Tensor:
-        """In place of `dropped_attention`; see there."""
+        """Replaces `dropped_attention`; see there."""
         if not _is_supported(query, key, value):
             return dropped_attention(query, key, value, attn_mask, is_causal, scale, kept, drop_probability)
         self._was_used = True
@@ -59,13 +58,13 @@ class FusedAttention(SpeedUp):
         bias = causal_bias(*shape[-2:], query) if is_causal else None
         if attn_mask is not None:
             bias, has_keys = bias_of(attn_mask, query.dtype)
-            kept = kept & has_keys  # a row without keys weighs nothing
+            kept = kept & has_keys  # a row without keys has weight 0
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
         return DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability).view(*shape[:-1], value.shape[-1])
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """In full precision on a CPU, with as many heads of each."""
+    """Whether tensors are in full precision on a CPU, with equal numbers of heads."""
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
@@ -76,15 +75,15 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 class DroppedAttention(torch.autograd.Function):
-    """dropout(softmax(query key^T * scale + bias)) value, with a dropout mask that is given.
+    """dropout(softmax(query key^T * scale + bias)) value, with a given dropout mask.
 
-    For the backward it keeps its inputs and the weights before dropout, and makes the dropped ones again: of a micro-batch on a CPU
-    they take as much as the weights. Both factors, the scale and 1 / (1 - p), are applied inside of the products.
+    Saves its inputs and the weights before dropout for the backward, and recomputes the dropped weights, to save their memory.
+    Both factors, the scale and 1 / (1 - p), are applied within the matrix products.
 
     Args of `apply`:
         query, key, value: shape (N, L or S, size): the heads of all samples.
-        kept: bool, of N x L x S elements in any shape: which weights are kept.
-        bias: None, or added to the scores in the shape of `kept`.
+        kept: bool, N x L x S elements in any shape: True for weights to keep.
+        bias: None, or a tensor to add to the scores, in the shape of `kept`.
 
     Returns:
         shape (N, L, size of a value).
@@ -110,7 +109,7 @@ class DroppedAttention(torch.autograd.Function):
         rescale, nothing = 1 / (1 - ctx.drop_probability), query.new_empty(1, 1, 1)
         mask, scale = mask.to(weights.dtype), ctx.scale * rescale
         of_weight = torch.bmm(gradient, value.mT).mul_(mask)
-        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)  # divided by `rescale`
+        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)  # without the factor `rescale`
         of_query = torch.baddbmm(nothing, of_score, key, beta=0, alpha=scale)
         of_key = torch.baddbmm(nothing, of_score.mT, query, beta=0, alpha=scale)
         of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)

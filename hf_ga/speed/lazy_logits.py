@@ -1,9 +1,8 @@
-"""Logits that are computed only if something reads them: a cross entropy needs the rows with a target only, chunk by chunk.
+"""Logits that are computed on demand: a cross entropy needs only the rows with a target, chunk by chunk.
 
-While a window is computed, the output layer of a language model returns `LazyLogits`. Heads pass them through `view`, `float`,
-slices and simple scales to `torch.nn.functional.cross_entropy`, which works on chunks of the rows that have a target
-(`chunked_loss.py`). Any other operation computes the true logits first, by the layer's own forward: value and gradient are the
-head's own.
+Within a window, the output layer of a language model returns `LazyLogits`. Heads pass them through `view`, `float`, slices and
+scaling to `torch.nn.functional.cross_entropy`, which computes on chunks of the rows with a target (`chunked_loss.py`). Any other
+operation first computes the real logits with the layer's own forward, so value and gradient are the head's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,33 +24,33 @@ from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_ch
 
 Forward = Callable[[Tensor], Tensor]
 TRIAL_ROWS = 3
-UNITS = (FullyShardedDataParallel, FSDPModule)  # whose parameters are gathered for a forward
+UNITS = (FullyShardedDataParallel, FSDPModule)  # modules whose parameters are gathered for a forward
 
 
 class ChunkedLoss(SpeedUp):
-    """The output layer of a language model returns `LazyLogits`, so no tensor of tokens x vocabulary is made."""
+    """The output layer of a language model returns `LazyLogits`, so no tensor of tokens x vocabulary is allocated."""
 
     name = "chunked loss"
 
     def __init__(self) -> None:
         self._expected: int | None = None  # rows with a target in the next forward
-        self._count: Callable[[Batch, int], int] | None = None  # counts on the host the targets of the head's only cross entropy
+        self._count: Callable[[Batch, int], int] | None = None  # counts the targets of the head's only cross entropy on the host
         self._call: Call | None = None
-        self._rows: list[int] = []  # of each cross entropy in scope: rows that reached the layer
-        self.was_read = False  # something else than the loss read logits
-        self.rows_per_chunk: int | None = None  # None: as memory allows
+        self._rows: list[int] = []  # for each cross entropy in scope: rows that reached the layer
+        self.was_read = False  # an operation other than the loss read logits
+        self.rows_per_chunk: int | None = None  # None: limited by memory
 
     def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
-        if reads_logits:  # after the forward, when under FSDP the layer is sharded again
+        if reads_logits:  # after the forward: under FSDP the layer is sharded again
             return "its loss is computed from the logits"
         self._model = model
         return "" if self.layer is not None else "it has no plain linear output layer"
 
     @property
     def layer(self) -> nn.Linear | None:
-        """The output layer, if it is a plain linear layer that nobody wraps or watches.
+        """The output layer, if it is a plain linear layer without wrappers or hooks.
 
-        Adapters and quantised layers are other types. A unit of FSDP below the model shards its layer again before the loss.
+        Adapters and quantised layers have other types. An FSDP unit below the model reshards its layer before the loss.
         """
         get = getattr(self._model, "get_output_embeddings", None)
         layer = get() if get is not None else None
@@ -63,7 +62,7 @@ class ChunkedLoss(SpeedUp):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Chunks of so few rows that the probes have several."""
+        """Use chunks of few rows, so that probes have several."""
         self.rows_per_chunk = TRIAL_ROWS
         try:
             yield
@@ -76,10 +75,10 @@ class ChunkedLoss(SpeedUp):
         micro_batch = self._call.micro_batch
         rules = (COUNTING_RULES[name] for name in ("shifted labels", "labels") if "labels" in micro_batch.batch)
         self._count = next((rule for rule in rules if [rule(micro_batch.batch, len(micro_batch))] == self._rows), None)
-        return "its logits are read beside the loss" if self.was_read else ""
+        return "its logits are read besides the loss" if self.was_read else ""
 
     def before(self, call: Call) -> None:
-        """Targets that can be counted on the host need not be counted on the device."""
+        """Count targets on the host if possible, to avoid counting them on the device."""
         self._call, micro_batch = call, call.micro_batch
         self._expected = self._count(micro_batch.batch, len(micro_batch)) if self._count and call.counts else None
 
@@ -88,15 +87,15 @@ class ChunkedLoss(SpeedUp):
         if (layer := self.layer) is None:
             yield
             return
-        layer.forward = partial(self._put_off, layer, layer.forward)
+        layer.forward = partial(self._defer, layer, layer.forward)
         try:
             yield
         finally:
             del layer.forward
             self._rows.clear()
 
-    def _put_off(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
-        """In place of `layer.forward`."""
+    def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
+        """Replaces `layer.forward`."""
         kind, dtype = input.device.type, input.dtype
         autocast = torch.is_autocast_enabled(kind)
         if autocast and torch.float64 not in (dtype, layer.weight.dtype):  # float64 stays
@@ -104,12 +103,12 @@ class ChunkedLoss(SpeedUp):
         return LazyLogits(Source(self, layer, forward, dtype, autocast, torch.is_grad_enabled()), input)
 
     def rows_with_target(self, hidden: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Hidden states and targets of the rows that count."""
+        """Hidden states and targets of the rows with a target."""
         counted = target != ignore_index
         if self._expected is None:
             rows = counted.nonzero().squeeze(1)
         else:
-            torch._assert_async(counted.sum() == self._expected, "a loss has another number of targets than were counted")
+            torch._assert_async(counted.sum() == self._expected, "the number of targets of the loss differs from the count")
             rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
         self._rows.append(len(rows))
         return (hidden, target) if len(rows) == len(target) else (hidden.index_select(0, rows), target.index_select(0, rows))
@@ -117,10 +116,10 @@ class ChunkedLoss(SpeedUp):
 
 @dataclass(frozen=True)
 class Source:
-    """The call of a layer that was put off, and what was set when it was made.
+    """A deferred call of a layer, and the settings at the time of the call.
 
     Attributes:
-        forward: the layer's own. dtype: of its output. autocast, gradient: whether they were on.
+        forward: the layer's own. dtype: of its output. autocast, gradient: whether they were enabled.
     """
 
     head: ChunkedLoss
@@ -140,10 +139,10 @@ class Source:
 
 
 class LazyLogits(Tensor):
-    """What `steps(layer(hidden))` would be, shape (..., classes): a tensor with shape, type and device, but without numbers.
+    """A placeholder for `steps(layer(hidden))`, shape (..., classes): a tensor with shape, dtype and device, but without data.
 
     Args:
-        hidden: shape (..., width). steps: what the head did with the logits, each (logits) -> logits, every row by itself.
+        hidden: shape (..., width). steps: row-wise operations of the head on the logits, each (logits) -> logits.
     """
 
     @staticmethod
@@ -159,7 +158,7 @@ class LazyLogits(Tensor):
         self.made: Tensor | None = None
 
     def values(self) -> Tensor:
-        """The true logits, from now on: what changes them in place is seen by what comes after."""
+        """Compute the real logits once: later operations see in-place changes."""
         if self.made is None:
             self.source.head.was_read = True
             made = self.source.values(self.hidden)
@@ -170,11 +169,11 @@ class LazyLogits(Tensor):
         return self.made
 
     def rows_of(self, hidden: Tensor) -> "LazyLogits":
-        """The same of other rows."""
+        """The same logits for other rows."""
         return LazyLogits(self.source, hidden, self.steps)
 
     def then(self, step: Forward) -> "LazyLogits":
-        """The same after a step more."""
+        """The same logits with one more step."""
         return LazyLogits(self.source, self.hidden, (*self.steps, step))
 
     @classmethod
@@ -192,7 +191,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(f"{function} reached logits that are not computed past torch's functions (an own autograd function?).")
+        raise TypeError(f"{function} received lazy logits without going through torch's functions (a custom autograd function?).")
 
 
 def _made(value: Any) -> Any:
@@ -244,7 +243,7 @@ def _apply(function: Callable, other: Any, logits: Tensor) -> Tensor:
 
 
 def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
-    """A bias that is no parameter (BART's `final_logits_bias`)."""
+    """Add a bias that is not a parameter (BART's `final_logits_bias`)."""
     constant = isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:] == logits.shape[-1:]
     if kwargs or not constant or isinstance(other, LazyLogits) or other.numel() != logits.source.layer.out_features:
         return NotImplemented
@@ -272,7 +271,7 @@ def _cross_entropy(
     return cross_entropy(head, hidden, target, rows, mean=reduction == "mean")
 
 
-# What says something about logits without a number of them.
+# Functions that do not read the logits' data.
 _METADATA = {
     *(
         getattr(Tensor, name).__get__

@@ -1,4 +1,4 @@
-"""Less work and memory in the forward of a transformers model: the same function of its inputs."""
+"""Less computation and memory in the forward of a transformers model, with the same result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from hf_ga.exact.hooks import SpeedUp
 
 
 class LeanForward(SpeedUp):
-    """No cache for generation, and GPT-2's activation in one pass.
+    """Disables the generation cache, and fuses GPT-2's activation.
 
-    A cache copies all keys and values (transformers' Trainer switches it off too). `gelu_new` is written out in transformers as
-    eight operations, five of which keep a tensor for the backward pass; torch's kernel of the same formula,
-    x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2), keeps
-    its input only. Both are replaced in the scope only, so that what is saved is what was loaded.
+    A cache copies all keys and values (transformers' Trainer disables it too). `gelu_new` in transformers consists of eight
+    operations, five of which save a tensor for the backward; torch's kernel of the same formula,
+    x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2), saves
+    its input only. Both are changed within the scope only, so the saved model equals the loaded one.
     """
 
     name = "lean forward"

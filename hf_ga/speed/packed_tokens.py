@@ -1,4 +1,4 @@
-"""The real tokens of a padded micro-batch, one after the other, and their dropout masks."""
+"""The real tokens of a padded micro-batch, concatenated, and their dropout masks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +13,12 @@ from hf_ga.exact.masks import along_next_axis, keep_columns, mixed, row_keys, si
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Where the T real tokens of n samples lie in a batch of shape (n, S), and how to go there and back.
+    """Maps between the T real tokens of n samples and their padded batch of shape (n, S).
 
     Attributes:
-        num_samples: n. width: S. longest: most real tokens of one sample.
-        index: int64, shape (T,): the token's place in the batch read row by row.
-        boundaries: int32, shape (n + 1,): where each sample begins among the packed tokens, and T.
+        num_samples: n. width: S. longest: real tokens of the longest sample.
+        index: int64, shape (T,): index of each token in the flattened batch.
+        boundaries: int32, shape (n + 1,): start of each sample among the packed tokens, and T.
     """
 
     num_samples: int
@@ -29,8 +29,8 @@ class PackedTokens:
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
-        """From a mask of shape (n, S) on the host, so that no device is asked. None where packing is not possible: a mask of other
-        values than 0 and 1, or a sample without tokens.
+        """From a mask of shape (n, S) on the host, without device synchronization. None if packing is impossible: a mask with
+        values other than 0 and 1, or a sample without tokens.
         """
         real = attention_mask != 0
         lengths = real.sum(1)
@@ -62,16 +62,16 @@ class PackedTokens:
 
     @cached_property
     def samples(self) -> Tensor:
-        """Of each token, which sample it belongs to: int64, shape (T,)."""
+        """The sample of each token: int64, shape (T,)."""
         return self.index // self.width
 
     @cached_property
     def columns(self) -> Tensor:
-        """Of each token, its column in the padded batch: int64, shape (T,)."""
+        """The column of each token in the padded batch: int64, shape (T,)."""
         return self.index % self.width
 
     def pack(self, padded: Tensor) -> Tensor:
-        """(n, S, ...), or (1, S, ...) for what all samples share -> (1, T, ...)."""
+        """(n, S, ...), or (1, S, ...) if shared by all samples -> (1, T, ...)."""
         shared = len(padded) == 1 and self.num_samples > 1
         rows = padded[0].index_select(0, self.columns) if shared else padded.flatten(0, 1).index_select(0, self.index)
         return rows.unsqueeze(0)
@@ -84,10 +84,10 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class PackedMasks:
-    """Draws the masks of padded samples, bit for bit, at their real tokens.
+    """Draws dropout masks at real tokens, equal bit for bit to those of padded samples.
 
     Attributes:
-        tokens: of the micro-batch. padded: draws the masks of its padded samples.
+        tokens: of the micro-batch. padded: source of the masks of its padded samples.
     """
 
     tokens: PackedTokens
@@ -97,14 +97,14 @@ class PackedMasks:
         """bool, of shape (1, T, ...): the rows of a padded mask (n, S, ...) that belong to real tokens.
 
         Raises:
-            UnkeyedRandomness: the mask is not one of packed tokens.
+            UnkeyedRandomness: the shape is not one of packed tokens.
         """
         if site.axis != 0 or len(shape) < 3 or shape[:2] != self.tokens.packed_shape or len(shape) != len(site.shapes[0]):
             raise UnkeyedRandomness(
-                f"{site.name} draws a mask of shape {list(shape)} for packed tokens, and {list(site.shapes[0])} for padded "
-                "samples, so its draws cannot be tied to tokens. Leave packing out, or set this dropout to 0."
+                f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but {list(site.shapes[0])} for padded "
+                "samples, so its draws cannot be tied to tokens. Omit packing, or set this dropout to 0."
             )
-        rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as of padded samples: the sample, then its single row
+        rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as for padded samples: the sample, then its single row
         rows = mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns)
         for size in shape[2:-1]:
             rows = mixed(along_next_axis(rows, size))

@@ -1,10 +1,10 @@
-"""No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout see real tokens only.
+"""No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout process real tokens only.
 
-Embeddings and heads stay padded, so the collate functions, position ids and masks are the model's own, and every head pools at each
-sample's own token. The first layer of the model's stack gets (1, T, H) for (n, S, H); after the last one the tokens are spread to
-(n, S, H) again, with zeros at the padding, which is neither a target nor attended to. Attention, the only thing in a layer that
-looks beyond a token, goes through transformers' attention interface, where samples are padded again for this one call. The proof
-decides for which models this changes nothing.
+Embeddings and heads stay padded, so collate functions, position ids, masks and pooling are unchanged. Before the first layer of
+the stack, (n, S, H) is packed to (1, T, H); after the last one, the tokens are unpacked to (n, S, H), with zeros at the padding,
+which is neither a target nor attended to. Attention, the only operation across tokens in a layer, is called through transformers'
+attention interface, where samples are padded for this call. The proof decides for which models this leaves loss and gradient
+unchanged.
 """
 
 import inspect
@@ -23,21 +23,21 @@ from hf_ga.exact.dropout import DropoutSite, KeyedDropout
 from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
-PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers that have a row for each token
-# Settings by which a training forward leaves layers out, or returns what is inside of them.
+PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
+# Settings that skip layers in training, or return their intermediate results.
 UNSUPPORTED = ("is_encoder_decoder", "output_hidden_states", "output_attentions", "layerdrop", "encoder_layerdrop")
-# Padded tokens per real one above which packing gains time: GPT-2 of 4 layers x 256 on a CPU, at 1.03 nothing, at 1.10 7 %.
+# Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a CPU: 0 % at 1.03, 7 % at 1.10.
 GAIN = 1.05
 
 
 class Packing(SpeedUp):
-    """Packs the tokens of one model while a window is computed."""
+    """Packs the tokens of one model within a window."""
 
     name = "packing"
 
     def __init__(self) -> None:
         self._gain = GAIN
-        self._tokens: PackedTokens | None = None  # of this micro-batch, if it is packed
+        self._tokens: PackedTokens | None = None  # of this micro-batch, if packed
         self._was_packed = self._is_in_attention = False
         self._shared: list[tuple[Tensor, Tensor]] = []  # per-token arguments of this micro-batch, padded and packed
 
@@ -46,7 +46,7 @@ class Packing(SpeedUp):
         if layers is None:
             return "it has no stack of equal layers"
         if has_router:
-            return "its router's balancing loss looks at padded batches"
+            return "its router's balancing loss needs padded batches"
         if dropout.unkeyed:
             return "it draws random numbers that are not tied to samples"
         config = getattr(model, "config", None)
@@ -67,7 +67,7 @@ class Packing(SpeedUp):
             self._gain = GAIN
 
     def verdict(self) -> str:
-        return "" if self._was_packed else "its batches have no padding that an attention mask tells and no target needs"
+        return "" if self._was_packed else "its batches have no padding, no attention mask, or targets at the padding"
 
     def before(self, call: Call) -> None:
         self._shared.clear()
@@ -83,7 +83,7 @@ class Packing(SpeedUp):
         with ExitStack() as stack:
             stack.callback(self._shared.clear)
             stack.callback(setattr, self, "_tokens", None)
-            for layer in self._layers:  # looked up now: FSDP and checkpointing may have wrapped them
+            for layer in self._layers:  # within the window: FSDP and checkpointing may have wrapped them
                 stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
             stack.callback(self._layers[-1].register_forward_hook(self._leave).remove)
             original = AttentionInterface.get_interface
@@ -92,12 +92,12 @@ class Packing(SpeedUp):
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """As the dropout's source of masks: packed inside the layers, but for attention weights."""
+        """The source of dropout masks: packed within layers, except for attention weights."""
         is_packed = site.module in self._modules and not self._is_in_attention
         return (self._packed_masks if is_packed else self._padded_masks).mask(site, shape, drop_probability)
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Before a layer: pack what has a row for each token; the first layer gets padded hidden states."""
+        """Before a layer: pack per-token arguments; the first layer receives padded hidden states."""
         tokens = self._tokens
         if tokens is None:
             return None
@@ -107,25 +107,25 @@ class Packing(SpeedUp):
             hidden = tokens.pack(hidden)
         elif hidden.shape[:2] != tokens.packed_shape:
             raise ConfigError(
-                f"packed layers got hidden states of shape {list(hidden.shape)} for tokens of shape {list(tokens.padded_shape)}: "
-                "the model's path depends on its data. Prove it again, or compute it padded."
+                f"packed layers received hidden states of shape {list(hidden.shape)} for tokens of shape "
+                f"{list(tokens.padded_shape)}: the model's control flow depends on the data. Prove it again, or omit packing."
             )
         changed = {name: self._per_token(named[name]) for name in PER_TOKEN if name in named}
-        changed |= {name: None for name, value in named.items() if isinstance(value, Cache)}  # nothing is generated
+        changed |= {name: None for name, value in named.items() if isinstance(value, Cache)}  # not needed in training
         positional = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
         if args:
             return (hidden, *positional[1:]), {name: changed.get(name, value) for name, value in kwargs.items()}
         return (), {**kwargs, **changed, "hidden_states": hidden}
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        """After the last layer: back to padded hidden states."""
+        """After the last layer: unpack to padded hidden states."""
         tokens = self._tokens
         if tokens is None:
             return output
         return tokens.spread(output) if isinstance(output, Tensor) else (tokens.spread(output[0]), *output[1:])
 
     def _per_token(self, value: Any) -> Any:
-        """A tensor of shape (n or 1, S, ...), or a tuple of such, packed once for all layers; anything else as it is."""
+        """Pack a tensor of shape (n or 1, S, ...), or a tuple of such, once for all layers; return other values unchanged."""
         if isinstance(value, tuple | list):
             return tuple(map(self._per_token, value))
         tokens = self._tokens
@@ -147,14 +147,12 @@ class Packing(SpeedUp):
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """For an attention function of transformers: (1, heads, T, size) are padded, with the model's own mask, and packed
-        again.
-        """
+        """Call an attention function of transformers: pad (1, heads, T, size), use the model's own mask, and pack the result."""
         tokens = self._tokens
         if tokens is None or module not in self._modules:
             return original(module, query, key, value, attention_mask, **more)
         if "position_ids" in more:
-            more["position_ids"] = None  # of packed tokens; the mask has the same information
+            more["position_ids"] = None  # of packed tokens; the mask already separates samples
         padded = (tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
         self._is_in_attention = True
         try:
@@ -164,7 +162,7 @@ class Packing(SpeedUp):
 
 
 def find_stack(model: nn.Module) -> nn.ModuleList | None:
-    """The list of equal layers that holds most parameters, not one inside a layer; None if there is none."""
+    """The outermost list of equal layers with the most parameters, or None."""
     stacks = {}
     for name, module in model.named_modules():
         is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
@@ -174,7 +172,7 @@ def find_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _tokens(call: Call, gain: float) -> PackedTokens | None:
-    """None where the batch has no mask of tokens on the host, too little padding, or a target that padding predicts."""
+    """None if the batch has no attention mask on the host, too little padding, or targets predicted at the padding."""
     batch, device = call.micro_batch.batch, call.keys.device
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":

@@ -1,4 +1,4 @@
 """`ExactTrainer`: `transformers.Trainer` with exact gradient accumulation.
 
-Trainer's loop stays; its batches come from hf_ga's windows, and its loss is what each micro-batch adds to the window's mean.
+Uses Trainer's loop; batches come from hf_ga's windows, and the loss is each micro-batch's term of the window's mean.
 """

@@ -1,4 +1,4 @@
-"""The training batches of `ExactTrainer`: hf_ga's windows, one micro-batch at a time, as Trainer's loop asks for them."""
+"""The training batches of `ExactTrainer`: hf_ga's windows, one micro-batch at a time, as Trainer's loop needs them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.window_loader import WindowLoader
 
-Item = tuple[WindowRequest, int]  # a window, and which of its micro-batches
+Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-batches
 
 
 class WindowBatch(dict):
-    """A micro-batch: a plain dict of the model's arguments, which also knows its window and its place in it."""
+    """A micro-batch: a dict of the model's arguments, with its window and its index in it as attributes."""
 
     def __init__(self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)) -> None:
         super().__init__(batch)
@@ -28,11 +28,11 @@ class WindowBatch(dict):
 
 
 class MicroBatches(Dataset):
-    """Items -> batches, in the main process or in workers. Its length is the number of samples, which Trainer reports."""
+    """Items -> batches, in the main process or in workers. Its length is the number of samples, which Trainer logs."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
-        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = None  # the window that was fetched whole last
+        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = None  # the last window that was fetched whole
 
     def __len__(self) -> int:
         return len(self.fetcher.dataset)
@@ -45,7 +45,7 @@ class MicroBatches(Dataset):
         return WindowBatch(self.fetcher[alone][0], item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """All micro-batches of a window that must be collated at once; its other micro-batches are asked for next."""
+        """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the others are requested next."""
         name = (request.epoch, request.index)
         if self._kept is None or self._kept[0] != name:
             self._kept = name, self.fetcher[request]
@@ -53,19 +53,19 @@ class MicroBatches(Dataset):
 
 
 class WindowSampler(Sampler):
-    """The items of one epoch, each in a list of its own: a batch sampler, so that accelerate can skip batches on resuming."""
+    """The items of one epoch, each in its own list: a batch sampler, so that accelerate can skip batches on resume."""
 
     def __init__(self, windows: WindowLoader) -> None:
         self.windows = windows
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order comes next (0-based); a dataset's own `set_epoch` is called too, as Trainer does."""
+        """Set the epoch (0-based); like Trainer, also calls the dataset's `set_epoch`."""
         self.windows.set_epoch(epoch)
         if hasattr(self.windows.fetcher.dataset, "set_epoch"):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch, what Trainer counts."""
+        """Micro-batches in an epoch, which Trainer counts."""
         window_size, limit = self.windows.layout.window_size, self.windows.layout.micro_batch_size
         rest = self.windows.num_samples - window_size * (len(self.windows) - 1)
         return (len(self.windows) - 1) * (window_size // limit) + -(-min(rest, window_size) // limit)
@@ -77,7 +77,7 @@ class WindowSampler(Sampler):
 
 
 class WindowedDataLoader(DataLoader):
-    """A torch DataLoader over `WindowSampler`, with the worker settings of the loader that Trainer would have used."""
+    """A torch DataLoader over `WindowSampler`, with the worker settings of Trainer's own loader."""
 
     def __init__(self, windows: WindowLoader, like: DataLoader) -> None:
         super().__init__(
@@ -89,11 +89,11 @@ class WindowedDataLoader(DataLoader):
             persistent_workers=like.persistent_workers,
             multiprocessing_context=like.multiprocessing_context,
             prefetch_factor=like.prefetch_factor,
-            generator=Generator(),  # or else the global one would move
+            generator=Generator(),  # leaves the global generator unchanged
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainer calls it at the beginning of each epoch."""
+        """Called by Trainer at the beginning of each epoch."""
         self.batch_sampler.set_epoch(epoch)
 
 

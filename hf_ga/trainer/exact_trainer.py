@@ -1,8 +1,8 @@
-"""ExactTrainer: `transformers.Trainer` with right gradient accumulation, by changing one import line.
+"""ExactTrainer: `transformers.Trainer` with exact gradient accumulation, by changing one import line.
 
-Trainer's loop, logging, evaluation, checkpoints and callbacks are used as they are. Four methods differ:
+Trainer's loop, logging, evaluation, checkpoints and callbacks are unchanged. Four methods are overridden:
 
-    train                  refuses what cannot be made exact
+    train                  checks that training can be made exact
     get_train_dataloader   proves how the trainer's own loss counts its targets; batches come from hf_ga's windows
     get_batch_samples      counts the targets of the window before any forward
     training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's mean loss, not divided again
@@ -37,13 +37,13 @@ from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import check_trainer
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-BOOKKEEPING = ("_metrics", "_total_train_tokens")  # what TRL's compute_loss counts; the proof's forwards are no training
+BOOKKEEPING = ("_metrics", "_total_train_tokens")  # TRL's compute_loss updates them; the proof's forwards must not
 
 
 class TrainerLoss(nn.Module):
-    """A trainer's loss as a model: the entries of a batch go in, the loss of `compute_loss` on this batch alone comes out.
+    """A trainer's loss as a model: maps the entries of a batch to the loss of `compute_loss` on this batch alone.
 
-    A `compute_loss_func` gets the number of items of this batch, as in Trainer's evaluation.
+    A `compute_loss_func` receives the number of items of this batch, as in Trainer's evaluation.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -55,7 +55,7 @@ class TrainerLoss(nn.Module):
         self._needs_items = trainer.compute_loss_func is not None
 
     def forward(self, **batch: Any) -> Any:
-        """The loss, a scalar; for a head whose loss is a sum of means the outputs with this loss."""
+        """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this loss."""
         items = self._count_items([batch]) if self._needs_items else None
         if kind_of(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
@@ -64,42 +64,42 @@ class TrainerLoss(nn.Module):
         return outputs
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The model's output layer, for the speed-up that makes no full logits."""
+        """The model's output layer, for the chunked loss."""
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 
 class WindowLoss:
-    """The proven loss of a trainer: what each micro-batch adds to the mean loss over all targets of its window.
+    """The proven loss of a trainer: each micro-batch's term of the mean loss over all targets of its window.
 
     Attributes:
-        forward, calls, totals: of the current window. num_begun: how many of its micro-batches were begun; None: no window.
+        forward, calls, totals: of the current window. num_begun: number of its micro-batches begun; None: no window.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
         self.module = TrainerLoss(trainer)
-        trainer.model.train()  # as each training step does: the proof must see the modules as they will train
+        trainer.model.train()  # as in each training step: the proof needs the modes of training
         samples = windows.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
             try:
                 self.proven = prove_targets(self.module, samples, windows.fetcher.collate_fn)
             except LossNotAdditive as error:
                 error.add_note(
-                    "A loss_fn is an argument of hf_ga.train_step. Here compute_loss (or compute_loss_func) is the loss."
+                    "ExactTrainer uses compute_loss or compute_loss_func; loss_fn is an argument of hf_ga.train_step only."
                 )
                 raise
         windows.state.pad_to_window = self.proven.pad_to_window
         self.num_begun: int | None = None
-        self._reaches_backward = False  # known once: reading a gradient waits for the device
+        self._reaches_backward = False  # checked once: reading a gradient synchronizes with the device
 
     def begin_window(self, batches: list[WindowBatch]) -> None:
-        """Count a window's targets, on the host.
+        """Count a window's targets on the host.
 
         Raises:
-            ConfigError: the batches are not one window, or the one before was not trained. DataError: no target under fp16.
+            ConfigError: the batches are not one window, or the previous window is incomplete. DataError: no target under fp16.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
-            raise ConfigError("get_batch_samples must return the micro-batches of one window as they came from the data loader.")
+            raise ConfigError("get_batch_samples must return the micro-batches of one window unchanged from the data loader.")
         if self.num_begun == 0:
             raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
         window = Window(replace(batches[0].request, seed=self.trainer.args.seed), self.fetcher, batches)
@@ -108,13 +108,13 @@ class WindowLoss:
         self.forward = Forward(self.trainer.accelerator, self.module, window, (self.proven.loss, *self.proven.hooks))
         self.num_begun = 0
         if self.trainer.accelerator.scaler is not None and not any(self.totals):
-            raise DataError("a window has no target at all, for which fp16 cannot scale a loss: leave such samples out.")
+            raise DataError("a window has no targets, for which fp16 cannot scale a loss: remove such samples.")
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """Which micro-batch of the window comes now (0-based).
+        """The index of the next micro-batch in the window (0-based).
 
         Raises:
-            ConfigError: there is none, or it is not `inputs`, or the model is not the one that was proven.
+            ConfigError: there is none, it is not `inputs`, or the model is not the proven one.
         """
         index = self.num_begun
         if index == len(self.calls) or inputs is not self.calls[index].micro_batch.batch:
@@ -125,7 +125,7 @@ class WindowLoss:
         return index
 
     def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
-        """In place of `compute_loss` during a training step: what micro-batch `index` adds to the window's mean loss."""
+        """Replaces `compute_loss` in a training step: the term of micro-batch `index` in the window's mean loss."""
         loss = self.proven.loss
         if index == 0:
             self._begin_forwards()
@@ -139,11 +139,11 @@ class WindowLoss:
         return term
 
     def _begin_forwards(self) -> None:
-        """Behind Trainer's own `model.train()`, before the first forward of a window."""
+        """Called after Trainer's own `model.train()`, before the first forward of a window."""
         if self.proven.modes != module_modes(self.module):
             raise ConfigError(
-                "the training modes (or the modules) of the model are not those of the proof: a callback or training_step put a "
-                "module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
+                "the training modes (or the modules) of the model differ from those of the proof: a callback or training_step "
+                "put a module into evaluation mode. Do that in the model's own train() method, which the proof calls too."
             )
         if any(self.totals):
             with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
@@ -154,69 +154,69 @@ class WindowLoss:
         scale = 1.0 if scaler is None else scaler.get_scale()
         if float(gradient) != scale:
             raise ConfigError(
-                f"the part of the window's loss must reach backward() as it is, but was multiplied by {float(gradient) / scale:g}: "
-                "an overridden training_step scales it again. Leave that out."
+                f"the term of the window's loss must reach backward() unscaled, but was multiplied by {float(gradient) / scale:g}: "
+                "an overridden training_step scales it again. Remove that scaling."
             )
 
 
 class ExactTrainerMixin:
-    """Put before any subclass of `transformers.Trainer`: its gradient is that of the full batch, whatever the accumulation.
+    """A mixin for any subclass of `transformers.Trainer`: makes its gradient that of the full batch for any accumulation.
 
-    The window is per_device_train_batch_size x gradient_accumulation_steps samples, and any such split of it makes the same update:
-    the mean of the trainer's own loss (`compute_loss`, `compute_loss_func`, label smoothing, or the head's) over all targets of the
-    window, the order of samples by a hash of (data_seed or seed, epoch), dropout keyed by (seed, epoch, position). The logged loss
-    is this mean. `num_items_in_batch` is never the window's: a loss of one's own is to be the mean over the batch that it gets.
-    `dataloader_drop_last` leaves out the last window if it is short.
+    The window is per_device_train_batch_size x gradient_accumulation_steps samples, and every such split of it gives the same
+    update: the mean of the trainer's own loss (`compute_loss`, `compute_loss_func`, label smoothing, or the head's) over all
+    targets of the window, with the order of samples keyed by (data_seed or seed, epoch) and dropout by (seed, epoch, position).
+    The logged loss is this mean. `num_items_in_batch` is that of one batch, not of the window: a custom loss must be the mean over
+    its batch. `dataloader_drop_last` drops the last window if it is short.
 
     Raises, when training begins:
-        ConfigError, DataError: what cannot be made exact (see `checks`). LossNotAdditive, UnkeyedRandomness: see
+        ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive, UnkeyedRandomness: see
             `hf_ga.prove_targets`.
 
     Example:
         from hf_ga import ExactTrainer as Trainer              # instead of: from transformers import Trainer
 
-        class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):  # TRL's, or one's own
+        class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):  # TRL's, or your own
             pass
     """
 
     _window_loss: WindowLoss | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trainer's `train`; what cannot be made exact is refused before it begins."""
+        """Trainer's `train`, after checking that it can be made exact."""
         check_trainer(self, ExactTrainerMixin)
         return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's dataset and collate function."""
-        theirs = super().get_train_dataloader()
+        loader = super().get_train_dataloader()
         args = self.args
         windows = WindowLoader(
-            theirs.dataset,
-            theirs.collate_fn,
+            loader.dataset,
+            loader.collate_fn,
             accelerator=self.accelerator,
             per_device_batch_size=args.per_device_train_batch_size,
             global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
-            planner=partial(plan_by_sizes, sizes=[args.per_device_train_batch_size]),  # as many micro-batches as Trainer takes
-            lengths=find_lengths(theirs.dataset, theirs.collate_fn),
+            planner=partial(plan_by_sizes, sizes=[args.per_device_train_batch_size]),  # as many micro-batches as Trainer's
+            lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window_loss = WindowLoss(self, windows)
-        return WindowedDataLoader(windows, theirs)
+        return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The micro-batches of one window. No number of items: the loss of each is weighted by its own targets."""
+        """The micro-batches of one window, without a number of items: each loss is weighted by its own targets."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window_loss.begin_window(batches)
         return batches, None
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch's gradient; returns its part of the window's mean loss."""
+        """Add one micro-batch's gradient; returns its term of the window's mean loss."""
         loss = self._window_loss
         index = loss.begin_micro_batch(model, inputs)
         if index == 0:
-            model.zero_grad()  # what is left of a window that a callback broke off
+            model.zero_grad()  # gradients of a window that a callback interrupted
         before = random_states()
         part = partial(loss.part, index=index)
         with _accumulation_unseen(self), loss.forward.scope(), patch.object(self, "compute_loss", part):
@@ -230,20 +230,20 @@ class ExactTrainerMixin:
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
-    """`transformers.Trainer` with right gradient accumulation: see `ExactTrainerMixin`."""
+    """`transformers.Trainer` with exact gradient accumulation: see `ExactTrainerMixin`."""
 
 
 @contextmanager
 def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
-    """Trainer divides the loss by one of these numbers, a user's own loss may by the other: a part must not be divided again."""
-    trainer.current_gradient_accumulation_steps = 1  # set anew for each window by the loop
+    """Trainer divides the loss by one of these numbers, and a custom loss may divide by the other: set both to 1 in the block."""
+    trainer.current_gradient_accumulation_steps = 1  # the loop sets it for each window
     with patch.object(trainer.args, "gradient_accumulation_steps", 1):
         yield
 
 
 @contextmanager
 def _without_bookkeeping(trainer: Trainer) -> Iterator[None]:
-    """Undo what the forwards of the proof add to counters that a trainer logs."""
+    """Undo changes of the proof's forwards to counters that a trainer logs."""
     kept = {name: deepcopy(vars(trainer)[name]) for name in BOOKKEEPING if name in vars(trainer)}
     try:
         yield

@@ -1,1 +1,1 @@
-"""Speed and memory of hf_ga against Trainer, and of each speed-up left out: what `scripts/benchmark.py` runs."""
+"""The benchmark of `scripts/benchmark.py`: speed and memory of hf_ga, of Trainer, and without each speed-up."""

@@ -1,4 +1,4 @@
-"""All arms by name. Of the benchmark, only this file knows hf_ga's internals: how a speed-up is left out."""
+"""All arms by name. In the benchmark, only this file uses internals of hf_ga, to disable speed-ups."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import plan_window
 from hf_ga.training import default_speed_ups
 
-DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, loop of one's own", "ExactTrainer"
+DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
 TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
 PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in place of keyed"
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
@@ -28,7 +28,7 @@ def own_loop(lap: Lap) -> None:
 
 
 def default(lap: Lap, left_out: str = "") -> None:
-    """As `finetune` trains; one of `SPEED_UPS` can be left out, or native dropout taken in place of keyed."""
+    """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of keyed dropout."""
     setting, loading = lap.setting, {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]}
     if left_out == PLAN:
         loading = {"planner": lambda lengths, processes: plan_window(len(lengths), processes, setting.micro_batch_size)}
@@ -40,7 +40,7 @@ def default(lap: Lap, left_out: str = "") -> None:
 
 
 class _NativeDropout(KeyedDropout):
-    """Leaves torch's own dropout where it is."""
+    """Keeps torch's own dropout."""
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
@@ -51,7 +51,7 @@ class _NativeDropout(KeyedDropout):
 
 
 def _hf_ga(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
-    """The loop of both. loading: of the loader. step: of `train_step`."""
+    """The loop of both arms. loading: arguments of the loader. step: arguments of `train_step`."""
     setting = lap.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     windows = hf_ga.WindowLoader(
@@ -64,9 +64,9 @@ def _hf_ga(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None
         **(loading or {}),
     )
     model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
-    while True:  # until the lap is over
+    while True:  # until the lap ends
         for window in windows:
-            hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0, **step).loss  # noqa: B018 - waits for the device
+            hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0, **step).loss  # noqa: B018 - synchronizes with the device
             lap.step_done()
 
 

@@ -1,4 +1,4 @@
-"""The flags of `scripts/benchmark.py`, its sections, and what it writes."""
+"""The flags of `scripts/benchmark.py`, its sections, and its output files."""
 
 import argparse
 import json
@@ -18,17 +18,17 @@ from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import TWO_RANKS, Section, ablation_section, planning_section, ranks_section, speed_section
 from benchmark.setting import SIZES, TASKS, Setting, documentation_strings
 
-METHOD = """Every arm runs in a process of its own, all with the same environment, forked of one that has imported everything. They
-take turns window by window: one process works at a time. A first epoch is not measured. Real tokens per second: those of an epoch
-over the median of the epochs' seconds, from the end of one optimizer step to the end of the next, loading of data included. All
-arms have the same samples (documentation strings of the standard library), model (new weights), window, micro-batch, precision,
-AdamW (fused) without decay, constant learning rate and clipping to 1.0; each has its own order of samples. Memory is the peak of
-the process (resident set, or what is allocated on a GPU) above what it held when imports, samples and model were there. No
-allocator's options are set."""
+METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
+window by window: one process runs at a time. A first epoch is not measured. Real tokens per second: those of an epoch over the
+median of the epochs' seconds, from the end of one optimizer step to the end of the next, data loading included. All arms have the
+same samples (documentation strings of the standard library), model (new weights), window, micro-batch, precision,
+AdamW (fused) without weight decay, constant learning rate and clipping to 1.0; each has its own order of samples. Memory is the
+peak of the process (resident set size, or allocated GPU memory) minus the memory after imports and construction of samples and
+model. No allocator options are set."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is asked for, print and write it. Returns 1 with --assert where a bound does not hold."""
+    """Measure, print and write the selected sections. Returns 1 with --assert if a bound fails."""
     flags = _flags(arguments)
     sections: list[Section] = []
     print(f"{_machine(flags)}\n", flush=True)
@@ -85,22 +85,22 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
     add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")
-    add("--num_threads", type=int, default=torch.get_num_threads(), help="of torch (default: as torch chooses)")
+    add("--num_threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: torch's)")
     add("--mixed_precision", choices=("no", "bf16"), default="no", help="default: no")
-    add("--dropout", type=float, default=0.1, help="at all sites of the model (default: 0.1)")
-    add("--num_samples", type=int, default=512, help="of an epoch (default: 512)")
-    add("--max_length", type=int, default=256, help="tokens a sample is cut at (default: 256)")
+    add("--dropout", type=float, default=0.1, help="dropout probability at all sites (default: 0.1)")
+    add("--num_samples", type=int, default=512, help="samples of an epoch (default: 512)")
+    add("--max_length", type=int, default=256, help="maximum tokens of a sample (default: 256)")
     add("--window", type=int, default=64, help="samples of an optimizer step (default: 64)")
     add("--micro_batch", type=int, default=8, help="samples of a micro-batch (default: 8)")
-    add("--epochs", type=int, default=3, help="measured, after one that is not (default: 3)")
-    add("--most_samples", type=int, default=10**7, help="of the largest dataset of the section plan (default: 10,000,000)")
-    add("--assert", dest="assert_bounds", action="store_true", help="exit with 1 where a bound does not hold")
+    add("--epochs", type=int, default=3, help="measured epochs, after one unmeasured (default: 3)")
+    add("--most_samples", type=int, default=10**7, help="size of the largest dataset of the section plan (default: 10,000,000)")
+    add("--assert", dest="assert_bounds", action="store_true", help="exit with code 1 if a bound fails")
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
     if flags.window % flags.micro_batch or flags.num_samples % flags.window or flags.epochs < 1:
         parser.error(
-            f"num_samples ({flags.num_samples}) must be whole windows ({flags.window}) and a window whole micro-batches "
-            f"({flags.micro_batch}), as Trainer drops or repeats the rest; epochs must be at least 1, got {flags.epochs}"
+            f"num_samples ({flags.num_samples}) must be a multiple of window ({flags.window}), and window of micro_batch "
+            f"({flags.micro_batch}), because Trainer drops or repeats the rest; epochs must be at least 1, got {flags.epochs}"
         )
     return flags
 
@@ -129,7 +129,7 @@ def _machine(flags: argparse.Namespace) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     return (
         f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision {flags.mixed_precision}, dropout "
-        f"{flags.dropout}, window {flags.window}, micro-batch {flags.micro_batch}, {flags.num_samples} samples cut at "
+        f"{flags.dropout}, window {flags.window}, micro-batch {flags.micro_batch}, {flags.num_samples} samples of at most "
         f"{flags.max_length} tokens, {flags.epochs} epoch(s) measured."
     )
 

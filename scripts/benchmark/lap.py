@@ -1,5 +1,5 @@
-"""One arm in a process of its own, where it waits for its turn before each window. So a machine whose speed changes changes it for
-all arms, and each has its own peak of memory.
+"""One arm in a separate process, which waits for its turn before each window. So changes of the machine's speed affect all arms
+equally, and each has its own peak memory.
 """
 
 import gc
@@ -21,16 +21,16 @@ from transformers.utils import logging
 
 from benchmark.setting import Setting, build_model
 
-# Imported once by the process that all others are forked of: they start within a second, from the same memory.
+# Imported once by the process that the others are forked from: they start within a second, from the same memory.
 _PRELOADED = ["benchmark.arms"]
 
 
 class LapOver(Exception):
-    """Raised by `Lap.step_done` after the last window, through whatever loop the arm is in."""
+    """Raised by `Lap.step_done` after the last window, to leave the arm's loop."""
 
 
 class CountedCollate:
-    """A collate function that notes what it is asked for.
+    """A collate function that records its samples.
 
     Attributes:
         ids: of the samples, in order. padded_tokens: elements of `input_ids`, padding included.
@@ -53,12 +53,12 @@ class CountedCollate:
 
 @dataclass
 class Measured:
-    """What was measured of an arm after its first epoch.
+    """The measurements of an arm after its first epoch.
 
     Attributes:
-        seconds: of each window, from the end of the step before to the end of its own, the loading of data included.
-        padding: padded tokens over real ones. each_once: whether every sample came once an epoch.
-        peak_memory, memory_before: bytes; before is after imports, data and the construction of the model.
+        seconds: of each window, from the end of the previous step to the end of its step, data loading included.
+        padding: padded tokens over real ones. each_once: whether every sample came once per epoch.
+        peak_memory, memory_before: bytes; the latter after imports and construction of data and model.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -69,10 +69,10 @@ class Measured:
 
 
 class Lap:
-    """One arm's run: `model`, `collate` and the setting's samples are what it trains; it calls `step_done` after each step.
+    """One arm's run: it trains `model` on the setting's samples with `collate`, and calls `step_done` after each step.
 
     Args:
-        turn: given, the lap waits for it before each window.
+        turn: if given, the lap waits for it before each window.
     """
 
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
@@ -96,11 +96,11 @@ class Lap:
         )
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW without decay in its fused form, which Trainer is told to take too."""
+        """Fused AdamW without weight decay, as in Trainer's arms."""
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 
     def step_done(self) -> None:
-        """An optimizer step is done. Returns when the next window may begin."""
+        """Record the end of an optimizer step. Returns when the next window may begin."""
         if self.setting.device == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._began)
@@ -118,10 +118,10 @@ class Lap:
 
 
 def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
-    """Run all arms, each in a process of its own, window by window in turn: one of them works at a time.
+    """Run all arms in separate processes, which take turns window by window: one runs at a time.
 
     Raises:
-        RuntimeError: a process ended without an answer.
+        RuntimeError: a process exited without a result.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -161,16 +161,16 @@ def _answer(name: str, connection: Connection) -> Measured | None:
     try:
         return connection.recv()
     except EOFError as error:
-        raise RuntimeError(f"arm {name!r} ended without an answer: its error is above, or memory was short.") from error
+        raise RuntimeError(f"arm {name!r} exited without a result: see its error above, or memory ran out.") from error
 
 
 def memory_now(device: str) -> int:
-    """Bytes that this process holds: of the device, or on a CPU its resident set."""
+    """Current memory of this process in bytes: on the device, or on a CPU its resident set size."""
     return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes that this process ever held."""
+    """Peak memory of this process in bytes."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

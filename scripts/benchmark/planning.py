@@ -1,4 +1,4 @@
-"""How long order and plan of a large dataset take."""
+"""Measures the time of order and plan of a large dataset."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ LONGEST = 256
 
 
 class _Ones:
-    """Samples of these lengths, made when they are asked for."""
+    """Samples of the given lengths, created on access."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
@@ -27,7 +27,7 @@ class _Ones:
 
 
 def seconds_to_first_window(num_samples: int) -> float:
-    """From a dataset whose lengths are known to its first window of 64 samples."""
+    """Seconds from a dataset with known lengths to its first window of 64 samples."""
     lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.0, num_samples), 2, LONGEST).astype(np.int64)
     accelerator, began = Accelerator(cpu=True), time.perf_counter()
     windows = hf_ga.WindowLoader(

@@ -1,4 +1,4 @@
-"""The default arm on two ranks of a CPU, launched as a user would: by `accelerate launch` with accelerate_configs/cpu_2.yaml."""
+"""The default arm on two ranks of a CPU, launched by `accelerate launch` with accelerate_configs/cpu_2.yaml."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure_two_ranks(setting: Setting) -> Measured:
-    """What rank 0 measures. It waits for the other one in every step, so its seconds are those of both.
+    """The measurements of rank 0. The ranks synchronize in every step, so its time is that of both.
 
     Raises:
         subprocess.CalledProcessError: the launch failed; its output is on the terminal.
@@ -39,7 +39,7 @@ def measure_two_ranks(setting: Setting) -> Measured:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Another program computes on one of the cores meanwhile."""
+    """Run the block with another program busy on one core."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         if hasattr(os, "sched_setaffinity"):
@@ -51,7 +51,7 @@ def busy_core() -> Iterator[None]:
 
 
 def main(given: str, written: str) -> None:
-    """One of the ranks."""
+    """Run one of the ranks."""
     setting, state = Setting(**json.loads(Path(given).read_text())), PartialState(cpu=True)
     torch.set_num_threads(max(1, setting.num_threads // state.num_processes))
     measured = Lap(setting).run(default)

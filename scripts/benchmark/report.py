@@ -1,4 +1,4 @@
-"""Tables and bounds of what was measured."""
+"""Tables and bounds of the measurements."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from benchmark.lap import Measured
 from benchmark.setting import Setting
 
 TWO_RANKS = "hf_ga, two ranks"
-# At least: times the tokens/s of the better of Trainer's two strategies by length.
+# Minimum ratio to the tokens/s of the better of Trainer's two strategies by length.
 TIMES_BETTER = {"gpt": 1.30, "bert": 1.18}
 TIMES_BUSY, TIMES_EXACT_TRAINER, SHARE_OF_OWN_LOOP = 1.20, 1.15, 0.97
-MOST_MEMORY = 1.05  # at most: times the memory of these two
+MOST_MEMORY = 1.05  # maximum ratio to the memory of these two
 FIRST_WINDOW_SECONDS = 3.0  # at most
-WORTH_TIME, WORTH_MEMORY = 1.05, 1.10  # of a speed-up that stays, at least one of them
+WORTH_TIME, WORTH_MEMORY = 1.05, 1.10  # a speed-up must reach at least one of them
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What `--assert` demands: `value` is at least `limit` or, if `at_most`, at most."""
+    """A bound of `--assert`: `value` is at least `limit` or, if `at_most`, at most."""
 
     what: str
     value: float
@@ -29,7 +29,7 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """False for NaN, too."""
+        """Whether the bound is met; False for NaN."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Bound:
 
 @dataclass
 class Section:
-    """A table with its bounds. figures: everything that was measured, for JSON."""
+    """A table with its bounds. figures: all measurements, for JSON."""
 
     title: str
     header: Sequence[str]
@@ -66,21 +66,21 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
     rows = [
         [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]] for arm, of in measured.items()
     ]
-    theirs = min(memory[GROUPED], memory[REBALANCED])
+    lowest = min(memory[GROUPED], memory[REBALANCED])
     name = setting.model
     bounds = [
         Bound(f"{name}: tokens/s over the better of Trainer's two by length", rates[DEFAULT] / better, TIMES_BETTER[name]),
-        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / theirs, MOST_MEMORY, at_most=True),
-        Bound(f"{name}: a loop of one's own over the default", rates[OWN_LOOP] / rates[DEFAULT], SHARE_OF_OWN_LOOP),
+        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / lowest, MOST_MEMORY, at_most=True),
+        Bound(f"{name}: own loop over the default", rates[OWN_LOOP] / rates[DEFAULT], SHARE_OF_OWN_LOOP),
         Bound(f"{name}: ExactTrainer over batch_rebalance", rates[EXACT_TRAINER] / rates[REBALANCED], TIMES_EXACT_TRAINER),
-        Bound(f"{name}: arms that saw each sample once an epoch", sum(of.each_once for of in measured.values()), len(measured)),
+        Bound(f"{name}: arms with each sample once per epoch", sum(of.each_once for of in measured.values()), len(measured)),
     ]
     header = ("arm", "real tokens/s", "x Trainer", "x better by length", "padded / real", "memory that training adds, MiB")
     return Section(f"{name}: {len(setting.samples)} ragged samples", header, rows, bounds, _figures(measured))
 
 
 def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """Each speed-up left out in turn: the median over windows of the same window's time without it over that with all."""
+    """Each speed-up disabled in turn: the median over windows of the ratio of times without it and with all."""
     whole, rows = measured[DEFAULT], []
     for arm, of in measured.items():
         time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
@@ -127,7 +127,7 @@ def tokens_per_second(setting: Setting, measured: Measured) -> float:
 
 
 def added_memory(measured: Measured) -> float:
-    """MiB of the peak above what the process held before."""
+    """MiB of peak memory above that before training."""
     return (measured.peak_memory - measured.memory_before) / 2**20
 
 

@@ -1,4 +1,4 @@
-"""What is measured: model, samples, batch and precision, as plain values that can be passed to another process."""
+"""The setting of a benchmark: model, samples, batch and precision, as plain values for other processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.models import load_tokenizer
 
 Sample = dict[str, Any]
-TASKS = {"gpt": "causal-lm", "bert": "text-classification"}  # model -> the task of `hf_ga.data.tasks` that it learns
-# Layers, width, heads, words. `base` is GPT-2-small and, but for its vocabulary, BERT-base.
+TASKS = {"gpt": "causal-lm", "bert": "text-classification"}  # model -> its task in `hf_ga.data.tasks`
+# Layers, width, heads, words. `base` is GPT-2-small and, except for its vocabulary, BERT-base.
 SIZES = {"tiny": (2, 32, 2, 4000), "small": (4, 256, 4, 4000), "base": (12, 768, 12, 50257)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms have in common.
+    """The setting of all arms.
 
     Attributes:
         model: a key of `TASKS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of torch.
-        mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: tokens a sample is cut at.
+        mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: maximum tokens of a sample.
         window_size: samples in an optimizer step. micro_batch_size: samples in a micro-batch.
-        epochs: measured after a first epoch that is not.
+        epochs: measured epochs, after one unmeasured.
         samples: of an epoch, tokenized. num_labels, pad_token_id: of the task. See `with_samples`.
     """
 
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def collate(self) -> Callable[[Sequence[Sample]], dict[str, Tensor]]:
-        """Samples -> arguments of the model."""
+        """Samples -> keyword arguments of the model."""
         return partial(_collate, pad_token_id=self.pad_token_id)
 
 
@@ -96,7 +96,7 @@ def build_model(setting: Setting) -> PreTrainedModel:
         sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": setting.max_length}
         special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": setting.pad_token_id}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes, **drops, **special))
-        model.loss_type = "ForCausalLM"  # GPT-2's class name tells transformers no loss, and it warns
+        model.loss_type = "ForCausalLM"  # transformers does not find it by GPT-2's class name, and warns
     else:
         drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), setting.dropout)
         sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}

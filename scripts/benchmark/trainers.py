@@ -1,4 +1,4 @@
-"""The arms that are transformers' Trainer, or hf_ga's ExactTrainer: their own training loop, watched by a callback."""
+"""The arms of transformers' Trainer and hf_ga's ExactTrainer: their own training loops, timed by a callback."""
 
 import tempfile
 from typing import Any
@@ -41,7 +41,7 @@ def train(lap: Lap, strategy: str, trainer_class: type[Trainer] = Trainer) -> No
             report_to="none",
             disable_tqdm=True,
         )
-        arguments._n_gpu = 1  # on a machine with several it would put the model into DataParallel
+        arguments._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
         trainer = trainer_class(
             model=lap.model, args=arguments, train_dataset=setting.samples, data_collator=lap.collate, callbacks=[_Clock(lap)]
         )
@@ -50,5 +50,5 @@ def train(lap: Lap, strategy: str, trainer_class: type[Trainer] = Trainer) -> No
 
 
 def exact_trainer(lap: Lap) -> None:
-    """hf_ga's trainer, as it comes."""
+    """hf_ga's trainer with default settings."""
     train(lap, "random", ExactTrainer)

@@ -50,12 +50,12 @@ Refusals = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
 
 
 class OutOfScope(Exception):
-    """A class of the mappings that is no text head and no image classifier with attention."""
+    """A class of the mappings that is neither a text head nor an image classifier with attention."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A model class and what it is asked to learn."""
+    """A model class and its kind of problem."""
 
     model_type: str
     class_name: str
@@ -68,13 +68,13 @@ class Head:
 
 @dataclass
 class Verdict:
-    """What was measured of one head. Errors are relative to the norm of the truth, over all parameters together.
+    """The measurements of one head. Errors are relative to the norm of the truth, over all parameters together.
 
     Attributes:
-        status: "right", "refused", "wrong", "not built" or "out of scope". reason: of a refusal, or why it could not be built.
+        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error message.
         trainer_ratio: norm of Trainer's gradient / norm of the truth.
         dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
-        dropout_error: the largest relative error between two layouts. dropout_effect: that from the gradient without dropout.
+        dropout_error: the largest relative error between two layouts. dropout_effect: that to no dropout.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def all_heads() -> list[Head]:
-    """Every class of the mappings once with every kind that its first mapping has; router losses where the config knows them."""
+    """Every class of the mappings, once per kind of its first mapping; with router losses if the config supports them."""
     heads: dict[str, list[Head]] = {}
     for mapping, kinds in MAPPINGS.items():
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
@@ -114,7 +114,7 @@ def all_heads() -> list[Head]:
 
 
 def examine(head: Head) -> Verdict:
-    """Build the head and compare all gradients. An error of the model ends in a verdict, not in an exception."""
+    """Build the head and compare all gradients. An error of the model becomes a verdict, not an exception."""
     verdict = Verdict(head.name, head.model_type, head.class_name, head.kind)
     try:
         model, samples, collate = build_head(head, 0.0)
@@ -159,7 +159,7 @@ def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingColla
 def hf_ga_gradient(
     model: nn.Module, samples: list[Sample], collate: PaddingCollator, rule: hf_ga.ProvenLoss | None = None, **layout: Any
 ) -> tuple[Gradient, hf_ga.ProvenLoss]:
-    """The gradient of the same samples by hf_ga in a layout, and the rule that it proved (or was given)."""
+    """hf_ga's gradient of the same samples in a layout, and the proven (or given) rule."""
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(samples, collate, accelerator=accelerator, global_batch_size=len(samples), shuffle=False, **layout)
     model.zero_grad(set_to_none=True)
@@ -169,7 +169,7 @@ def hf_ga_gradient(
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """The gradient that `transformers.Trainer` hands to its optimizer, for the same samples in the same order."""
+    """The gradient that `transformers.Trainer` passes to its optimizer, for the same samples in the same order."""
     model.zero_grad(set_to_none=True)
     micro_batches = [collate(samples[start : start + MICRO_BATCH]) for start in range(0, len(samples), MICRO_BATCH)]
     trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
@@ -177,7 +177,7 @@ def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCo
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
-    """Whether a training forward moves torch's generator."""
+    """Whether a training forward draws from torch's generator."""
     before = torch.get_rng_state()
     with torch.no_grad():
         model(**collate(samples))
@@ -185,7 +185,7 @@ def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCo
 
 
 def taken_gradient(model: nn.Module) -> Gradient:
-    """Copies of the gradients, zeros where a trainable parameter has none; the model has none afterwards."""
+    """Copies of the gradients, zeros if a trainable parameter has none; removes them from the model."""
     taken = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad(set_to_none=True)
     return taken
@@ -256,31 +256,31 @@ def _routes(model_type: str) -> bool:
 
 
 def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
-    """Not every class that gives router logits adds a loss of them."""
+    """Raise OutOfScope if the model's loss has no router term."""
     if head.kind != ROUTER:
         return
     batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
     with torch.no_grad():
-        losses = [model(**batch, output_router_logits=asked).loss for asked in (False, True)]
+        losses = [model(**batch, output_router_logits=with_loss).loss for with_loss in (False, True)]
     if torch.equal(*losses):
         raise OutOfScope("its loss has no part for the router")
 
 
 def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
-    """Of the pre-training mapping only what computes a loss of text is meant."""
+    """Raise OutOfScope for pre-training classes without a loss of text labels."""
     names = inspect.signature(model_class.forward).parameters
     if head.kind == "pre-training" and not ("input_ids" in names and {"labels", "start_positions"} & set(names)):
         raise OutOfScope("pre-training without a loss of text labels")
 
 
 def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """A text model of a family of several modalities is listed under the family's config, but has its own."""
+    """The config class: a text model of a multimodal family is listed under the family's config, but has its own."""
     own = getattr(model_class, "config_class", None)
     return own if isinstance(own, type) else transformers.CONFIG_MAPPING[head.model_type]
 
 
 def _with_special_tokens(config: transformers.PreTrainedConfig) -> int:
-    """Choose the ids that a config leaves to the tokenizer, as its user would. Returns the padding id."""
+    """Set the special token ids that a config leaves to the tokenizer. Returns the padding id."""
     text = config.get_text_config()
     chosen = 0
     for name in ("pad_token_id", "decoder_start_token_id"):

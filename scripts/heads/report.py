@@ -1,4 +1,4 @@
-"""The report of a sweep: a line a head, a summary, Markdown and JSON."""
+"""The report of a sweep: one line per head, a summary, Markdown and JSON."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ import transformers
 from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANCE, Verdict
 
 BUILT = ("right", "refused", "wrong")
-DRAWING = ("agree", "differ", "refused", "error")  # of those that draw dropout
+DRAWING = ("agree", "differ", "refused", "error")  # of heads that draw dropout
 
 METHOD = f"""Every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token classification,
 question answering, multiple choice, seq2seq, next sentence, pre-training, image classification), built small from its config class
@@ -24,7 +24,7 @@ has targets per token, and a plain padding collate function; for question answer
 
 - **Truth**: `model(**collate(all_samples)).loss.backward()`, with torch and transformers only, in float32 without dropout.
 - **hf_ga**: `WindowLoader` and `backward_window` in micro-batches of {MICRO_BATCH}, {ACCUMULATION} of them, on the same samples.
-- **Trainer**: the gradient that `transformers.Trainer` hands to its optimizer for the same model, samples, order and layout.
+- **Trainer**: the gradient that `transformers.Trainer` passes to its optimizer for the same model, samples, order and layout.
 - **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
 - **Dropout**: built once more with all dropout probabilities {DROPOUT}; hf_ga's gradients in the layouts {", ".join(LAYOUTS)}
   (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than {TOLERANCE:.0e}, and all of
@@ -67,7 +67,7 @@ def summary(verdicts: list[Verdict]) -> list[str]:
 
 
 def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes: float) -> None:
-    """heads.md and heads.json of the verdicts so far, of `num_heads` asked for."""
+    """Write heads.md and heads.json with the verdicts so far, of `num_heads` heads."""
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
     about = {"versions": versions, "minutes": round(minutes, 1), "tolerance": TOLERANCE, "summary": summary(verdicts)}
@@ -153,6 +153,6 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _entry(verdict: Verdict) -> dict[str, Any]:
-    """What is known of a head; three digits are enough."""
+    """A head's entry in heads.json, with three digits."""
     known = {name: value for name, value in verdict.to_dict().items() if value not in (None, "") and name != "name"}
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in known.items()}

@@ -1,4 +1,4 @@
-"""The sweep over all heads: a worker process examines one after the other, and is replaced when it dies or takes too long."""
+"""The sweep over all heads: a worker process examines one head after another, and is replaced if it dies or takes too long."""
 
 import argparse
 import gc
@@ -18,20 +18,20 @@ from tqdm import tqdm
 from heads.one_head import Head, Verdict, all_heads, examine
 from heads.report import line, summary, write_report
 
-TIME_LIMIT = 60.0  # seconds a head
+TIME_LIMIT = 60.0  # seconds per head
 WRITE_EVERY = 50  # heads
 START_LIMIT = 300.0  # seconds until a worker has imported everything
 
 
 class Worker:
-    """A process that examines heads one by one. One that dies, or hangs, is replaced and loses its own head only."""
+    """A process that examines heads one by one. If it dies or hangs, it is replaced, and only the current head is lost."""
 
     def __init__(self, time_limit: float, serve: Callable[[Connection], None]) -> None:
         self.time_limit, self.serve = time_limit, serve
         self.process: multiprocessing.Process | None = None
 
     def examine(self, head: Head) -> Verdict:
-        """The verdict on a head; "not built" with the reason where the process did not live to tell."""
+        """The verdict on a head; "not built" with the reason if the process died."""
         begin = time.perf_counter()
         try:
             self._start()
@@ -58,10 +58,10 @@ class Worker:
         if self.process is not None:
             return
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
+        self.connection, worker_end = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(worker_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_end.close()
         if not self.connection.poll(START_LIMIT):
             raise TimeoutError("the worker did not start")
         self.connection.recv()
@@ -73,8 +73,8 @@ def sweep(
     """Verdicts in the order of the heads.
 
     Args:
-        jobs: worker processes. time_limit: seconds a head.
-        serve: what a worker runs, left out `serve_heads`: it sends "ready", then a verdict for every head that it receives.
+        jobs: worker processes. time_limit: seconds per head.
+        serve: the worker's function (default: `serve_heads`), which sends "ready", then a verdict for every received head.
     """
     workers = [Worker(time_limit, serve or serve_heads) for _ in range(jobs)]
     idle: Queue[Worker] = Queue()
@@ -97,14 +97,14 @@ def sweep(
 
 
 def evenly_spread(heads: list[Head], count: int) -> list[Head]:
-    """About `count` of them, of all kinds and from the whole alphabet."""
+    """About `count` heads, of all kinds and evenly spread over their names."""
     ordered = sorted(heads, key=lambda head: (head.kind, head.class_name))
     step = max(len(ordered) / max(count, 1), 1.0)
     return [ordered[int(i * step + step / 2)] for i in range(min(count, len(ordered)))]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 1 if hf_ga was wrong for a head, 2 for a bad flag, else 0."""
+    """Run the command line. Returns 1 if hf_ga is wrong for a head, 2 for a bad flag, otherwise 0."""
     options = _options(arguments)
     heads = all_heads()
     if options.only:
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.full:
         heads = evenly_spread(heads, options.sample)
     if not heads:
-        print(f"no head matches --only {options.only!r}: it is a regular expression on 'Class (kind) model_type'", file=sys.stderr)
+        print(f"no head matches --only {options.only!r}: give a regular expression on 'Class (kind) model_type'", file=sys.stderr)
         return 2
     verdicts = _examine_all(heads, options)
     print("\n".join(summary(verdicts)))
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
-    """Examine heads, print a line each, and write the report at the end and now and then before."""
+    """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the end."""
     begin, verdicts = time.perf_counter(), []
     bar = tqdm(sweep(heads, options.jobs, options.time_limit), total=len(heads), unit="head", dynamic_ncols=True)
     for verdict in bar:
@@ -137,9 +137,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all heads")
     parser.add_argument("--only", metavar="PATTERN", help="regular expression on 'Class (kind) model_type'")
     parser.add_argument("--sample", type=int, default=40, metavar="N", help="without --full and --only: about N heads")
-    parser.add_argument("--output_dir", default="sweep", help="gets heads.md and heads.json")
+    parser.add_argument("--output_dir", default="sweep", help="folder for heads.md and heads.json")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--time_limit", type=float, default=TIME_LIMIT, help="seconds a head")
+    parser.add_argument("--time_limit", type=float, default=TIME_LIMIT, help="seconds per head")
     options = parser.parse_args(arguments)
     if options.jobs < 1 or options.sample < 1 or options.time_limit <= 0:
         parser.error("--jobs and --sample must be at least 1, --time_limit above 0")
@@ -147,7 +147,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def serve_heads(connection: Connection) -> None:
-    """In the worker: quiet, offline, one thread."""
+    """The worker's function: quiet, offline, one thread."""
     import warnings
 
     import torch
@@ -165,5 +165,5 @@ def serve_heads(connection: Connection) -> None:
             return
         getattr(transformers, head.class_name, None)  # imports the architecture
         gc.collect()
-        gc.freeze()  # Trainer collects garbage after every run, else among all that was ever imported
+        gc.freeze()  # excludes imports from the garbage collection after every run of Trainer
         connection.send(examine(head))

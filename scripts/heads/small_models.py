@@ -1,7 +1,7 @@
-"""Any architecture of transformers, small and with seeded random weights: one shrinking rule over the attributes of its config.
+"""Small models of any architecture of transformers, with seeded random weights: one shrinking rule over config attributes.
 
-Nothing is downloaded and nothing of the size of a real model is built: a config class knows all its sizes, and a size is known by
-its name. What the rule cannot know stands in `EXCEPTIONS`, each with its reason.
+Nothing is downloaded and no full-size model is built: the rule finds sizes by the names of a config class's attributes.
+`EXCEPTIONS` lists what it cannot derive, with reasons.
 """
 
 import re
@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heads.exceptions import EXCEPTIONS
 
 VOCABULARY = 96
-NUM_RESERVED = 32  # ids below are for special tokens, samples use those above
+NUM_RESERVED = 32  # ids below are for special tokens, samples use the others
 MOST_PARAMETERS = 6_000_000
-LEAST_LAYERS, MOST_STAGES = 2, 8  # a longer list has an entry a layer
-# Sizes that a class leaves open although its model needs them (real checkpoints have them in their files).
+LEAST_LAYERS, MOST_STAGES = 2, 8  # a longer list has one entry per layer
+# Required sizes without a default in the class (real checkpoints set them).
 NOT_OPEN = {
     "head_dim": 8,
     "num_key_value_heads": 4,
@@ -27,13 +27,13 @@ NOT_OPEN = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
-NOISE = 0.05  # standard deviation of what is added to every initial weight
+NOISE = 0.05  # standard deviation of the noise added to every initial weight
 
-# (pattern of the attribute's name, largest value of a number, divisor of the numbers in a list). The first that matches counts.
+# (pattern of the attribute's name, largest value of a number, divisor of the numbers in a list). The first match applies.
 SIZES: list[tuple[str, int, int]] = [
-    (r"kernel|stride", 1 << 60, 1),  # as they are: they go with paddings
+    (r"kernel|stride", 1 << 60, 1),  # unchanged: they must fit the paddings
     (r"vocab", VOCABULARY, 1),
-    (r"token_id|token_index|_index$|_id$", 1 << 60, 1),  # dealt with by `_token_ids`
+    (r"token_id|token_index|_index$|_id$", 1 << 60, 1),  # see `_token_ids`
     (r"position_emb|n_positions|max_seq|seq_len|n_ctx|max_(source|target)|max_length|context_length", 64, 1),
     (r"sliding_window$|window_size|attention_window$|attention_chunk_size|local_attention", 8, 1),
     (r"image_size|input_size|crop_size", 32, 1),
@@ -46,10 +46,10 @@ SIZES: list[tuple[str, int, int]] = [
     (r"experts$|num_expert", 4, 1),
     (r"(key_value|kv).*heads|kv_n_heads", 2, 1),
     (r"rope_head_dim|rotary_dim", 4, 1),
-    (r"qk_head_dim", 12, 1),  # with and without rotation together
-    (r"expand$", 1, 1),  # of a state space model, whose heads x head size are then those of its attention
+    (r"qk_head_dim", 12, 1),  # rotated and unrotated parts together
+    (r"expand$", 1, 1),  # state space model: makes its heads x head size equal to its attention's
     (r"head_?dim|dim_head|d_head|d_kv|kv_channels|head_size", 8, 1),
-    (r"index_n_heads", 32, 1),  # few heads give index scores of exactly 0, and top-k breaks ties by the width of the batch
+    (r"index_n_heads", 32, 1),  # few heads have index scores of exactly 0, and top-k breaks ties by batch width
     (r"heads?(_per_layer)?$", 4, 1),
     (r"layers?$|depths?$|blocks?$|layers?_per_|n_stage", 2, 4),
     (r"rank|state_size|d_state", 8, 1),
@@ -64,12 +64,12 @@ def small_config(config_class: type[PreTrainedConfig], dropout: float = 0.0, **o
     """A config of the class with small sizes.
 
     Args:
-        dropout: the value of every attribute that is a dropout probability. Layer dropout and routing noise, which no sample
-            owns, are 0 always.
-        overrides: attributes set at last (num_labels, problem_type, ...).
+        dropout: the value of every attribute that is a dropout probability. Layer dropout and routing noise, which belong to no
+            sample, are always 0.
+        overrides: attributes set last (num_labels, problem_type, ...).
 
     Raises:
-        what the config class raises for values that do not go together.
+        errors of the config class for incompatible values.
 
     Example:
         small_config(BertConfig).hidden_size   # 32
@@ -81,7 +81,7 @@ def small_config(config_class: type[PreTrainedConfig], dropout: float = 0.0, **o
 
 
 def small_arguments(config: PreTrainedConfig, dropout: float, token_ids: dict[int, int]) -> dict[str, Any]:
-    """The arguments that make a small config like `config`. `token_ids` collects which special token got which new id."""
+    """Arguments for a small version of `config`. `token_ids` collects new ids of special tokens."""
     layers = _kept_layers(config)
     defaults = {field.name: field.default for field in fields(config)}
     whole_numbers = {field.name for field in fields(config) if field.type is int}
@@ -101,10 +101,10 @@ def small_arguments(config: PreTrainedConfig, dropout: float, token_ids: dict[in
 
 
 def build_small(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """The model in float32 and training mode, no weight zero: its own initialisation plus seeded noise.
+    """The model in float32 and training mode, without zero weights: its own initialisation plus seeded noise.
 
     Raises:
-        ValueError: it has more than `MOST_PARAMETERS` parameters, so the rule missed a size.
+        ValueError: it has more than `MOST_PARAMETERS` parameters: the rule missed a size.
     """
     _check_size(model_class, config)
     with torch.random.fork_rng():
@@ -117,7 +117,7 @@ def build_small(model_class: type[PreTrainedModel], config: PreTrainedConfig, se
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Also what no attribute of the config says."""
+    """Set all dropout probabilities to 0, including those without a config attribute."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -129,12 +129,12 @@ def is_dropout(name: str) -> bool:
 
 
 def is_shared_noise(name: str) -> bool:
-    """Layer dropout leaves a layer out for a whole batch, routing noise and token dropout belong to the routers."""
+    """Layer dropout skips a layer for a whole batch; routing noise and token dropout belong to the routers."""
     return bool(re.search(r"layerdrop|jitter|token_dropout|mask_(time|feature)_prob", name))
 
 
 def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
-    """What the class declares, and lists that it derives (one entry a layer)."""
+    """Declared attributes, and derived lists with one entry per layer."""
     declared = {field.name for field in fields(config) if field.init}
     known = {name: _value(config, name) for name in sorted(declared)}
     derived = {n: v for n, v in vars(config).items() if n not in known and not n.startswith("_") and isinstance(v, list)}
@@ -142,7 +142,7 @@ def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """The attribute; None where it differs from layer to layer and so has no single value."""
+    """The attribute; None if it differs between layers."""
     try:
         return getattr(config, name, None)
     except (ValueError, RuntimeError):
@@ -172,7 +172,7 @@ def _small_value(name: str, value: Any, dropout: float, layers: list[int] | None
 
 
 def _small_rotation(value: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a rotation in three axes, nested by kind of layer or not, that fit half a head of 8."""
+    """The sections of a three-axis rotary embedding, possibly nested by kind of layer, that fit half a head of size 8."""
     small = {k: _small_rotation(v) if isinstance(v, dict) else v for k, v in value.items()}
     return {**small, "mrope_section": [2, 1, 1]} if len(value.get("mrope_section", ())) == 3 else small
 
@@ -183,7 +183,7 @@ def _limited(name: str, value: int) -> int:
 
 
 def _small_list(name: str, value: Any, dropout: float, layers: list[int] | None) -> Any:
-    """A list with one entry a layer keeps those of the layers kept; another one has its numbers divided."""
+    """For a list with one entry per layer, select the kept layers; divide the numbers of other lists."""
     kind = type(value)
     if layers is not None and len(value) > max(layers) and (_is_per_layer(name) or len(value) > MOST_STAGES):
         return kind(_limited(name, value[i]) if type(value[i]) is int else value[i] for i in layers)
@@ -204,7 +204,7 @@ def _is_per_layer(name: str) -> bool:
 
 
 def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
-    """The first layer of every kind, two layers at least; None where the config lists no kinds."""
+    """The first layer of every kind, at least two layers; None if the config lists no kinds."""
     count = getattr(config, _layers_attribute(config), None)
     lists = [
         v
@@ -222,12 +222,12 @@ def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
 
 
 def _layers_attribute(config: PreTrainedConfig) -> str:
-    """The name of the number of layers; a class may have another one for the common name."""
+    """The attribute of the number of layers; a class may map the common name to another."""
     return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
 def _token_ids(value: Any, token_ids: dict[int, int]) -> Any:
-    """Special tokens keep their ids where these are small, others get the last reserved ones; equal ids stay equal."""
+    """Special tokens keep small ids; others receive the last reserved ones; equal ids stay equal."""
     if isinstance(value, list | tuple):
         return type(value)(_token_ids(v, token_ids) for v in value)
     if not isinstance(value, int) or value < NUM_RESERVED // 2:
@@ -239,14 +239,14 @@ def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).parameters())
-    except Exception:  # it computes with its weights while it is built: the time limit is the guard
+    except Exception:  # it reads its weights in its constructor: rely on the time limit
         return
     if size > MOST_PARAMETERS:
         raise ValueError(f"{model_class.__name__} has {size} parameters after shrinking, more than {MOST_PARAMETERS}")
 
 
 def _make_generic(parameter: nn.Parameter) -> None:
-    """Noise on top, so that nothing is zero or degenerate; what the model left uninitialised is noise alone."""
+    """Add noise, so that no weight is zero or degenerate; uninitialised weights become noise only."""
     if parameter.is_floating_point():
         wild = ~parameter.isfinite() | (parameter.abs() > 1e4)
         parameter.masked_fill_(wild, 0.0).add_(torch.randn_like(parameter), alpha=NOISE)

@@ -1,7 +1,7 @@
-"""Ragged samples for every kind of head, and a plain padding collate function. Nothing of hf_ga is used here.
+"""Ragged samples for every kind of head, and a plain padding collate function. Independent of hf_ga.
 
-The 8 samples of a window are of 4 to 21 tokens, and their targets differ by more than a factor of 3 wherever the head has targets
-per token.
+The 8 samples of a window have 4 to 21 tokens, and their numbers of targets differ by more than a factor of 3 if the head has
+targets per token.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ IGNORED = -100
 FIRST_ID, LAST_ID = 32, 96  # ids of plain tokens
 LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
 IMAGE_SIZE = 32
-# Samples whose answer was cut off with their text, its start or its end; question answering leaves these targets out.
+# Samples with a truncated answer (start or end); question answering ignores these targets.
 CUT_STARTS, CUT_ENDS, BEYOND = (1, 6), (1, 2, 6), 1000
-# Architectures that take batches of one width only: the longest sample, rounded up to what their chunks or tables ask for.
+# Architectures with one batch width only: the longest sample, rounded up to the size of their chunks or tables.
 WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
 
 # kind of head -> attributes of its config
@@ -44,7 +44,7 @@ def make_samples(kind: str, class_name: str, config: PreTrainedConfig, seed: int
     """8 samples for a head, as lists of numbers.
 
     Args:
-        kind: a key of `KINDS`. class_name: of the model, whose pre-training labels have names of their own.
+        kind: a key of `KINDS`. class_name: of the model (names of pre-training labels depend on it).
     """
     rng = np.random.default_rng(seed)
     if kind == "image classification" and class_name.startswith("ImageGPT"):  # its pixels are tokens
@@ -52,7 +52,7 @@ def make_samples(kind: str, class_name: str, config: PreTrainedConfig, seed: int
     if kind == "image classification":
         return [_image_sample(rng, config, i) for i in range(len(LENGTHS))]
     end, last = end_token(config), min(LAST_ID, getattr(config.get_text_config(), "vocab_size", None) or LAST_ID)
-    if kind == "seq2seq" and not config.is_encoder_decoder:  # a decoder that writes behind what it hears or sees
+    if kind == "seq2seq" and not config.is_encoder_decoder:  # a decoder that continues after its audio or image input
         kind = "causal LM"
     texts = [_tokens(rng, length, last, end) for length in LENGTHS]
     samples = [_with_labels(kind, ids, texts[-1 - i], rng, i) for i, ids in enumerate(texts)]
@@ -60,7 +60,7 @@ def make_samples(kind: str, class_name: str, config: PreTrainedConfig, seed: int
 
 
 def end_token(config: PreTrainedConfig) -> int | None:
-    """The id that ends every sample (BART's classifier reads it there), if it is not what pads."""
+    """The id that ends every sample (BART's classifier reads it there), if it is not the padding id."""
     text = config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, list | tuple) else end
@@ -68,7 +68,7 @@ def end_token(config: PreTrainedConfig) -> int | None:
 
 
 class PaddingCollator:
-    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100, all else with 0.
+    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100, the rest with 0.
 
     width: pad to this many tokens instead.
     """
@@ -122,7 +122,7 @@ def _with_labels(kind: str, ids: list[int], target: list[int], rng: np.random.Ge
 
 
 def _masked(labels: list[int], rng: np.random.Generator) -> list[int]:
-    """About two labels in three are left out in some samples, none in others; the second one stays."""
+    """Mask about two of three labels in some samples, none in others; never the second label."""
     share = (0.0, 0.7)[int(rng.integers(2))] if len(labels) > LENGTHS[0] else 0.5
     return [label if i == 1 or rng.random() >= share else IGNORED for i, label in enumerate(labels)]
 
@@ -158,21 +158,21 @@ def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> S
 
 
 def _more_inputs(class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator) -> Sample:
-    """What single architectures want beside the text."""
+    """Additional inputs of single architectures."""
     size = len(sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"])
     if class_name.startswith("Bros"):  # a box for every token, as its corners
         return {"bbox": rng.random((size, 8)).astype(np.float32)}
-    if class_name.startswith("Longformer"):  # else its question answering looks for three separators
+    if class_name.startswith("Longformer"):  # otherwise its question answering looks for three separators
         ids = np.zeros_like(sample["input_ids"])
         ids[..., 0] = 1
         return {"global_attention_mask": ids}
-    if class_name == "SplinterForPreTraining":  # some questions a sample; 0 pads
+    if class_name == "SplinterForPreTraining":  # some questions per sample; 0 pads
         places = rng.integers(1, len(sample["input_ids"]), (3, size // 4)).tolist()
         return dict(zip(("question_positions", "start_positions", "end_positions"), places, strict=True))
-    if class_name.startswith("PaliGemma"):  # what is given and what is to be written; without it only padded batches are causal
+    if class_name.startswith("PaliGemma"):  # marks prefix and suffix; without it only padded batches are causal
         return {"token_type_ids": [int(label != IGNORED) for label in sample["labels"]]}
-    if class_name.startswith("FSMT"):  # it shifts the source where it gets no target's input
+    if class_name.startswith("FSMT"):  # without decoder inputs it shifts the source
         return {"decoder_input_ids": [end_token(config), *sample["labels"][:-1]]}
-    if class_name.startswith("Git"):  # its loss begins behind the tokens of an image
+    if class_name.startswith("Git"):  # its loss starts after the image tokens
         return _image_sample(rng, config, 0) | {"labels": sample["labels"]}
     return {}

@@ -54,10 +54,10 @@ WRONG_WEIGHTS = {
     "divided twice": (
         lambda n, total, k, ga: n / total / k,
         "normalisation",
-        "the micro-batches weigh x(0.25, 0.25, 0.25, 0.25) of what is right",
+        "micro-batches are weighted by x(0.25, 0.25, 0.25, 0.25)",
     ),
     "a sum": (lambda n, total, k, ga: n, "normalisation", "the loss is a sum"),
-    "odd": (lambda n, total, k, ga: n**2 / total**2, "normalisation", "weigh x("),
+    "odd": (lambda n, total, k, ga: n**2 / total**2, "normalisation", "are weighted by x("),
 }
 
 
@@ -267,7 +267,7 @@ def accumulating(dtype):
 def test_accumulation_in_low_precision_is_named(dtype):
     steps = {"wrong": accumulating(dtype), "right": accumulating(torch.float32)}
     report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps)
-    assert_only(report, "wrong", "precision", says="added up in low precision")
+    assert_only(report, "wrong", "precision", says="computed in low precision")
     assert report.arm("right").passed
 
 

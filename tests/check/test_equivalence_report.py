@@ -33,9 +33,9 @@ def report():
 def test_the_text_has_the_verdict_first_and_every_row(report):
     lines = str(report).splitlines()
     assert lines[0] == "BertForMaskedLM"
-    assert lines[1].startswith("hf_ga: passed, the full batch's gradient in all 2 layouts (largest relative error ")
+    assert lines[1].startswith("hf_ga: passed, same gradient as the full batch in all 2 layouts (largest relative error ")
     assert lines[2].startswith("a <loop>: FAILED in 2 of 2 layouts")
-    assert lines[3].startswith("  because of normalisation: mean of means")
+    assert lines[3].startswith("  cause: normalisation: mean of means")
     assert sum(line.endswith(("passed", "FAILED")) for line in lines[4:]) == 4
     assert any("in float64" in line for line in lines)
 
@@ -139,7 +139,7 @@ def test_another_loss_is_compared_with_nothing(tmp_path):
     layouts = ["--check_layouts", "uneven", "--label_smoothing_factor", "0.1"]
     assert main([*FLAGS, *layouts, "--output_dir", str(tmp_path)]) == 0
     read = json.loads((tmp_path / "report.json").read_text())
-    assert read["passed"] and [row["arm"] for row in read["rows"]] == [OURS] and "nothing is compared" in read["facts"][-1]
+    assert read["passed"] and [row["arm"] for row in read["rows"]] == [OURS] and "no other step is compared" in read["facts"][-1]
 
 
 def test_assert_is_about_hf_ga_and_fails_where_it_does(tmp_path, monkeypatch, capsys):

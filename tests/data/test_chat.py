@@ -149,7 +149,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     """Where nothing is rewritten, or only one turn is a target, it can be used."""
     tokenizer = tokenizer_with(FORGETFUL)
     thought = turns("Hi", "<think>Hm.</think>Hello!", "How?", "<think>So.</think>Fine.")
-    with pytest.raises(DataError, match=r"writes a turn differently when others follow it.*keep one turn of the assistant"):
+    with pytest.raises(DataError, match=r"renders a turn differently.*keep only one assistant turn"):
         targets({"messages": [thought]}, tokenizer)
     ((text, parts),) = targets({"messages": [thought[:2]]}, tokenizer)
     assert parts == ["<think>Hm.</think>Hello!<end>"] and text.endswith(parts[0])
@@ -175,8 +175,8 @@ BROKEN = {
     "content of None": ({"messages": [[{"role": "user", "content": None}]]}, "strings role and content"),
     "content in parts": ({"messages": [[{"role": "user", "content": [{"text": "Hi"}]}]]}, "strings role and content"),
     "no role": ({"messages": [[{"role": None, "content": "Hi"}]]}, "strings role and content"),
-    "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "assistant has the first turn"),
-    "completion alone": ({"prompt": [[]], "completion": [turns("Hi", "Yes")[1:]]}, "assistant has the first turn"),
+    "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
+    "completion alone": ({"prompt": [[]], "completion": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
     "prompt of None": ({"prompt": [None], "completion": ["b"]}, "must be strings.*None"),
     "completion of None": ({"prompt": ["a"], "completion": [None]}, "must be strings.*None"),
     "completion of numbers": ({"prompt": ["a"], "completion": [3]}, "must be strings.*3"),

@@ -59,11 +59,11 @@ def test_columns_by_flag():
         ({"choices": ["x"], "label": 0}, "the same number of choices.*rows with 1 and 2"),
         (
             {"choices": ["x", "y"], "label": 2},
-            "a label must be the number .* 1 of 2 train rows hold .'label': 2, 'choices': 2.*--label_column",
+            "a label must be .* 1 of 2 train rows have .'label': 2, 'choices': 2.*--label_column",
         ),
-        ({"choices": ["x", "y"], "label": -1}, "1 of 2 train rows hold .'label': -1"),
-        ({"choices": ["x", "y"], "label": None}, "1 of 2 train rows hold .'label': None"),
-        ({"choices": None, "label": 0}, "choices must be lists of strings, but 1 of 2 train rows hold.*--choices_column"),
+        ({"choices": ["x", "y"], "label": -1}, "1 of 2 train rows have .'label': -1"),
+        ({"choices": ["x", "y"], "label": None}, "1 of 2 train rows have .'label': None"),
+        ({"choices": None, "label": 0}, "choices must be lists of strings, but 1 of 2 train rows have.*--choices_column"),
     ],
 )
 def test_rows_that_cannot_be_used(row, message):
@@ -73,7 +73,7 @@ def test_rows_that_cannot_be_used(row, message):
 
 @pytest.mark.parametrize("label", ["B", "7", "yes"])
 def test_labels_beyond_the_choices(label):
-    with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows hold .'label': '{label}'"):
+    with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows have .'label': '{label}'"):
         encoded({"question": "q", "choices": ["x", "y"], "answer": label})
 
 

@@ -231,5 +231,5 @@ def test_tokenizer_training_is_deterministic(dataset):
 
 def test_library_without_sources_is_refused(monkeypatch):
     monkeypatch.setattr(corpus, "stdlib_rows", lambda: iter(()))
-    with pytest.raises(DataError, match="without the sources"):
+    with pytest.raises(DataError, match="lack the sources"):
         corpus.load_stdlib.__wrapped__()

@@ -417,13 +417,13 @@ MISSING = {
         "regression",
         "text label",
         {"label_column": "text"},
-        "text_column and label_column are not all different",
+        "text_column and label_column must be different columns",
     ),
     "words that are the tags": (
         "token-classification",
         "tags",
         {"text_column": "tags"},
-        "^text_column and label_column are not all",
+        "^text_column and label_column must be different",
     ),
     "questions": ("question-answering", "query context A_answers", {}, "text_column 'question' is not in.*--text_column"),
     "contexts": ("question-answering", "question text A_answers", {}, "text_pair_column 'context' is not.*--text_pair_column"),
@@ -487,8 +487,8 @@ def test_rows_are_counted_and_said(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
     assert data.facts == [
         "train: 2 of 7 rows truncated to 4 tokens",
-        "train: 2 of 7 rows left out because they are empty",
-        "train: 1 of 7 rows kept although they have no target (they add nothing)",
+        "train: 2 of 7 rows skipped because they are empty",
+        "train: 1 of 7 rows without a target (they do not contribute to the loss)",
     ]
 
 
@@ -502,7 +502,7 @@ def test_classification_rows_are_cut_between_their_special_tokens(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [1, 1] and data.splits["train"]["label"][:] == [0, 1]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
         "train: 1 of 3 rows truncated to 4 tokens",
-        "train: 1 of 3 rows left out because they are empty",
+        "train: 1 of 3 rows skipped because they are empty",
     ]
 
 
@@ -570,12 +570,12 @@ def test_completions(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [2, 0, 3]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
         "train: 1 of 4 rows truncated to 4 tokens",
-        "train: 1 of 4 rows left out because they are empty",
-        "train: 1 of 4 rows kept although they have no target (they add nothing)",
+        "train: 1 of 4 rows skipped because they are empty",
+        "train: 1 of 4 rows without a target (they do not contribute to the loss)",
     ]
     batch = data.collate([data.splits["train"][0], data.splits["train"][2]])
     assert batch["labels"].tolist() == [[-100, -100, 5, 1], [-100, 5, 5, 1]]
-    with pytest.raises(DataError, match=r"none of the 3 train rows has a target.*a completion that max_length does not cut off"):
+    with pytest.raises(DataError, match=r"none of the 3 train rows has a target.*a completion within max_length"):
         prepared(write(tmp_path / "e.jsonl", [rows[1]] * 3), validation_file=file, max_length=3)
 
 
@@ -612,7 +612,7 @@ def test_pairs(tmp_path):
     data = prepared(file, letter_tokenizer(**SPECIAL), task="text-classification", validation_file=file)
     assert data.splits["train"]["input_ids"][:] == [[13, 3, 14, 4, 5, 14], [13, 6, 14, 14]]
     assert data.splits["train"]["label"][:] == [1, 0] and data.labels == ["x", "y"]
-    assert "train: 1 of 3 rows left out because they are empty" in data.facts
+    assert "train: 1 of 3 rows skipped because they are empty" in data.facts
 
 
 def test_regression(tmp_path):
@@ -622,7 +622,7 @@ def test_regression(tmp_path):
     unlabelled = write(tmp_path / "t.jsonl", [{"text": "a", "label": -1.0}] * 3)
     data = prepared(train, task="regression", validation_file=other, test_file=unlabelled)
     assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0] and data.labels == []
-    assert data.facts == ["left out the test rows: all their labels are -1, which means unlabelled"]
+    assert data.facts == ["skipped the test rows: all their labels are -1, which means unlabelled"]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
     data = prepared(
         train,
@@ -654,9 +654,9 @@ def test_token_classification(tmp_path):
     assert data.splits["train"]["label"][:] == [[-100, 0, 1, -100, -100]] and data.labels == ["N", "V"]
     assert data.facts == [
         "train: 1 of 2 rows truncated to 5 tokens",
-        "train: 1 of 2 rows left out because they are empty",
+        "train: 1 of 2 rows skipped because they are empty",
         "validation: 1 of 2 rows truncated to 5 tokens",
-        "validation: 1 of 2 rows left out because they are empty",
+        "validation: 1 of 2 rows skipped because they are empty",
     ]
 
 
@@ -674,7 +674,7 @@ def test_blocks(tmp_path):
     data = prepared(file, validation_file=file, block_size=4, max_length=2)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1, 5], [1, 6, 7, 8], [1]]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
-        "train: 1 of 4 rows left out because they are empty",
+        "train: 1 of 4 rows skipped because they are empty",
         "train: 3 rows, 9 tokens, concatenated and cut into 3 blocks of 4 tokens (the last has 1)",
     ]
     again = prepared(file, validation_file=file, block_size=4, max_length=99)
@@ -906,7 +906,7 @@ def test_unlabelled_test_rows_of_choices_are_left_out(label, tmp_path):
     test = write(tmp_path / "test.jsonl", [{"text": "a", "choices": ["b", "c"], "label": label}] * 3)
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="multiple-choice", validation_file=file, test_file=test)
-    assert "test" not in data.splits and any("left out the test rows" in fact for fact in data.facts)
+    assert "test" not in data.splits and any("skipped the test rows" in fact for fact in data.facts)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -137,7 +137,7 @@ def test_answers_of_all_shapes():
     assert list(zip(*(encoded(*rows)[name] for name in ("answer_texts", "answer_starts")), strict=True)) == expected
 
 
-PLACE, SHAPE = "answers must stand in their contexts", "answers must be {"
+PLACE, SHAPE = "answers must be in their contexts", "answers must be {"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ PLACE, SHAPE = "answers must stand in their contexts", "answers must be {"
 )
 def test_answers_that_are_not_where_they_should_be(answers, message):
     good = {"question": "q", "context": "c d e", "answers": {"text": ["d"], "answer_start": [2]}}
-    with pytest.raises(DataError, match=f"{message}.*1 of 2 train rows hold .*{answers['answer_start'][0]}"):
+    with pytest.raises(DataError, match=f"{message}.*1 of 2 train rows have .*{answers['answer_start'][0]}"):
         encoded(good, {"question": "q", "context": "c d e", "answers": answers})
 
 

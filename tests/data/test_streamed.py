@@ -80,7 +80,7 @@ def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
     # What is read ahead stands for the training rows, and is no more than was said.
     ahead = list(data.splits["train"])
     assert READ_AHEAD - 1 <= len(ahead) <= READ_AHEAD and ahead == samples[: len(ahead)]
-    assert f"a stream, of which {READ_AHEAD} rows were read ahead" in data.description
+    assert f"a stream, {READ_AHEAD} rows of it read ahead" in data.description
     collated = data.collate([next(iter(data.stream))])
     assert collated["input_ids"].tolist()[0] == samples[0]["input_ids"]
 
@@ -118,7 +118,7 @@ def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
     data = prepared(path, task="text-classification", validation_file=write(tmp_path / "v.jsonl", TEXTS))
     stream = iter(data.stream)
     assert [next(stream)["label"] for _ in range(12)] == [0, 1] * 6
-    with pytest.raises(DataError, match=r"unknown labels in the stream: 'late'. Training knows 2 labels"):
+    with pytest.raises(DataError, match=r"unknown labels in the stream: 'late'. The training rows have 2 labels"):
         list(stream)
 
 
@@ -150,12 +150,12 @@ def test_one_class_in_the_rows_read_ahead_is_refused(tmp_path):
     ("more", "message"),
     [
         ({"max_steps": None}, "streaming needs max_steps"),
-        ({"task": "masked-lm"}, "streaming does not go with the task masked-lm"),
+        ({"task": "masked-lm"}, "streaming does not support the task masked-lm"),
         ({"task": "question-answering"}, "the task question-answering"),
-        ({"block_size": 8}, "streaming does not go with block_size"),
+        ({"block_size": 8}, "streaming does not support block_size"),
         ({"dataset_name": "stdlib"}, "the embedded corpus stdlib"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers 2"),
-        ({"eval_only": True, "model_name_or_path": "gpt2"}, "streaming does not go with eval_only"),
+        ({"eval_only": True, "model_name_or_path": "gpt2"}, "streaming does not support eval_only"),
         ({"shuffle_buffer_size": -1}, "shuffle_buffer_size must be at least 0, got -1"),
     ],
     ids=str,
@@ -175,10 +175,10 @@ def test_rows_that_cannot_be_streamed(tmp_path):
     only_test.mkdir()
     write(only_test / "test.jsonl", TEXTS)
     for name, validation, message in [
-        (file, None, "no validation rows, and none can be taken from a stream"),
+        (file, None, "no validation rows, and a stream cannot be split"),
         (tmp_path / "none.jsonl", file, "none.jsonl does not exist"),
         (tmp_path / "none", file, "none does not exist"),
-        (tmp_path / "saved", file, "is read row by row anyway"),
+        (tmp_path / "saved", file, "save_to_disk.*omit streaming"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
         (only_test, file, r"no training rows \(splits: test\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),

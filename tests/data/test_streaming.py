@@ -499,10 +499,10 @@ ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num
         (iter([{"x": 1}]), {}, hf_ga.DataError, "can be read only once"),
         (Listed(["text"]), {}, hf_ga.DataError, r"sample 0 of the stream is a str \('text'\)"),
         (Listed([{"x": 1}, None]), {}, hf_ga.DataError, "sample 1 of the stream is a NoneType"),
-        (datasets.IterableDatasetDict({"train": ROWS}), {}, hf_ga.DataError, "name the split"),
+        (datasets.IterableDatasetDict({"train": ROWS}), {}, hf_ga.DataError, "choose one split"),
         (Numbers(5), {"num_workers": 2}, hf_ga.ConfigError, "at most one worker"),
         (Numbers(5), {"shuffle_buffer_size": -1}, hf_ga.ConfigError, "shuffle_buffer_size must be at least 0, got -1"),
-        (Numbers(5), {"drop_last_window": True}, hf_ga.DataError, "leaves nothing of a stream of 5 samples: a window has 8"),
+        (Numbers(5), {"drop_last_window": True}, hf_ga.DataError, "drop_last_window.*5 samples: use a window below 8"),
         (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -517,7 +517,7 @@ def test_errors(stream, options, error, message):
 def test_a_stream_that_cannot_be_read_again_ends_the_second_epoch():
     loader = make_loader(Halves())
     assert len(list(loader)) == 1
-    with pytest.raises(hf_ga.DataError, match="empty in epoch 1: every pass must begin anew"):
+    with pytest.raises(hf_ga.DataError, match=r"empty in epoch 1: .*must restart it"):
         list(loader)
 
 

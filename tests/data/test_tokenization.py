@@ -226,7 +226,7 @@ def test_instructions_by_hand():
     ],
 )
 def test_a_tokenizer_without_offsets_is_refused(function, rows):
-    with pytest.raises(ConfigError, match=r"ByT5Tokenizer has no offsets.*fast tokenizer"):
+    with pytest.raises(ConfigError, match=r"ByT5Tokenizer has no token offsets.*fast tokenizer"):
         function(rows, ByT5Tokenizer(), 8)
 
 
@@ -275,7 +275,7 @@ def test_the_cached_special_tokens_do_not_depend_on_the_limit():
     (tokenize_choices, {"text": ["a"], "choices": [["b"]]}, 3),
 ])  # fmt: skip
 def test_no_room_beside_special_tokens_is_refused(function, rows, least):
-    with pytest.raises(ConfigError, match=f"max_length {least} leaves no room beside the {least} special tokens"):
+    with pytest.raises(ConfigError, match=f"max_length {least} leaves no room besides the {least} special tokens"):
         function(rows, encoder_tokenizer(), least)
     assert function(rows, encoder_tokenizer(), least + 1)["length"] == [least + 1]
 

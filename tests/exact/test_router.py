@@ -192,7 +192,7 @@ def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):
         return sum(logits.softmax(-1).mean(0).square().sum() for logits in gate_logits)
 
     monkeypatch.setattr(module, "load_balancing_loss_func", of_other_arithmetic)
-    with pytest.raises(LossNotAdditive, match="is not that of Switch Transformer"):
+    with pytest.raises(LossNotAdditive, match="differs from that of Switch Transformer"):
         hf_ga.prove_targets(mixtral(), h.token_samples(8), h.pad_right)
 
 

@@ -209,7 +209,7 @@ def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option)
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
     """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored modules, a proof on shards."""
-    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["does not sum the gradients of fsdp_ignored_modules"]
+    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["does not reduce the gradients of fsdp_ignored_modules"]
     words += ["proven before it is wrapped"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"

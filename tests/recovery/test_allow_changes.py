@@ -135,7 +135,7 @@ def test_refused_without_the_flag(change, words, place, checkpoint, tmp_path):
         change = {"dataset_name": str(place / change["dataset_name"])}
     with pytest.raises(hf_ga.CheckpointError) as error:
         train(place, tmp_path / "out", resume_from_checkpoint=str(checkpoint), **change)
-    for word in [f"checkpoint-{STOP} is of another run", *words, "--resume_with_changes"]:
+    for word in [f"checkpoint-{STOP} has other settings", *words, "--resume_with_changes"]:
         assert word in str(error.value)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
@@ -386,8 +386,8 @@ def test_adapters_on_another_base(place, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"optim": "sgd"}, ["cannot go on with optim 'adamw' -> 'sgd', not even with --resume_with_changes"]),
-        ({"freeze": ["transformer.wpe"], "seed": 8}, ["cannot go on with freeze None -> ['transformer.wpe']"]),
+        ({"optim": "sgd"}, ["cannot be resumed with optim 'adamw' -> 'sgd', even with --resume_with_changes"]),
+        ({"freeze": ["transformer.wpe"], "seed": 8}, ["cannot be resumed with freeze None -> ['transformer.wpe']"]),
         ({"model_name_or_path": "wide"}, ["does not fit this model"]),
         ({"task": "text-classification"}, ["does not fit this model"]),
     ],

@@ -108,7 +108,7 @@ def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None
             verify(folder)
         assert str(folder) in str(error.value) and any(path.name in str(error.value) for path in touched if folder in path.parents)
         if step > whole[-1] and output / "latest" not in touched:
-            assert f"{folder.name} is passed over for checkpoint-{whole[-1]}: {error.value}" in said
+            assert f"skipped {folder.name}, resuming from checkpoint-{whole[-1]}: {error.value}" in said
 
 
 def test_no_damaged_file_is_ever_loaded(runs, tmp_path, capsys):
@@ -151,7 +151,7 @@ def test_none_whole(runs, tmp_path):
     files = ("checkpoint-2/state.json", f"checkpoint-4/{SHARD}", "checkpoint-6/manifest.json")
     for file in files:
         (tmp_path / "out" / file).write_bytes(b"")
-    with pytest.raises(hf_ga.CheckpointError, match="has no whole checkpoint to resume from") as error:
+    with pytest.raises(hf_ga.CheckpointError, match="has no undamaged checkpoint to resume from") as error:
         find_checkpoint(ALONE, tmp_path / "out", "auto")
     assert all(str(tmp_path / "out" / file) in str(error.value) for file in files)
 

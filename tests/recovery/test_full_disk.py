@@ -58,7 +58,7 @@ def test_full_disk(case, place, undisturbed, tmp_path, capsys):
         assert finetune_main([str(tmp_path / "run.json")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: cannot write {output / file}: ") and "File too large" in error
-    assert f"What {output} holds is kept: free disk space" in error and "--resume_from_checkpoint auto" in error
+    assert f"files in {output} are kept: free disk space" in error and "--resume_from_checkpoint auto" in error
     assert [path.name for path in output.iterdir() if path.name.startswith(LEFT)] == []
     if kept:
         assert (output / "latest").read_text().startswith(f"{kept}\n")
@@ -110,6 +110,6 @@ def test_all_processes_stop_with_the_same_words(place, tmp_path):
     assert first["shards of process 1"].startswith(f"cannot write {partial / 'shards'}: ")
     assert first["manifest"].startswith(f"cannot write {partial}: ") and "File too large" in first["manifest"]
     for name in ("shards of process 1", "manifest"):
-        assert "is kept: free disk space" in first[name]
+        assert "are kept: free disk space" in first[name]
     assert first["room"] == "trained 4 steps"
     assert "copy/shards/shard-00002-model-00001-of-00001.safetensors is damaged: SHA-256 mismatch" in first["damaged"]

@@ -10,7 +10,7 @@ from runs import filled_place, lines_of, small_config, train
 
 import hf_ga
 from hf_ga.recovery import lock
-from hf_ga.recovery.lock import LOCK, holds_nothing, only_run_in
+from hf_ga.recovery.lock import LOCK, is_empty_folder, only_run_in
 from hf_ga.run import finetune
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -110,7 +110,7 @@ def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
         return accelerator(config)
 
     monkeypatch.setattr(finetune, "_accelerator", meanwhile)
-    with pytest.raises(hf_ga.ConfigError, match="holds another run"):
+    with pytest.raises(hf_ga.ConfigError, match="contains another run"):
         train(place, tmp_path / "out")
     assert content(tmp_path / "out") == {tmp_path / "out" / "metrics.jsonl": b"{}\n"}
 
@@ -131,11 +131,11 @@ def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path, holder):
 
 
 def test_the_lock_of_a_killed_run_is_nothing(tmp_path):
-    assert holds_nothing(tmp_path / "missing") and holds_nothing(tmp_path)
+    assert is_empty_folder(tmp_path / "missing") and is_empty_folder(tmp_path)
     (tmp_path / LOCK).write_text("process 1")
-    assert holds_nothing(tmp_path)
+    assert is_empty_folder(tmp_path)
     (tmp_path / "file").touch()
-    assert not holds_nothing(tmp_path)
+    assert not is_empty_folder(tmp_path)
 
 
 def test_workers_do_not_keep_the_lock(tmp_path):

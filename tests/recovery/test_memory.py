@@ -293,4 +293,4 @@ def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
     with small_device(23, chosen=saved.exists), pytest.raises(OutOfMemory) as caught:
         train(place, tmp_path / "out")
     assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(caught.value)
-    assert str(caught.value).endswith(f"Then go on from {saved} with --resume_from_checkpoint auto.")
+    assert str(caught.value).endswith(f"Then resume from {saved} with --resume_from_checkpoint auto.")

@@ -100,7 +100,7 @@ def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(tmp_path
         assert done.returncode != 0 and seconds < LIMIT
         assert "Under FSDP it cannot be cut" in done.stderr and "does not fit into the memory of process 1" in done.stderr
         saved = place / "out" / "checkpoint-3"
-        assert f"Then go on from {saved} with --resume_from_checkpoint auto." in done.stderr
+        assert f"Then resume from {saved} with --resume_from_checkpoint auto." in done.stderr
         resumed = {"per_device_train_batch_size": 3, "resume_from_checkpoint": "auto"}
         (place / "second.json").write_text(json.dumps(config.to_dict() | resumed))
         done, _ = launch_fsdp2(str(place / "second.json"), "1000000")

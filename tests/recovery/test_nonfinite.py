@@ -138,11 +138,11 @@ def spoil_embedding(model):
 
 # name: what goes wrong, and what the message says of it
 CASES = {
-    "output": "the first module with an output that is not finite is norm (Root)",
-    "loss": "the first module with an output that is not finite is the model itself (Classifier)",
+    "output": "the first module with a non-finite output is norm (Root)",
+    "loss": "the first module with a non-finite output is the model itself (Classifier)",
     "gradient": "the gradient of middle.bias is not finite",
-    "weight": "the first module with an output that is not finite is embedding (Embedding)",
-    "loss_fn": "the outputs of all modules are finite, so it is the loss (loss_fn)",
+    "weight": "the first module with a non-finite output is embedding (Embedding)",
+    "loss_fn": "the outputs of all modules are finite, so the loss is the cause (loss_fn)",
 }
 
 
@@ -216,7 +216,7 @@ def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
     if max_grad_norm is None:
         assert not training.step(window, targets=rule).skipped
         return
-    said = "each micro-batch by itself gives finite numbers again: their sum or its norm overflows float32"
+    said = "each micro-batch alone gives finite numbers: their sum or its norm overflows float32"
     with pytest.raises(NonFinite, match=said):
         training.step(window, targets=rule, max_grad_norm=max_grad_norm)
 
@@ -230,7 +230,7 @@ def test_what_does_not_happen_again_is_said_to_be_so():
         return output * math.nan if len(calls) == 1 else output
 
     model.norm.register_forward_hook(once)
-    with pytest.raises(NonFinite, match="each micro-batch by itself gives finite numbers again"):
+    with pytest.raises(NonFinite, match="each micro-batch alone gives finite numbers"):
         training.step(next(iter(windows_of(samples(bad=())))), targets=rule)
 
 
@@ -352,7 +352,7 @@ def test_models_with_a_router_or_of_one_width(name):
     first, second, _ = windows_of(data)
     training.step(first, targets=rule)
     model.register_forward_pre_hook(lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    with pytest.raises(NonFinite, match=rf"comes from samples 10, 13; .* output that is not finite is {re.escape(layer)} "):
+    with pytest.raises(NonFinite, match=rf"comes from samples 10, 13; .* module with a non-finite output is {re.escape(layer)} "):
         training.step(second, targets=rule)
     widest = max(len(data[i]["input_ids"]) for i in second.sample_ids)
     assert (widths == {widest}) == (name == "xlnet")
@@ -422,9 +422,9 @@ def test_a_run_stops_and_says_where_to_go_on(place, tmp_path, bad_rows):
     with pytest.raises(NonFinite) as caught:
         train(place, tmp_path / "out", **bad_rows)
     text = str(caught.value)
-    assert f"before optimizer step {first + 1} the run stopped" in text and f"window {first} of epoch 0" in text
+    assert f"the run stopped before optimizer step {first + 1}" in text and f"window {first} of epoch 0" in text
     assert "is transformer.h.1.mlp (GPT2MLP)" in text and "on_nonfinite skip" in text and "lower the learning rate" in text
-    assert f"go on from {tmp_path / 'out'}/checkpoint-{first}" in text if first else "start again" in text
+    assert f"resume from {tmp_path / 'out'}/checkpoint-{first}" in text if first else "start again" in text
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, first + 1))
 
 
@@ -444,7 +444,7 @@ def test_a_run_that_skips_says_so_once(place, tmp_path, bad_rows, capfd):
 
 def test_many_skipped_windows_in_a_row_stop_the_run(place, tmp_path, bad_rows, monkeypatch):
     monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 1)
-    with pytest.raises(hf_ga.DataError, match=r"1 windows in a row made no step.*losses or gradients are not finite.*GPT2MLP"):
+    with pytest.raises(hf_ga.DataError, match=r"1 consecutive windows made no step.*losses or gradients are not finite.*GPT2MLP"):
         train(place, tmp_path / "out", on_nonfinite="skip", **bad_rows)
 
 

@@ -44,7 +44,7 @@ def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, tmp
     path, out = str(tmp_path / "a" / "checkpoint-3"), tmp_path / "b"
     killed(place, out, 1, resume_from_checkpoint=path)
     killed(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
-    with pytest.raises(hf_ga.ConfigError, match="holds checkpoints of its own"):
+    with pytest.raises(hf_ga.ConfigError, match="contains checkpoints"):
         train(place, out, resume_from_checkpoint=path)
     train(place, out, resume_from_checkpoint="auto")
     assert steps(out) == list(range(4, 9))
@@ -88,8 +88,8 @@ def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, tmp_path):
 
 
 def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
-    leave = loop._leave_if_asked
-    monkeypatch.setattr(loop, "_leave_if_asked", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
+    leave = loop._raise_if_stopped
+    monkeypatch.setattr(loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the run
     try:
         with pytest.raises(KeyboardInterrupt):

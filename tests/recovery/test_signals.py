@@ -91,10 +91,10 @@ def handlers():
 def test_signals_are_remembered_and_handlers_come_back():
     before = handlers()
     with stop_requests() as request:
-        assert not request.came
+        assert not request.received
         for name in ("SIGUSR2", "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"):
             signal.raise_signal(getattr(signal, name))
-            assert request.came and str(request) == "SIGUSR2"
+            assert request.received and str(request) == "SIGUSR2"
     assert handlers() == before
 
 
@@ -132,7 +132,7 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch):
     try:
         with stop_requests() as request:
             signal.raise_signal(signal.SIGUSR2)
-            assert not request.came and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+            assert not request.received and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
@@ -142,7 +142,7 @@ def test_in_another_thread_nothing_changes():
 
     def work():
         with stop_requests() as request:
-            found.extend([request.came, *handlers()])
+            found.extend([request.received, *handlers()])
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, p
             train(place, out)
     assert handlers() == before
     expected = (
-        f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; go on with --resume_from_checkpoint auto"
+        f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; resume with --resume_from_checkpoint auto"
     )
     assert str(stopped.value) == expected
     assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (out / "summary.json").exists()
@@ -258,7 +258,7 @@ def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monk
     assert cli.finetune_main([flag for flag in flags if not flag.endswith("=False")]) == cli.STOPPED == 75
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "stopped" in line or "error" in line] == [
-        f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; go on with --resume_from_checkpoint auto"
+        f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; resume with --resume_from_checkpoint auto"
     ]
 
 

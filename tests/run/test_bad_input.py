@@ -137,8 +137,11 @@ CASES = {
         ["unknown metric_for_best_model 'acc'", "loss, accuracy, f1"],
     ),
     "no patience": ("--early_stopping_patience 0", ["early_stopping_patience must be at least 1", "got 0"]),
-    "unknown tracker": ("--report_to tensorbord", ["report_to tensorbord is no tracker", "none, all", "tensorboard"]),
-    "missing tracker": ("--report_to tensorboard,comet_ml", ["report_to comet_ml is no tracker", "install its package"]),
+    "unknown tracker": ("--report_to tensorbord", ["report_to tensorbord is not an installed tracker", "none, all", "tensorboard"]),
+    "missing tracker": (
+        "--report_to tensorboard,comet_ml",
+        ["report_to comet_ml is not an installed tracker", "install its package"],
+    ),
     "rank 0": ("--lora_r 0", ["lora_r must be at least 1", "got 0"]),
     "scale of LoRA 0": ("--lora_r 2 --lora_alpha 0", ["lora_alpha must be greater than 0", "got 0"]),
     "negative dropout in LoRA": ("--lora_r 2 --lora_dropout -0.1", ["lora_dropout must be at least 0", "got -0.1"]),
@@ -146,7 +149,7 @@ CASES = {
     "dropout of LoRA alone": ("--lora_dropout 0.1", ["lora_dropout", "need lora_r"]),
     "scale of LoRA alone": ("--lora_alpha 8", ["lora_alpha", "need lora_r"]),
     "layers of LoRA alone": ("--lora_target_modules c_attn", ["lora_target_modules", "need lora_r"]),
-    "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no use with lora_r", "leave one"]),
+    "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no effect with lora_r", "omit one"]),
     "share of masks 0": ("--task masked-lm --mlm_probability 0", ["mlm_probability must be greater than 0", "got 0"]),
     "share of masks 1": ("--task masked-lm --mlm_probability 1", ["mlm_probability must be below 1", "got 1"]),
     "smoothing of all": ("--label_smoothing_factor 1", ["label_smoothing_factor must be below 1", "got 1"]),
@@ -154,28 +157,28 @@ CASES = {
     "smoothing nan": ("--label_smoothing_factor nan", ["label_smoothing_factor must be at least 0", "got nan"]),
     "smoothing of numbers": (
         "--task regression --label_smoothing_factor 0.1",
-        ["is for the task", "not regression"],
+        ["applies to the task", "not regression"],
     ),
-    "pair of a language model": ("--text_pair_column label", ["text_pair_column is for the task", "not causal-lm"]),
+    "pair of a language model": ("--text_pair_column label", ["text_pair_column applies to the task", "not causal-lm"]),
     "missing pair": (
         f"{CLASSIFY} --text_pair_column second",
         ["text_pair_column 'second' is not in the train rows", "text, label"],
     ),
     "pair of one column": (f"{CLASSIFY} --text_pair_column text", ["text_column and text_pair_column", "'text', 'text'"]),
     "block of one token": ("--block_size 1", ["block_size must be at least 2", "got 1"]),
-    "blocks of a classifier": (f"{CLASSIFY} --block_size 16", ["block_size is for the task causal-lm", "leave it out"]),
+    "blocks of a classifier": (f"{CLASSIFY} --block_size 16", ["block_size applies to the task causal-lm", "omit it"]),
     "block beyond the positions": ("--block_size 65", ["block_size 65 is beyond the 64 positions", "at most 64"]),
     "blocks of conversations": (
         "--block_size 16 --dataset_name {d}/messages.jsonl",
-        ["block_size concatenates plain texts", "messages", "leave block_size out"],
+        ["block_size concatenates plain texts", "messages", "omit block_size"],
     ),
     "no new tokens": ("--max_new_tokens 0", ["max_new_tokens must be at least 1", "got 0"]),
     "predictions of a language model": (
         "--predict_file {d}/good.jsonl",
-        ["predict_file is for the task text-classification", "not causal-lm"],
+        ["predict_file applies to the task text-classification", "not causal-lm"],
     ),
     "missing file to predict": (f"{CLASSIFY} --predict_file {{d}}/absent.jsonl", ["absent.jsonl", "does not exist"]),
-    "file to predict of another kind": (f"{CLASSIFY} --predict_file {{d}}/good.xyz", ["good.xyz", "unknown ending", ".jsonl"]),
+    "file to predict of another kind": (f"{CLASSIFY} --predict_file {{d}}/good.xyz", ["good.xyz", "unknown extension", ".jsonl"]),
     "file to predict without the column": (
         f"{CLASSIFY} --predict_file {{d}}/no_text.jsonl",
         ["text_column 'text' is not in the predict rows", "body, title"],
@@ -195,16 +198,16 @@ CASES = {
     ),
     "a number missing": (
         "--task regression --dataset_name {d}/no_number.jsonl",
-        ["regression must be finite float32 numbers", "1 of 8 train rows hold None"],
+        ["regression must be finite float32 numbers", "1 of 8 train rows have None"],
     ),
-    "one label for a list": ("--task multi-label", ["labels must be lists", "19 of 19 train rows hold 0", "--label_column"]),
+    "one label for a list": ("--task multi-label", ["labels must be lists", "19 of 19 train rows have 0", "--label_column"]),
     "a tag missing": (
         "--task token-classification --dataset_name {d}/tags.jsonl",
         ["every word needs one tag", "(['a', 'b'], ['x'])"],
     ),
     "an answer somewhere else": (
         f"{ANSWER} --dataset_name {{d}}/misplaced.jsonl --validation_file {{d}}/answers.jsonl",
-        ["answers must stand in their contexts", "1 of 9 train rows", "('words', 4)"],
+        ["answers must be in their contexts", "1 of 9 train rows", "('words', 4)"],
     ),
     "answers of another shape": (
         f"{ANSWER} --dataset_name {{d}}/answer_numbers.jsonl",
@@ -234,7 +237,7 @@ CASES = {
     "no choices": (f"{CHOOSE} --dataset_name {{d}}/good.jsonl", ["choices_column 'choices' is not", "--choices_column"]),
     "targets of numbers": (
         f"{WRITE} --dataset_name {{d}}/number_targets.jsonl",
-        ["target_column must name a column of strings", "hold 0, 1, 2", "--target_column"],
+        ["target_column must name a column of strings", "have 0, 1, 2", "--target_column"],
     ),
     "no target column": (f"{WRITE} --text_column text --dataset_name {{d}}/good.jsonl", ["target_column 'target'", "text, label"]),
     "targets without a word": (f"{WRITE} --dataset_name {{d}}/blank_targets.jsonl", ["none of the 8 train rows has a target"]),
@@ -246,20 +249,20 @@ CASES = {
         f"{WRITE} --dataset_name {{d}}/targets.jsonl --model_name_or_path {{d}}/bart --predict_with_generate",
         ["max_new_tokens 64 must be below the 64 positions"],
     ),
-    "choices of a language model": ("--choices_column x", ["choices_column is for the task multiple-choice", "not causal-lm"]),
-    "target of a language model": ("--target_column x", ["target_column is for the task seq2seq", "not causal-lm"]),
-    "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate is for the task seq2seq"]),
+    "choices of a language model": ("--choices_column x", ["choices_column applies to the task multiple-choice", "not causal-lm"]),
+    "target of a language model": ("--target_column x", ["target_column applies to the task seq2seq", "not causal-lm"]),
+    "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate applies to the task seq2seq"]),
     "metric of texts that are not generated": (
         f"{WRITE} --metric_for_best_model rougeL",
         ["metric_for_best_model rougeL compares generated texts", "--predict_with_generate"],
     ),
     "smoothing of answers": (
         f"{ANSWER} --label_smoothing_factor 0.1",
-        ["is for the task", "not question-answering"],
+        ["applies to the task", "not question-answering"],
     ),
     "smoothing of choices": (
         f"{CHOOSE} --label_smoothing_factor 0.1",
-        ["is for the task", "not multiple-choice"],
+        ["applies to the task", "not multiple-choice"],
     ),
     "no beams": (f"{WRITE} --num_beams 0", ["num_beams must be at least 1", "got 0"]),
     "conversations without a template": ("--dataset_name {d}/messages.jsonl", ["no chat template", "columns of strings"]),
@@ -279,9 +282,9 @@ CASES = {
     ),
     "a part of the corpus": (
         "--dataset_name stdlib --dataset_config_name en",
-        ["dataset_config_name en is for datasets of the hub, not for stdlib"],
+        ["dataset_config_name en applies to hub datasets only, not to stdlib"],
     ),
-    "a part of a file": ("--dataset_config_name en", ["dataset_config_name en is for datasets of the hub", "good.jsonl"]),
+    "a part of a file": ("--dataset_config_name en", ["dataset_config_name en applies to hub datasets only", "good.jsonl"]),
     "a part of an unknown dataset": ("--dataset_name nobody/nothing --dataset_config_name en", ["cannot read nobody/nothing"]),
     "test file without the column": ("--test_file {d}/no_text.jsonl", ["'text' is not in the test rows", "body, title"]),
     "evaluating without a model to name": (
@@ -290,13 +293,13 @@ CASES = {
     ),
     # flags that contradict each other
     "stream without an end": ("--streaming --validation_file {d}/good.jsonl", ["streaming needs max_steps"]),
-    "stream of a corpus": ("--streaming --max_steps 2 --dataset_name stdlib", ["streaming does not go with", "stdlib"]),
-    "stream of answers": (f"{ANSWER} --streaming --max_steps 2", ["streaming does not go with the task question-answering"]),
-    "stream in blocks": ("--streaming --max_steps 2 --block_size 8", ["streaming does not go with block_size"]),
-    "stream to evaluate": ("--streaming --max_steps 2 --eval_only", ["streaming does not go with eval_only"]),
+    "stream of a corpus": ("--streaming --max_steps 2 --dataset_name stdlib", ["streaming does not support", "stdlib"]),
+    "stream of answers": (f"{ANSWER} --streaming --max_steps 2", ["streaming does not support the task question-answering"]),
+    "stream in blocks": ("--streaming --max_steps 2 --block_size 8", ["streaming does not support block_size"]),
+    "stream to evaluate": ("--streaming --max_steps 2 --eval_only", ["streaming does not support eval_only"]),
     "stream with many readers": (
         "--streaming --max_steps 2 --dataloader_num_workers 2",
-        ["streaming does not go with dataloader_num_workers 2", "one worker reads ahead"],
+        ["streaming does not support dataloader_num_workers 2", "one worker reads ahead"],
     ),
     "stream without validation rows": ("--streaming --max_steps 2", ["has no validation rows", "--validation_file"]),
     "stream of a missing file": (
@@ -318,12 +321,12 @@ CASES = {
     "configuration of another kind": ("{d}/good.xyz", ["unexpected argument", "good.xyz", ".yaml or .json"]),
     "malformed YAML": ("{d}/malformed.yaml", ["malformed.yaml is malformed", "line 2"]),
     "malformed JSON": ("{d}/malformed.json", ["malformed.json is malformed", "line 1"]),
-    "YAML list": ("{d}/list.yaml", ["list.yaml must hold names and values", "list"]),
-    "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must hold names and values"]),
+    "YAML list": ("{d}/list.yaml", ["list.yaml must be a mapping of names to values", "list"]),
+    "empty YAML": ("{d}/nothing.yaml", ["nothing.yaml must be a mapping of names to values"]),
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
-    "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a text", "list"]),
-    "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["freeze must be a list of texts", "[{'a': 1}]"]),
-    "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of texts", "None"]),
+    "list for a value in YAML": ("{d}/nested.yaml", ["text_column must be a string", "list"]),
+    "dict in a list in YAML": ("{d}/dict_in_list.yaml", ["freeze must be a list of strings", "[{'a': 1}]"]),
+    "null in a list in YAML": ("{d}/null_in_list.yaml", ["freeze must be a list of strings", "None"]),
     "fraction for a whole number in YAML": ("{d}/float_for_int.yaml", ["max_steps must be a whole number", "got 3.0"]),
     "code in YAML": ("{d}/code.yaml", ["code.yaml is malformed", "could not determine a constructor", "python/object/apply"]),
     "no UTF-8 in YAML": ("{d}/bytes.yaml", ["bytes.yaml is malformed", "utf-8"]),
@@ -334,8 +337,8 @@ CASES = {
     "missing relative file": ("--dataset_name absent.csv", ["absent.csv", "does not exist"]),
     "missing folder": ("--dataset_name {d}/absent", ["absent", "does not exist", "stdlib"]),
     "missing validation file": ("--validation_file {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
-    "unknown ending": ("--dataset_name {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl", ".parquet"]),
-    "unknown ending of a test file": ("--test_file {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl"]),
+    "unknown extension": ("--dataset_name {d}/good.xyz", ["good.xyz", "unknown extension", ".jsonl", ".parquet"]),
+    "unknown extension of a test file": ("--test_file {d}/good.xyz", ["good.xyz", "unknown extension", ".jsonl"]),
     "embedded corpus without labels": (
         f"{ANSWER} --dataset_name stdlib",
         ["the embedded corpus has no data for question-answering", "--dataset_name"],
@@ -360,13 +363,13 @@ CASES = {
     "label column is the text column": (f"{CLASSIFY} --label_column text", ["label_column", "text_column", "'text'"]),
     "text of numbers": (
         "--dataset_name {d}/numbers.jsonl",
-        ["text_column must name a column of strings", "hold 0, 1, 2", "--text_column"],
+        ["text_column must name a column of strings", "have 0, 1, 2", "--text_column"],
     ),
     "text of lists": (
         "--dataset_name {d}/lists.jsonl",
         ["text_column must name a column of strings", "['a', 'b']", "--text_column"],
     ),
-    "all texts empty": ("--dataset_name {d}/blank_texts.jsonl", ["rows are empty", "nothing to use"]),
+    "all texts empty": ("--dataset_name {d}/blank_texts.jsonl", ["rows are empty", "rows are empty"]),
     "no targets": ("--dataset_name {d}/one_token.jsonl", ["none of the 8 train rows has a target", "at least 2 tokens"]),
     "no targets in validation": ("--validation_file {d}/one_token.jsonl", ["none of the 9 validation rows has a target"]),
     "new label in validation": (
@@ -387,7 +390,7 @@ CASES = {
     "folder without a model": ("--model_name_or_path {d}/no_folder", ["cannot load", "no_folder", "hub id or a folder"]),
     "model without weights": ("--model_name_or_path {d}/no_weights", ["cannot load the model", "no_weights", "safetensors"]),
     "more tokens than positions": ("--model_name_or_path {d}/gpt --task causal-lm --max_length 999", ["999", "64 positions"]),
-    "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm", ["a bert sees the tokens", "--task masked-lm"]),
+    "model of another kind": ("--model_name_or_path {d}/bert --task causal-lm", ["bert is an encoder", "--task masked-lm"]),
     "max_length beyond the usable positions": (
         f"{CLASSIFY} --model_name_or_path {{d}}/roberta --max_length 63",
         ["max_length 63 is beyond the 62 positions"],
@@ -395,7 +398,7 @@ CASES = {
     # output
     "output of another run": (
         "--output_dir {d}/used",
-        ["used holds another run", "--resume_from_checkpoint", "delete it"],
+        ["used contains another run", "--resume_from_checkpoint", "delete it"],
     ),
     "output is a file": ("--output_dir {d}/good.xyz", ["good.xyz is a file", "folder"]),
     "output below a file": ("--output_dir {d}/good.xyz/run", ["good.xyz", "is a file", "folder"]),
@@ -504,8 +507,8 @@ NO_VALUES = {
     int: ([("ten", "invalid int value"), ("1.5", "invalid int value"), ("nan", "invalid int value")], [1.5, True, "3", [1], {}]),
     float: ([("much", "invalid float value"), ("1,5", "invalid float value")], [True, "3", [1.0], {}]),
     bool: ([("perhaps", "perhaps"), ("2", "2")], [1, "true", [True], {}]),
-    str: ([("", "is an empty text")], [5, True, ["a"], {}]),
-    list[str]: ([("", "is an empty text")], [5, "a", [1], {}, [""]]),
+    str: ([("", "is an empty string")], [5, True, ["a"], {}]),
+    list[str]: ([("", "is an empty string")], [5, "a", [1], {}, [""]]),
 }
 TYPED = {
     name: next(kind for kind in NO_VALUES if kind in (hint if isinstance(hint, tuple) else (hint,)))

@@ -18,7 +18,7 @@ from hf_ga.run import cli
 from hf_ga.run.config import FinetuneConfig
 
 WRONG, COUNT = 6, 12  # the row that is wrong, of so many
-EMPTY = "train: 1 of 11 rows left out because they are empty"
+EMPTY = "train: 1 of 11 rows skipped because they are empty"
 WORDS = "some words to learn"
 ASKED = {"text": ["words"], "answer_start": [5]}
 
@@ -44,10 +44,10 @@ def fitting(number: int) -> dict[str, dict]:
 
 PAIR = "text_pair_column"
 GONE = object()  # the whole column is missing
-STRINGS = ["text_column must name a column of strings", "1 of 11 train rows hold 5", "--text_column"]
+STRINGS = ["text_column must name a column of strings", "1 of 11 train rows have 5", "--text_column"]
 PROMPT = ["prompts, completions, instructions and outputs must be strings", "Fix or remove the row", "5"]
 LABEL, LISTS, SHAPE = "labels must be names or whole numbers", "labels must be lists of names", "answers must be {"
-CHOSEN, PLACE = "a label must be the number of a choice", "answers must stand in their contexts"
+CHOSEN, PLACE = "a label must be the 0-based index of a choice", "answers must be in their contexts"
 
 
 def missing(flag: str, column: str) -> list[str]:
@@ -71,32 +71,32 @@ BAD: dict[str, list[tuple]] = {
     "text-classification": [
         ("text", None, ""),  # its pair has a second text
         ("second", GONE, missing(PAIR, "second")),
-        ("second", [1], [f"{PAIR} must name a column of strings", "1 of 11 train rows hold [1]", f"--{PAIR}"]),
+        ("second", [1], [f"{PAIR} must name a column of strings", "1 of 11 train rows have [1]", f"--{PAIR}"]),
         ("label", GONE, missing("label_column", "label")),
-        ("label", [1], [LABEL, "1 of 11 train rows hold [1]", "--label_column"]),
-        ("label", None, [LABEL, "1 of 11 train rows hold None"]),
-        ("label", 0.5, [LABEL, "11 of 11 train rows hold", "0.0"]),
-        ("label", -100, ["the label -100 marks what the loss ignores"]),
+        ("label", [1], [LABEL, "1 of 11 train rows have [1]", "--label_column"]),
+        ("label", None, [LABEL, "1 of 11 train rows have None"]),
+        ("label", 0.5, [LABEL, "11 of 11 train rows have", "0.0"]),
+        ("label", -100, ["the label -100 marks targets that the loss ignores"]),
     ],
     "regression": [
         ("label", GONE, missing("label_column", "label")),
-        ("label", "x", ["finite float32 numbers", "1 of 11 train rows hold 'x'", "--label_column"]),
-        ("label", float("nan"), ["finite float32 numbers", "1 of 11 train rows hold nan"]),
-        ("label", 1e39, ["finite float32 numbers", "1 of 11 train rows hold 1e+39"]),
+        ("label", "x", ["finite float32 numbers", "1 of 11 train rows have 'x'", "--label_column"]),
+        ("label", float("nan"), ["finite float32 numbers", "1 of 11 train rows have nan"]),
+        ("label", 1e39, ["finite float32 numbers", "1 of 11 train rows have 1e+39"]),
     ],
     "multi-label": [
         ("labels", GONE, missing("label_column", "labels")),
-        ("labels", "x", [LISTS, "1 of 11 train rows hold 'x'"]),
-        ("labels", ["x", None], [LISTS, "1 of 11 train rows hold ['x', None]"]),
+        ("labels", "x", [LISTS, "1 of 11 train rows have 'x'"]),
+        ("labels", ["x", None], [LISTS, "1 of 11 train rows have ['x', None]"]),
         ("labels", None, ""),  # none of the labels
     ],
     "token-classification": [
         ("tokens", GONE, missing("text_column", "tokens")),
-        ("tokens", "a b", ["a column of lists of strings", "1 of 11 train rows hold 'a b'", "--text_column"]),
-        ("tokens", ["a", None], ["a column of lists of strings", "1 of 11 train rows hold ['a', None]"]),
+        ("tokens", "a b", ["a column of lists of strings", "1 of 11 train rows have 'a b'", "--text_column"]),
+        ("tokens", ["a", None], ["a column of lists of strings", "1 of 11 train rows have ['a', None]"]),
         ("tokens", ["a"], ["every word needs one tag", "(['a'], ['x', 'y'])"]),
         ("tags", GONE, missing("label_column", "tags")),
-        ("tags", "xy", [LISTS, "1 of 11 train rows hold 'xy'"]),
+        ("tags", "xy", [LISTS, "1 of 11 train rows have 'xy'"]),
         ("tags", None, ["every word needs one tag"]),
     ],
     "question-answering": [
@@ -105,7 +105,7 @@ BAD: dict[str, list[tuple]] = {
         ("context", GONE, missing(PAIR, "context")),
         ("context", None, [PLACE, "('', [('words', 5)])"]),
         ("answers", GONE, missing("label_column", "answers")),
-        ("answers", {"text": [5], "answer_start": [5]}, [SHAPE, "1 of 11 train rows hold"]),
+        ("answers", {"text": [5], "answer_start": [5]}, [SHAPE, "1 of 11 train rows have"]),
         ("answers", {"text": ["words"], "answer_start": [10**12]}, [PLACE, "('words', 1000000000000)"]),
         ("answers", {"text": ["words"], "answer_start": [5, 6]}, [SHAPE]),
         ("answers", None, ""),  # it has none
@@ -115,8 +115,8 @@ BAD: dict[str, list[tuple]] = {
         ("choices", GONE, missing("choices_column", "choices")),
         ("choices", "a, b", ["choices must be lists of strings", "'a, b'", "--choices_column"]),
         ("choices", ["a"], ["the same number of choices", "rows with 1 and 2"]),
-        ("label", None, [CHOSEN, "1 of 11 train rows hold"]),
-        ("label", 2, [CHOSEN, "1 of 11 train rows hold", "'label': 2"]),
+        ("label", None, [CHOSEN, "1 of 11 train rows have"]),
+        ("label", 2, [CHOSEN, "1 of 11 train rows have", "'label': 2"]),
     ],
     "multiple-choice, numbered": [
         ("ending0", 5, ["choices must be lists of strings"]),
@@ -126,7 +126,7 @@ BAD: dict[str, list[tuple]] = {
     "seq2seq": [
         ("source", GONE, missing("text_column", "source")),
         ("target", GONE, missing("target_column", "target")),
-        ("target", 5, ["target_column must name a column of strings", "1 of 11 train rows hold 5"]),
+        ("target", 5, ["target_column must name a column of strings", "1 of 11 train rows have 5"]),
     ],
 }
 FLAGS = {
@@ -205,9 +205,12 @@ def classes(**wrong) -> str:
 
 
 OTHER_FILES = {
-    "text of a number": ({"text": 3}, ["1 of 12 {split} rows hold 3"]),
-    "label that is null": ({"label": None}, ["1 of 12 {split} rows hold None"]),
-    "label that training does not know": ({"label": 7}, ["unknown labels in the {split} rows: '7'", "Training knows 2 labels"]),
+    "text of a number": ({"text": 3}, ["1 of 12 {split} rows have 3"]),
+    "label that is null": ({"label": None}, ["1 of 12 {split} rows have None"]),
+    "label that training does not know": (
+        {"label": 7},
+        ["unknown labels in the {split} rows: '7'", "The training rows have 2 labels"],
+    ),
 }
 
 
@@ -222,8 +225,8 @@ def test_other_files(split, name, place, tmp_path, capsys):
 
 
 PREDICT = {
-    "text-classification": ("text", 3, ["a column of strings", "1 of 12 predict rows hold 3"]),
-    "token-classification": ("tokens", ["a", None], ["1 of 12 predict rows hold ['a', None]"]),
+    "text-classification": ("text", 3, ["a column of strings", "1 of 12 predict rows have 3"]),
+    "token-classification": ("tokens", ["a", None], ["1 of 12 predict rows have ['a', None]"]),
     "question-answering": ("question", "why " * 60, ["too short to respect the provided max_length"]),
     "multiple-choice": ("choices", ["a"], ["the same number of choices"]),
 }
@@ -306,7 +309,7 @@ UNDECODED = {
     ),
     "half of a gzip": ("jsonl.gz", gzip.compress(texts(900, "{}"))[:-9], ["rows.jsonl.gz: EOFError", "ended before"]),
     "half a parquet": ("parquet", parquet(-9), ["rows.parquet", "Parquet"]),
-    "bytes in a parquet": ("parquet", parquet(text=pa.array([b"a"] * 9)), ["a column of strings", "rows hold b'a'"]),
+    "bytes in a parquet": ("parquet", parquet(text=pa.array([b"a"] * 9)), ["a column of strings", "rows have b'a'"]),
     "nothing but nulls": ("jsonl", lines([{"text": None}] * 9).encode(), ["all 8 train rows are empty"]),
 }
 
@@ -335,5 +338,5 @@ def test_tokens_beyond_the_vocabulary(task, place, tmp_path, capsys):
     rows = [fitting(number)[task] for number in range(COUNT)]
     (tmp_path / "rows.jsonl").write_text(lines(rows))
     more = f"--model_name_or_path {tmp_path / 'model'}"
-    expected = [f"the tokenizer has {last + 1} tokens (the last, '<new>', is number {last}), the model only {last}"]
+    expected = [f"the tokenizer has {last + 1} tokens (the last, '<new>', has id {last}), but the model has {last}"]
     check(arguments(task, place, tmp_path / "out", tmp_path / "rows.jsonl", more=more), expected, capsys)

@@ -234,13 +234,13 @@ def test_output_folder(tmp_path):
     (tmp_path / "new").mkdir()
     FinetuneConfig(output_dir=str(tmp_path / "new")).check()
     (tmp_path / "new" / "file").touch()
-    with pytest.raises(hf_ga.ConfigError, match="holds another run"):
+    with pytest.raises(hf_ga.ConfigError, match="contains another run"):
         FinetuneConfig(output_dir=str(tmp_path / "new")).check()
     FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
 
 
 def test_an_evaluation_needs_a_model(tmp_path):
-    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: name it with model_name_or_path"):
+    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: set model_name_or_path"):
         FinetuneConfig(eval_only=True).check()
 
 

@@ -268,9 +268,9 @@ def test_resuming_under_fsdp_is_the_run_that_never_stopped(classes, place, tmp_p
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model by --eval_only"),
-        ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model by --eval_only"),
-        ({"lora_r": 4}, "FSDP does not go with lora_r, .*: use DDP"),
+        ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model and --eval_only"),
+        ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model and --eval_only"),
+        ({"lora_r": 4}, "FSDP does not support lora_r, .*: use DDP"),
         ({"model_name_or_path": "gpt"}, "fsdp_cpu_ram_efficient_loading, .* set it to false"),
     ],
 )

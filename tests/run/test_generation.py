@@ -170,7 +170,7 @@ def test_rows_without_a_target_add_nothing(place, tmp_path):
     for size in (1, 16):
         summary = train_job(place, tmp_path / f"{size}", NAME, per_device_train_batch_size=size, **flags)
         runs[size] = [line["loss"] for line in lines_of(tmp_path / f"{size}")]
-        assert any("11 of 32 rows kept although they have no target" in fact for fact in summary["data_facts"])
+        assert any("11 of 32 rows without a target" in fact for fact in summary["data_facts"])
     assert runs[1] == pytest.approx(runs[16], rel=1e-5)
     targets = [len(row["target"].split()) + 1 for row in rows if row["target"]]
     assert np.ptp(targets) > 0

@@ -183,7 +183,7 @@ def test_names_of_trackers(monkeypatch):
     assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]
     assert tracker_names("all") == ["tensorboard", "aim"]
     for name in ("tensorbord", "wandb"):
-        with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is no tracker .* installed: install its package, or use "):
+        with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is not an installed tracker .* install its package"):
             tracker_names(f"tensorboard,{name}")
 
 

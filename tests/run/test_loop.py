@@ -147,7 +147,7 @@ def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
     nineteen = write_with_empty(tmp_path / "19.jsonl", 40, list(range(5, 24)))
     twenty = write_with_empty(tmp_path / "20.jsonl", 40, list(range(5, 25)))
     assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 19
-    with pytest.raises(hf_ga.DataError, match="20 windows in a row made no step, up to window 24 of epoch 0"):
+    with pytest.raises(hf_ga.DataError, match="20 consecutive windows made no step, up to window 24 of epoch 0"):
         train(place, tmp_path / "out20", dataset_name=twenty, **settings)
 
 
@@ -292,7 +292,7 @@ def test_f1_of_whole_entities(place, tmp_path):
 
 def test_an_encoder_is_no_causal_model(place, tmp_path):
     """It would be trained with every token in sight; as a decoder it is welcome."""
-    with pytest.raises(hf_ga.ConfigError, match="a bert sees the tokens that causal-lm predicts"):
+    with pytest.raises(hf_ga.ConfigError, match="bert is an encoder and attends to the tokens that causal-lm predicts"):
         train(place, tmp_path / "out", model_name_or_path=str(place / "bert"))
     assert not (tmp_path / "out").exists()
     shutil.copytree(place / "bert", tmp_path / "decoder")

@@ -205,7 +205,7 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
     _, output = trained("classes")
     rows = [{"text": "some words", "label": label} for label in ("green", "red", "violet")]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(hf_ga.DataError, match=r"was not trained on: violet; it knows blue, green, red\. Use its names"):
+    with pytest.raises(hf_ga.DataError, match=r"was not trained on: violet; it was trained on blue, green, red\. Use its names"):
         evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
 
 

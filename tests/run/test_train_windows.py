@@ -71,7 +71,7 @@ def test_a_window_that_must_have_one_width_is_planned_anew():
     [
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch 0 is less than the longest sample's 120 tokens"),
         ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens.* Allow at least 120"),
-        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no planner of your own"),
+        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no custom planner"),
     ],
 )
 def test_the_loader_refuses(options, message):
@@ -122,7 +122,7 @@ def test_what_a_run_says_of_its_plans():
     )
     wide = loader(LENGTHS, pad_to_window=True)
     padded = sum(map(sum, tokens_of(wide))) / LENGTHS.sum()
-    assert "as wide as their window (the loss depends on padding)" in described(wide, LENGTHS)
+    assert "padded to their window's width (the loss depends on padding)" in described(wide, LENGTHS)
     assert f": {padded:.2f} padded tokens per real one" in described(wide, LENGTHS)
 
 

@@ -103,7 +103,7 @@ def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
     measured = measure_in_turn(setting_of(), arms, "")
     assert (tmp_path / "log").read_text() == "a0 b0 a1 b1 a2 b2 a3 b3 "
     assert [len(of.seconds) for of in measured.values()] == [2, 2]
-    with pytest.raises(RuntimeError, match="'dies' ended without an answer"):
+    with pytest.raises(RuntimeError, match="'dies' exited without a result"):
         measure_in_turn(setting_of(), {"dies": partial(writes, name="dies", log=tmp_path / "log")}, "")
 
 
@@ -127,7 +127,7 @@ def test_rates_are_medians_over_epochs():
     [
         ({DEFAULT: one(1.1), OWN_LOOP: one(1.1)}, "better of Trainer's"),
         ({DEFAULT: one(1.0, added=106)}, "memory"),
-        ({OWN_LOOP: one(1.05)}, "loop of one's own"),
+        ({OWN_LOOP: one(1.05)}, "own loop"),
         ({EXACT_TRAINER: one(1.3)}, "ExactTrainer"),
         ({TRAINER: one(4.0, each_once=False)}, "each sample once"),
     ],

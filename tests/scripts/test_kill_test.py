@@ -91,7 +91,7 @@ def test_files_are_compared(scripts, undisturbed, tmp_path):
     assert found == [
         f"eval_loss 0.5 instead of {summary['eval_loss']}",
         "best/model.safetensors differs",
-        "files that only one of them has: partial-checkpoint-4",
+        "files in only one of the folders: partial-checkpoint-4",
     ]
 
 

@@ -259,7 +259,7 @@ def test_draws_that_belong_to_samples_are_not_packed():
     model, samples = mixing(across=False, draws="samples"), samples_of("tokens", 24)
     packing, why = asked(model, samples)
     assert packing is None and "cannot be tied to tokens" in why
-    with pytest.raises(UnkeyedRandomness, match="Leave packing out"):
+    with pytest.raises(UnkeyedRandomness, match="Omit packing"):
         window_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
     packing, why = asked(mixing(across=False), samples)
     assert packing is not None, f"the same without its draw: {why}"
@@ -374,7 +374,7 @@ def test_nothing_is_left_behind():
 def test_a_path_that_depends_on_the_data_is_an_error():
     model, samples = mixing(across=False), samples_of("tokens")
     packing = packing_of(model, samples[0])
-    with scope(packing, model), pytest.raises(ConfigError, match="packed layers got hidden states of shape"):
+    with scope(packing, model), pytest.raises(ConfigError, match="packed layers received hidden states of shape"):
         before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))
 
