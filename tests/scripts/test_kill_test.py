@@ -67,7 +67,7 @@ def test_a_resume_without_the_optimizer_is_seen(scripts, undisturbed, tmp_path, 
     [
         (lambda lines: lines[:4] + lines[5:], "metrics.jsonl has the steps [1, 2, 3, 4, 6,"),
         (lambda lines: lines[:5] + lines[4:], "metrics.jsonl has the steps [1, 2, 3, 4, 5, 5,"),
-        (lambda lines: [*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] are not"),
+        (lambda lines: [*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] differ"),
         (lambda lines: [line.replace('"tokens_per_second": ', '"tokens_per_second": 1') for line in lines], None),
     ],
     ids=["a lost line", "a doubled line", "another value", "another speed"],
