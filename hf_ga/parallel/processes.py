@@ -82,9 +82,9 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print once. Accelerate's own `print` does so once a machine."""
+    """Print once, at once. Accelerate's own `print` does so once a machine."""
     if accelerator.is_main_process:
-        print(text)
+        print(text, flush=True)
 
 
 def share_cores(accelerator: Accelerator) -> None:

@@ -79,8 +79,9 @@ def save_last(
 
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
     """curves.png and summary.json."""
+    title = f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after {summary['steps']} steps"
     with writing(folder / "curves.png", folder):
-        plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png")
+        plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title)
     with writing(folder / "summary.json", folder):
         write_json(folder / "summary.json", summary)  # last: where it is, the run is over
 

@@ -1,4 +1,4 @@
-"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and what a run says of their plans."""
+"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and how much of them is padding."""
 
 from operator import itemgetter
 from typing import Any
@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.base_loader import check_limit
-from hf_ga.exact.length_plan import ByLength, padded_tokens
+from hf_ga.exact.length_plan import padded_tokens
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.config import FinetuneConfig
 
-NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are described, at most: planning them takes less than a second
+NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are counted, at most: planning them takes less than a second
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
@@ -61,12 +61,11 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
     )
 
 
-def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
-    """One line, from lengths alone, on how the first windows of the first epoch are cut: how much is padding. Of a stream, as if
-    its first rows came in their own order.
+def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
+    """Tokens with padding per token without, in the first windows of the first epoch; computed from lengths alone. Of a stream, as
+    if its first rows came in their own order.
     """
-    size, splitter, pads_to_window = windows.layout.window_size, windows.splitter, windows.state.pad_to_window
-    assert isinstance(splitter.planner, ByLength) and splitter.planner.max_tokens is not None
+    size, pads_to_window = windows.layout.window_size, windows.state.pad_to_window
     is_stream = isinstance(windows, StreamLoader)
     order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
     real = padded = 0
@@ -74,7 +73,5 @@ def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
         chosen = lengths[order[start : start + size]]
         widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
         real += int(chosen.sum())
-        padded += padded_tokens(splitter.plan(chosen, pads_to_window), widths)
-    how = "as wide as their window (the loss depends on padding)" if pads_to_window else "by length"
-    ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
-    return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"
+        padded += padded_tokens(windows.splitter.plan(chosen, pads_to_window), widths)
+    return padded / max(real, 1)
