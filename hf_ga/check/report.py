@@ -11,7 +11,7 @@ from hf_ga.check.rows import OURS, Cause, Row
 from hf_ga.recovery.files import write_json, write_text
 
 
-@dataclass
+@dataclass(repr=False)
 class EquivalenceReport:
     """The result of `check_equivalence`.
 
@@ -103,7 +103,7 @@ class EquivalenceReport:
         write_json(folder / "report.json", self.to_dict())
         write_text(folder / "report.html", render_page(str(self), self.rows))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [self.model]
         for arm in self.arms:
             lines += [f"{arm}: {self.verdict(arm)}", *(f"  cause: {reason}" for reason in self.reasons(arm))]

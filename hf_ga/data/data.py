@@ -139,7 +139,7 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
     if name == "stdlib":
         files = [file for file in (options.validation_file, options.test_file) if file]
         name = f"standard library of Python {platform.python_version()}" if "train" in rows else ", ".join(files)
-    return f"{name}: {dict(rows.num_rows)} rows"
+    return f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
 
 
 def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
@@ -206,7 +206,7 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
     }
     if "answer_is_lost" in dataset.column_names:
         counts["trained as unanswerable, as max_length truncates their answer"] = sum(dataset["answer_is_lost"][:])
-    return [f"{split}: {count} of {len(dataset)} rows {what}" for what, count in counts.items() if count]
+    return [f"{split}: {count:,} of {len(dataset):,} rows {what}" for what, count in counts.items() if count]
 
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:

@@ -63,7 +63,8 @@ class Layout:
         return cls(num_processes, micro_batch_size, needed, global_batch_size)
 
     def __str__(self) -> str:
-        return (
-            f"window of {self.window_size} samples = {self.num_processes} process(es) x {self.accumulation_steps} "
-            f"micro-batch(es) of at most {self.micro_batch_size} (planned by length: of the longest)"
-        )
+        processes = f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
+        micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
+        is_even = self.num_processes * self.accumulation_steps * self.micro_batch_size == self.window_size
+        size = f"{'' if is_even else 'at most '}{self.micro_batch_size}"
+        return f"window of {self.window_size} samples = {processes} x {micro_batches} x {size}"

@@ -27,7 +27,7 @@ from hf_ga.run.optimizers import build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
 from hf_ga.run.run import Run
-from hf_ga.run.train_windows import described, planned_lengths, train_windows
+from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags that may change on resume: they do not affect the results.
@@ -65,6 +65,10 @@ def build_model(
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
     loaded, new_weights = load_model(config, model_config, data, kept)
+    if new_weights:
+        print_fact(
+            accelerator, "weights", f"{len(new_weights)} new: {', '.join(new_weights[:2])}{', ...' * (len(new_weights) > 2)}"
+        )
     model: nn.Module = loaded
     if config.lora_r is not None:
         model = add_lora(model, config, data.task.lora_type, new_weights)
@@ -84,11 +88,11 @@ def build_run(
     loss_fn = chosen_loss_fn(config)
     windows = train_windows(config, accelerator, data)  # checks sizes before the model is built
     model = build_model(config, accelerator, data, model_config, dtype)
-    trainable, total = (model.num_parameters(only_trainable=only) for only in (True, False))
-    print_fact(accelerator, "model", f"{type(model).__name__}, {total:,} parameters, {trainable:,} of them trainable")
+    trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
+    size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
+    print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
     head_proven, proven = _prove(config, model, data, loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
-    print_fact(accelerator, "batches", described(windows, planned_lengths(data)))
     usual = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
     optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62

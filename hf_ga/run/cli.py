@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import datasets
 import yaml
 from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
@@ -80,7 +81,12 @@ def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
 
 def _finetune(arguments: Sequence[str]) -> None:
     config = parse_config(arguments)
+<<<<<<< HEAD
     logging.disable_progress_bar()  # transformers shows one per written file
+=======
+    logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
+    datasets.disable_progress_bars()
+>>>>>>> look
     finetune(config)
 
 

@@ -40,11 +40,21 @@ from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
-from hf_ga.run.report import print_fact, read_metrics, silence_other_ranks
+from hf_ga.run.report import print_fact, print_results, read_metrics, silence_other_ranks
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers, tracker_names
+from hf_ga.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.training import prove_targets
+
+# Names of counting rules in plain words.
+TARGETS = {
+    "shifted labels": "each token after the first, unless its label is -100",
+    "labels": "each label, unless it is -100",
+    "samples": "each sample",
+    "attended tokens": "each token of the attention mask",
+    "loss_fn": "counted by loss_fn",
+}
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
@@ -82,14 +92,11 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     resume_from = config.resume_from_checkpoint
     checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
     print_fact(accelerator, "data", data.description, *data.facts)
-    print_fact(accelerator, "precision", precision_name(accelerator))
     if config.eval_only:
         return _evaluate_only(config, accelerator, data, unlabelled, model_config)
     run = build_run(config, accelerator, data, model_config, dtype)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
-    print_fact(accelerator, "loss", run.proven)
-    print_fact(accelerator, "dropout", f"keyed by sample at {len(run.proven.dropout.sites)} sites")
-    print_fact(accelerator, "layout", layout)
+    _print_plan(run)
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -105,6 +112,25 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
             raise
         raise _with_remedy(run, progress, error) from error
     return _finish(run, progress, unlabelled, seconds=time.perf_counter() - began)
+
+
+def _print_plan(run: Run) -> None:
+    """Print how windows are computed."""
+    proven, sites = run.proven, len(run.proven.dropout.sites)
+    padding = (
+        f"{padding_ratio(run.windows, planned_lengths(run.data)):.2f} padded tokens per real one, in micro-batches of at most "
+    )
+    padding += f"{run.windows.splitter.planner.max_tokens:,}{', as wide as their window' * proven.pad_to_window}"
+    facts = {
+        "layout": run.windows.layout,
+        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error of the proof {proven.residual:.0e}",
+        "dropout": f"{sites} sites; masks depend on seed, epoch and sample only" if sites else "none",
+        "precision": precision_name(run.accelerator),
+        "padding": padding,
+        "speed-ups": ", ".join(speed_up.name for speed_up in proven.speed_ups) or "none",
+    }
+    for name, fact in facts.items():
+        print_fact(run.accelerator, name, fact)
 
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
@@ -189,10 +215,10 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     _predict(config, accelerator, run.model, data, unlabelled)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
-    shown = {k: v for k, v in summary.items() if k.startswith(("train_loss", "eval_", "test_")) and isinstance(v, float)}
-    results = ", ".join(f"{name} {value:.4f}" for name, value in shown.items() if not name.endswith("num_targets"))
-    print_fact(accelerator, "results", results)
-    print_fact(accelerator, "output", run.output_dir)
+    print_results(accelerator, summary)
+    best = f"; in best/ the best by {config.metric_for_best_model}" if progress.best_metric is not None else ""
+    print_fact(accelerator, "output", f"{run.output_dir}: the last model{best}")
+    print_fact(accelerator, "files", "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)")
     return summary
 
 
@@ -242,8 +268,8 @@ def _evaluate_only(
         folder.mkdir(parents=True, exist_ok=True)
     for split, proven in proofs.items():
         measured = make_evaluator(config, accelerator, model, data, proven)(split)
-        print_on_main(accelerator, f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in measured.items()))
         results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
+    print_results(accelerator, results)
     _predict(config, accelerator, model, data, unlabelled)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
     if accelerator.is_main_process:

@@ -18,6 +18,7 @@ from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import save, save_best
 from hf_ga.training import StepResult, train_step
 
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
 OUT_OF_MEMORY = "out of memory: from now on at most {} tokens (padding included) in a micro-batch; the update is the same"
 MAX_SKIPPED_IN_A_ROW = 20
 
@@ -30,7 +31,7 @@ def fit(run: Run, progress: Progress) -> Progress:
         RunStopped: a signal stopped the run; it is saved.
     """
     is_main, stop = run.accelerator.is_main_process, False
-    bar = tqdm(total=run.max_steps, initial=progress.step, desc="training", unit="step", dynamic_ncols=True, disable=not is_main)
+    bar = tqdm(total=run.max_steps, initial=progress.step, bar_format=BAR, dynamic_ncols=True, disable=not is_main)
     run.model.train()
     path = run.output_dir / "metrics.jsonl" if is_main else None
     metrics = MetricsFile(path, progress.metrics_size)
@@ -38,14 +39,22 @@ def fit(run: Run, progress: Progress) -> Progress:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
                 line, stop = _train_on(run, progress, window, request)
+                if not line["skipped"]:
+                    shown = "loss {loss:.4f}, lr {learning_rate:.1e}, {tokens_per_second:,.0f} tokens/s".format_map(line)
+                    bar.set_postfix_str(shown, refresh=False)
+                    bar.update()
                 finished = _finished(run, progress)
                 due = not line["skipped"] or finished  # the last window may have been skipped
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
+<<<<<<< HEAD
                     finished = _finished(run, progress)  # early stopping
                 if not line["skipped"]:
                     bar.update()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
+=======
+                    finished = _finished(run, progress)  # it may stop early
+>>>>>>> look
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
                 run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
@@ -135,8 +144,8 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
         save_best(run)
-    shown = ", ".join(f"validation {k} {v:.4f}" for k, v in results.items() if k != "num_targets")
-    _write(run, f"step {progress.step}: {shown}")
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name != "num_targets")
+    _write(run, f"step {progress.step}: validation {shown}")
     return {f"eval_{name}": value for name, value in results.items()}
 
 

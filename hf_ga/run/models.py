@@ -10,6 +10,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from hf_ga.data import corpus
 from hf_ga.data.data import PreparedData
@@ -175,6 +176,8 @@ def load_model(
     if config.model_name_or_path is None:
         model, new = auto_class.from_config(model_config), []
     else:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # its report of new weights is pages long: the run prints their number
         try:
             model, loaded = auto_class.from_pretrained(
                 config.model_name_or_path,
@@ -186,6 +189,8 @@ def load_model(
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
+        finally:
+            logging.set_verbosity(verbosity)
         new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
         if config.eval_only and new:
             raise ConfigError(

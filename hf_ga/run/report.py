@@ -1,11 +1,17 @@
+<<<<<<< HEAD
 """Printed facts of a run, metrics.jsonl, and the plot of its curves."""
+=======
+"""What a run prints, and leaves to read: its settings, its results, metrics.jsonl, a plot of the curves."""
+>>>>>>> look
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from accelerate import Accelerator
 from transformers.utils import logging
 
@@ -63,25 +69,60 @@ def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
         print_on_main(accelerator, f"{'' if i else name:<11}{line}")
 
 
+def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
+    """Print a table of losses and metrics on the main process: a row for each split, a column for each metric.
+
+    Args:
+        results: with keys such as `train_loss`, `eval_loss`, `test_accuracy`.
+    """
+    measured = [k.partition("_")[2] for k in results if k.startswith(("eval_", "test_"))]
+    names = [name for name in dict.fromkeys(measured) if name != "num_targets"]
+    print_on_main(accelerator, f"{'results':<12}" + "".join(f"{name:>12}" for name in names))
+    for split, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
+        cells = [f"{results[prefix + name]:>12.4f}" for name in names if results.get(prefix + name) is not None]
+        if cells:  # of the last step there is only the loss, which comes first
+            print_on_main(accelerator, f"  {split:<10}" + "".join(cells))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+<<<<<<< HEAD
 def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
     """Plot the training loss by optimizer step, and measured validation losses, as a PNG."""
     from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
+=======
+def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
+    """A PNG by optimizer step: the loss of each window and its moving mean, validation losses, and the learning rate."""
+    from matplotlib.figure import Figure  # here: it takes 0.7 s, at the start of every process that draws nothing
+>>>>>>> look
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for key, label, marker in (("loss", "training loss", ""), ("eval_loss", "validation loss", "o")):
-        points = [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=marker, linewidth=1 if not marker else 2, label=label)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per target)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+    steps, losses, rates = (
+        np.array([[m["step"], m["loss"], m["learning_rate"]] for m in metrics if not m["skipped"]]).reshape(-1, 3).T
+    )
+    radius = len(losses) // 40
+    ends = [min(radius, i, len(losses) - 1 - i) for i in range(len(losses))]  # less at both ends, where it would be biased
+    smooth = [losses[i - r : i + r + 1].mean() for i, r in enumerate(ends)]
+    upper.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each window")
+    upper.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of {2 * radius + 1} windows")
+    measured = [(line["step"], line["eval_loss"]) for line in metrics if "eval_loss" in line]
+    if measured:
+        upper.plot(*zip(*measured, strict=True), color="tab:orange", linewidth=1.5, marker="o", label="validation")
+    lower.plot(steps, rates, color="tab:gray")
+    upper.set_title(title)
+    upper.set_ylabel("loss (nats per target)")
+    lower.set_ylabel("learning rate")
+    lower.set_xlabel("optimizer step")
+    lower.set_ylim(bottom=0)
+    lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    upper.legend()
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     beside = path.with_name(path.name + SUFFIX)
     figure.savefig(beside, dpi=120, format=path.suffix[1:])
     flush(beside)

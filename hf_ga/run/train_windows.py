@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The training windows of a run: lengths for planning, the token limit of micro-batches, and the logged padding ratio."""
+=======
+"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and how much of them is padding."""
+>>>>>>> look
 
 from operator import itemgetter
 from typing import Any
@@ -9,12 +13,16 @@ from accelerate import Accelerator
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.base_loader import check_limit
-from hf_ga.exact.length_plan import ByLength, padded_tokens
+from hf_ga.exact.length_plan import padded_tokens
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.config import FinetuneConfig
 
+<<<<<<< HEAD
 NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # at most, for the log: planning them takes less than a second
+=======
+NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are counted, at most: planning them takes less than a second
+>>>>>>> look
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
@@ -61,12 +69,17 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
     )
 
 
+<<<<<<< HEAD
 def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
     """One line on the padding ratio of the first windows of the first epoch, from lengths alone. For a stream, without
     shuffling.
+=======
+def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
+    """Tokens with padding per token without, in the first windows of the first epoch; computed from lengths alone. Of a stream, as
+    if its first rows came in their own order.
+>>>>>>> look
     """
-    size, splitter, pads_to_window = windows.layout.window_size, windows.splitter, windows.state.pad_to_window
-    assert isinstance(splitter.planner, ByLength) and splitter.planner.max_tokens is not None
+    size, pads_to_window = windows.layout.window_size, windows.state.pad_to_window
     is_stream = isinstance(windows, StreamLoader)
     order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
     real = padded = 0
@@ -74,7 +87,12 @@ def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
         chosen = lengths[order[start : start + size]]
         widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
         real += int(chosen.sum())
+<<<<<<< HEAD
         padded += padded_tokens(splitter.plan(chosen, pads_to_window), widths)
     how = "padded to their window's width (the loss depends on padding)" if pads_to_window else "by length"
     ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
     return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"
+=======
+        padded += padded_tokens(windows.splitter.plan(chosen, pads_to_window), widths)
+    return padded / max(real, 1)
+>>>>>>> look

@@ -759,7 +759,7 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
     data = prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
     assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0, 0], "test": [1]}
     assert data.labels == ["pos", "neg"] and data.facts == [] and data.content_hash == ""
-    assert data.description == f"{other}, {test}: {{'validation': 2, 'test': 1}} rows"
+    assert data.description == f"{other}, {test}: 2 validation, 1 test rows"
     config.validation_file = None
     assert set(prepare_data(config, letter_tokenizer(), known=["pos", "neg"]).splits) == {"test"}
     config.test_file = write(tmp_path / "u.jsonl", [{"text": "d", "label": -1}])

@@ -135,8 +135,8 @@ def test_two_processes_are_the_same_run(one, two):
     """With dropout, losses and evaluations of every step, and the weights at the end."""
     assert_same_lines(two[2], one[1])
     assert relative_distance(two[2], one[1]) <= 5e-5
-    assert "1 process(es) x 2 micro-batch(es) of at most 8" in one[0]["layout"]
-    assert "2 process(es) x 1 micro-batch(es) of at most 8" in two[0][0]["summary"]["layout"]
+    assert "= 1 process x 2 micro-batches x 8" in one[0]["layout"]
+    assert "= 2 processes x 1 micro-batch x 8" in two[0][0]["summary"]["layout"]
     for name in ("test_loss", "test_exact_match", "test_rougeL", "test_num_targets", "eval_rougeL"):
         assert two[0][0]["summary"][name] == pytest.approx(one[0][name], rel=1e-6), name
 

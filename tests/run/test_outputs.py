@@ -1,16 +1,21 @@
-"""What a run leaves: models in the type in which they came."""
+"""What a run prints and leaves: models in the type in which they came."""
 
 import json
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
-from runs import filled_place, lines_of, save_jobs, saved_weights, train_job
+from matplotlib.figure import Figure
+from runs import filled_place, lines_of, save_jobs, saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
+from hf_ga.run.cli import finetune_main
 from hf_ga.run.models import own_dtype
 from hf_ga.run.outputs import save_best
+from hf_ga.run.report import plot_curves
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +94,55 @@ def test_a_finished_run_has_all_of_its_files(half_run):
     assert files | {"best", "checkpoint-6", "checkpoint-8"} <= names
     assert not [name for name in names if "partial" in name]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (output / "best").iterdir()}
+
+
+# -- what is printed and drawn ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_fits_one_screen(place, monkeypatch, capsys):
+    """By the command: aligned lines in this order, one progress bar and no other, a table whose rows are the summary's."""
+    monkeypatch.chdir(place)
+    flags = {"model_name_or_path": "gpt", "dataset_name": "train.jsonl", "validation_file": "validation.jsonl"}
+    config = small_config(place, "printed", **flags, test_file="validation.jsonl", seed=7).to_dict()
+    (place / "run.json").write_text(json.dumps(config))
+    assert finetune_main(["run.json"]) == 0
+    printed, bars = capsys.readouterr()
+    lines = printed.splitlines()
+    facts = ["data", "model", "layout", "targets", "dropout", "precision", "padding", "speed-ups"]
+    assert [line.split()[0] for line in lines if line[0] != " "] == [*facts, "step", "step", "step", "results", "output", "files"]
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert "layout     window of 16 samples = 1 process x 2 micro-batches x 8" in lines
+    shown = re.compile(r" *\d+%\|.*\| \d/8 steps, .* left(, loss \d\.\d{4}, lr \d\.\de[-+]\d\d, [\d,]+ tokens/s)? *")
+    assert [line for line in re.split(r"[\r\n]+", bars) if line.strip() and not shown.fullmatch(line)] == []
+    summary = json.loads((place / "printed" / "summary.json").read_text())
+    names, *rows = (line.split() for line in lines[lines.index("results             loss  perplexity") :][:4])
+    assert names == ["results", "loss", "perplexity"]
+    assert rows[0] == ["last", "step", f"{summary['train_loss']:.4f}"]
+    assert rows[1] == ["validation", *(f"{summary[f'eval_{name}']:.4f}" for name in names[1:])]
+    assert rows[2] == ["test", *(f"{summary[f'test_{name}']:.4f}" for name in names[1:])]
+
+
+def test_curves(monkeypatch, tmp_path):
+    """Each window's loss, its mean over 5 windows (fewer at the ends), validation losses and rates; a skipped window is left
+    out.
+    """
+    drawn = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: (drawn.append(figure), savefig(figure, *args, **kwargs)))
+    losses = np.random.default_rng(0).random(100)
+    lines = [{"step": i + 1, "loss": loss, "learning_rate": 1e-3 * i, "skipped": False} for i, loss in enumerate(losses)]
+    lines.insert(7, {"step": 7, "loss": None, "learning_rate": 1.0, "skipped": True})
+    lines[-1] |= {"eval_loss": 0.25}
+    plot_curves(lines, tmp_path / "curves.png", "a title")
+    upper, lower = drawn[0].axes
+    (raw, smooth, validation), (rates,) = ([line.get_xydata() for line in axes.lines] for axes in (upper, lower))
+    steps = np.arange(1, 101)
+    assert np.array_equal(raw, np.c_[steps, losses]) and np.array_equal(rates, np.c_[steps, 1e-3 * np.arange(100)])
+    assert validation.tolist() == [[100.0, 0.25]]
+    middle = np.convolve(losses, np.ones(5) / 5, "valid")
+    expected = [losses[0], losses[:3].mean(), *middle, losses[-3:].mean(), losses[-1]]
+    assert smooth == pytest.approx(np.c_[steps, expected])
+    assert [text.get_text() for text in upper.get_legend().texts] == ["each window", "mean of 5 windows", "validation"]
+    labels = (upper.get_title(), upper.get_ylabel(), lower.get_ylabel(), lower.get_xlabel())
+    assert labels == ("a title", "loss (nats per target)", "learning rate", "optimizer step")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000 and len(list(tmp_path.iterdir())) == 1

@@ -107,7 +107,7 @@ def test_two_processes_are_one(place, undisturbed, tmp_path):
     command = [*launch, "--main_process_port=0", str(SCRIPT), str(tmp_path / "config.json")]
     subprocess.run(command, env=environment, timeout=180, check=True, capture_output=True)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["layout"].startswith("window of 16 samples = 2 process(es)")
+    assert summary["layout"].startswith("window of 16 samples = 2 processes")
     alone, together = ([line["loss"] for line in lines_of(folder)] for folder in (undisturbed[1], tmp_path / "out"))
     assert together == pytest.approx(alone, abs=1e-5)
     assert relative_distance(tmp_path / "out", undisturbed[1]) < 1e-5
