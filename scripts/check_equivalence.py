@@ -104,12 +104,8 @@ def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
 def _run(arguments: Sequence[str]) -> int:
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
-<<<<<<< HEAD
-    logging.disable_progress_bar()  # transformers shows one per written file
-=======
     logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
     datasets.disable_progress_bars()
->>>>>>> look
     report = run_check(config)
     report.save(config.output_dir)
     print(report)

@@ -82,11 +82,7 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-<<<<<<< HEAD
     """Print on the main process. Accelerate's `print` prints once per machine."""
-=======
-    """Print once, at once. Accelerate's own `print` does so once a machine."""
->>>>>>> look
     if accelerator.is_main_process:
         print(text, flush=True)
 

@@ -81,12 +81,8 @@ def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
 
 def _finetune(arguments: Sequence[str]) -> None:
     config = parse_config(arguments)
-<<<<<<< HEAD
-    logging.disable_progress_bar()  # transformers shows one per written file
-=======
     logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
     datasets.disable_progress_bars()
->>>>>>> look
     finetune(config)
 
 

@@ -47,14 +47,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                 due = not line["skipped"] or finished  # the last window may have been skipped
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
-<<<<<<< HEAD
                     finished = _finished(run, progress)  # early stopping
-                if not line["skipped"]:
-                    bar.update()
-                    bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
-=======
-                    finished = _finished(run, progress)  # it may stop early
->>>>>>> look
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
                 run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers

@@ -78,12 +78,8 @@ def save_last(
 
 
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
-<<<<<<< HEAD
     """Write curves.png and summary.json."""
-=======
-    """curves.png and summary.json."""
     title = f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after {summary['steps']} steps"
->>>>>>> look
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title)
     with writing(folder / "summary.json", folder):

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Printed facts of a run, metrics.jsonl, and the plot of its curves."""
-=======
-"""What a run prints, and leaves to read: its settings, its results, metrics.jsonl, a plot of the curves."""
->>>>>>> look
+"""Printed settings and results of a run, metrics.jsonl, and the plot of its curves."""
 
 import json
 import os
@@ -89,15 +85,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-<<<<<<< HEAD
-def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Plot the training loss by optimizer step, and measured validation losses, as a PNG."""
-    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
-=======
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """A PNG by optimizer step: the loss of each window and its moving mean, validation losses, and the learning rate."""
-    from matplotlib.figure import Figure  # here: it takes 0.7 s, at the start of every process that draws nothing
->>>>>>> look
+    """Plot as a PNG by optimizer step: the loss of each window and its moving mean, validation losses, and the learning rate."""
+    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))

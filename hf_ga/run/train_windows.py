@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The training windows of a run: lengths for planning, the token limit of micro-batches, and the logged padding ratio."""
-=======
-"""From prepared data to the windows of a training run: their lengths, their limit of tokens, and how much of them is padding."""
->>>>>>> look
 
 from operator import itemgetter
 from typing import Any
@@ -18,11 +14,7 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.config import FinetuneConfig
 
-<<<<<<< HEAD
 NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # at most, for the log: planning them takes less than a second
-=======
-NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # that are counted, at most: planning them takes less than a second
->>>>>>> look
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
@@ -69,15 +61,9 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
     )
 
 
-<<<<<<< HEAD
-def described(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> str:
-    """One line on the padding ratio of the first windows of the first epoch, from lengths alone. For a stream, without
-    shuffling.
-=======
 def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
     """Tokens with padding per token without, in the first windows of the first epoch; computed from lengths alone. Of a stream, as
     if its first rows came in their own order.
->>>>>>> look
     """
     size, pads_to_window = windows.layout.window_size, windows.state.pad_to_window
     is_stream = isinstance(windows, StreamLoader)
@@ -87,12 +73,5 @@ def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> 
         chosen = lengths[order[start : start + size]]
         widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
         real += int(chosen.sum())
-<<<<<<< HEAD
-        padded += padded_tokens(splitter.plan(chosen, pads_to_window), widths)
-    how = "padded to their window's width (the loss depends on padding)" if pads_to_window else "by length"
-    ratio = f"{padded / max(real, 1):.2f} padded tokens per real one"
-    return f"micro-batches {how}, at most {splitter.planner.max_tokens:,} tokens: {ratio}"
-=======
         padded += padded_tokens(windows.splitter.plan(chosen, pads_to_window), widths)
     return padded / max(real, 1)
->>>>>>> look

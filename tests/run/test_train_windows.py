@@ -116,20 +116,8 @@ def test_targets_count_as_much_as_sources():
 @pytest.mark.parametrize("pad_to_window", [False, True])
 def test_padding_ratio(pad_to_window):
     """Against the tensors of the first epoch."""
-<<<<<<< HEAD
-    windows = loader(LENGTHS)
-    padded = sum(map(sum, tokens_of(windows)))
-    assert described(windows, LENGTHS) == (
-        f"micro-batches by length, at most {4 * max(LENGTHS)} tokens: {padded / LENGTHS.sum():.2f} padded tokens per real one"
-    )
-    wide = loader(LENGTHS, pad_to_window=True)
-    padded = sum(map(sum, tokens_of(wide))) / LENGTHS.sum()
-    assert "padded to their window's width (the loss depends on padding)" in described(wide, LENGTHS)
-    assert f": {padded:.2f} padded tokens per real one" in described(wide, LENGTHS)
-=======
     padded = sum(map(sum, tokens_of(loader(LENGTHS, pad_to_window=pad_to_window))))
     assert padding_ratio(loader(LENGTHS, pad_to_window=pad_to_window), LENGTHS) == pytest.approx(padded / LENGTHS.sum())
->>>>>>> look
 
 
 @pytest.mark.parametrize(
