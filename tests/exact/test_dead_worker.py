@@ -30,6 +30,7 @@ class TwoArguments(Exception):
 
 ERRORS = {
     "DataError": hf_ga.DataError("row 37 cannot be decoded:\nit is cut"),
+    "KeyError": KeyError("labels"),
     "OSError": FileNotFoundError(2, "No such file", "37.png"),
     "of two arguments": TwoArguments(37, "text"),
 }

@@ -73,10 +73,9 @@ def test_cheapest_cuts_of_all_plans(lengths, limit, overhead):
 
 def test_greedy_cuts_are_not_the_cheapest():
     """Control: filling each micro-batch up to the limit pads 9 + 1, and costs more than the plan."""
-    overhead = 1
-    cuts = cheapest([1, 1, 1, 9, 9], 27, overhead)
+    cuts = cheapest([1, 1, 1, 9, 9], 27, overhead=1)
     assert [group.tolist() for group in cuts] == [[1, 1, 1], [9, 9]]
-    assert total(cuts, overhead) < priced([[0, 1], [2, 3, 4]], [1, 1, 1, 9, 9], overhead)
+    assert total(cuts, 1) < priced([[0, 1], [2, 3, 4]], [1, 1, 1, 9, 9], 1)
 
 
 @given(lengths_lists, processes, limits, overheads, st.booleans())
@@ -112,9 +111,7 @@ def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch,
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("window", "num_processes", "micro_batch"), [(64, 2, 8), (64, 8, 8), (256, 8, 8), (1024, 16, 8), (100, 7, 4)]
-)
+@pytest.mark.parametrize(("window", "num_processes", "micro_batch"), [(64, 8, 8), (1024, 16, 8), (100, 7, 4)])
 def test_balance_on_ragged_lengths(window, num_processes, micro_batch, in_step):
     """Sizes of a log-normal distribution, as texts have. Control: plans by number, the sorted one too, take longer."""
     overhead = 32  # cuts finely, whatever the constants of a device are
@@ -139,15 +136,8 @@ def test_equal_lengths_are_split_by_number(window, num_processes, micro_batch, l
     assert as_lists(plan) == as_lists(plan_window(window, num_processes, micro_batch))
 
 
-def test_more_processes_than_samples():
-    plan = plan_by_length(np.array([5, 9, 3]), 5, 100)
-    assert sorted(as_lists(plan)) == [[], [], [[0]], [[1]], [[2]]]
+def test_a_window_without_samples():
     assert as_lists(plan_by_length(np.array([], np.int64), 2, 8)) == [[], []]
-
-
-def test_a_sample_beyond_the_limit_is_alone():
-    (share,) = plan_by_length(np.array([50, 2, 3]), 1, 10, overhead=1000)
-    assert sorted(as_lists([share])[0]) == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (2, 0), (2, -1)])

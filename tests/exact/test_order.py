@@ -25,9 +25,6 @@ def oracle_order(num_samples: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_samples), key=lambda sample: (splitmix64(key ^ sample), sample))
 
 
-# -- the hash ---------------------------------------------------------------------------------------------------------------
-
-
 def test_hash_gives_published_splitmix64_outputs():
     """Catches a wrong constant or shift: the first outputs of the published generator for the states 0 and 1234567."""
     assert make_key(0) == 0xE220A8397B1DCDAF
@@ -58,9 +55,6 @@ def test_name_key_is_the_same_in_every_process():
     assert name_key("") != name_key("a")
 
 
-# -- exact properties -------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 200), integers, integers)
 def test_order_is_the_permutation_of_the_oracle(num_samples, seed, epoch):
     """Catches lost or repeated samples, and any change of the stated hash (which would break resuming)."""
@@ -68,13 +62,6 @@ def test_order_is_the_permutation_of_the_oracle(num_samples, seed, epoch):
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(num_samples))
     assert order.tolist() == oracle_order(num_samples, seed, epoch)
-
-
-def test_known_orders():
-    """Catches an oracle that has drifted with the order. Seeds count modulo 2**64."""
-    assert epoch_order(8, 0, 0).tolist() == [3, 1, 6, 2, 4, 7, 0, 5]
-    assert epoch_order(8, 0, 1).tolist() == [5, 1, 7, 0, 4, 3, 6, 2]
-    assert epoch_order(8, -1, 0).tolist() == epoch_order(8, 2**64 - 1, 0).tolist() == [3, 5, 4, 2, 7, 0, 1, 6]
 
 
 def test_a_large_order():
@@ -94,24 +81,10 @@ def test_negative_number_of_samples_is_refused(shuffle):
         epoch_order(-1, 0, 0, shuffle)
 
 
-# -- statistics: checkers and controls --------------------------------------------------------------------------------------
-
-
 def position_sigmas(order: Order, num_samples: int) -> float:
     """Worst deviation, over samples, of their positions (over seeds) from uniform."""
     positions = np.array([np.argsort(order(num_samples, seed, 0)) for seed in range(NUM_SEEDS)])
     return max(chi_square_sigmas(np.bincount(column, minlength=num_samples)) for column in positions.T)
-
-
-def follower_sigmas(order: Order, n: int) -> float:
-    """How often sample i+1 comes right after sample i, against 1/n for each i.
-
-    The number S of such pairs in a random order has mean (n-1)/n, and E[S(S-1)] = (n-1)(n-2) * (n-2)!/n! = (n-2)/n.
-    """
-    followers = sum(int((np.diff(order(n, seed, 0)) == 1).sum()) for seed in range(NUM_SEEDS))
-    mean = (n - 1) / n
-    variance = (n - 2) / n + mean - mean**2
-    return abs(followers - NUM_SEEDS * mean) / math.sqrt(NUM_SEEDS * variance)
 
 
 def fixed_point_sigmas(order: Order, seed_step: int, epoch_step: int) -> float:
@@ -124,12 +97,6 @@ def fixed_point_sigmas(order: Order, seed_step: int, epoch_step: int) -> float:
     none = math.exp(-1)
     of_none = abs((counts == 0).mean() - none) / math.sqrt(none * (1 - none) / len(pairs))
     return max(of_mean, of_none)
-
-
-def affine_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Naive: i -> (a i + b) mod n with an odd multiplier (n a power of two): a permutation, uniform positions, no shuffle."""
-    multiplier, shift = 2 * (splitmix64(seed) % num_samples) + 1, splitmix64(seed + 2**32) % num_samples
-    return (multiplier * np.arange(num_samples) + shift) % num_samples
 
 
 def cyclic_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -154,15 +121,10 @@ def test_every_position_is_equally_likely():
     assert position_sigmas(cyclic_order, 5) < SIGMAS, "uniform positions do not tell a rotation from a shuffle"
 
 
-def test_neighbours_in_the_dataset_are_not_neighbours_in_the_order():
-    """Catches block shuffles, rotations, affine maps."""
-    assert follower_sigmas(epoch_order, 16) < SIGMAS
-    assert follower_sigmas(cyclic_order, 16) > 3 * SIGMAS, "control"
-
-
 def test_orders_of_other_epochs_and_seeds_are_unrelated():
     """Catches `seed + epoch` as the key (epoch 1 of seed 0 is epoch 0 of seed 1) and an epoch that is not used."""
     for seed_step, epoch_step in ((0, 1), (1, 0), (1, -1), (1, 1)):
         assert fixed_point_sigmas(epoch_order, seed_step, epoch_step) < SIGMAS
     assert fixed_point_sigmas(summed_key_order, 1, -1) > 3 * SIGMAS, "control"
-    assert fixed_point_sigmas(affine_order, 0, 1) > 3 * SIGMAS, "control: it uses no epoch"
+    assert fixed_point_sigmas(cyclic_order, 1, 0) > 3 * SIGMAS, "control: rotations"
+    assert fixed_point_sigmas(cyclic_order, 0, 1) > 3 * SIGMAS, "control: no epoch"
