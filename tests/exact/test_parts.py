@@ -37,11 +37,12 @@ def pre_training(family: str):
 
 
 def answers(n):
-    """Answers of which some begin, and others end, behind the text: the heads leave these positions out."""
+    """Answers of which some begin, and others end, behind the text, one of them right behind it: the heads leave these out."""
     rng, samples = np.random.default_rng(3), h.token_samples(n)
+    width = max(len(sample["input_ids"]) for sample in samples)
     for i, sample in enumerate(samples):
         del sample["labels"]
-        sample["start_positions"] = 900 if i % 4 == 1 else int(rng.integers(0, 4))
+        sample["start_positions"] = (width if i == 5 else 900) if i % 4 == 1 else int(rng.integers(0, 4))
         sample["end_positions"] = 900 if i % 3 == 1 else int(rng.integers(0, 4))
     return samples
 

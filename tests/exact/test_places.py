@@ -26,6 +26,8 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.masks import keep_mask, sample_keys, window_key
 from hf_ga.proof.sites import find_dropout_sites
 
+# The probe runs without gradients, about which torch's reentrant checkpointing warns.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 SIGMAS = 4.0
 VOCABULARY = 100
 LENGTHS = [5, 9, 3, 12, 7, 8]
@@ -179,8 +181,6 @@ def relative(gradient, reference):
     return ((gradient - reference).norm() / reference.norm()).item()
 
 
-# The probe runs without gradients, about which torch's reentrant checkpointing warns.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("name", "checkpointing"), SUPPORTED)
 def test_every_split_has_the_gradient_of_the_full_batch(name, checkpointing):
     """Catches masks that depend on the split, on padding, or on whether checkpointing runs a layer again."""
@@ -261,7 +261,6 @@ def repeated_gradient(kind, use_reentrant, sizes=(6,)):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1,) * 6], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_shared_blocks_draw_the_same_when_run_again(use_reentrant, sizes):
@@ -271,7 +270,6 @@ def test_shared_blocks_draw_the_same_when_run_again(use_reentrant, sizes):
     assert relative(repeated_gradient("one block", None, sizes), reference) <= SAME
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_cannot_be_identified_is_refused_when_run_again(use_reentrant):
     """Catches taking the first of several calls that cannot be told apart, and a silent fall back to native dropout (reentrant: a

@@ -290,7 +290,7 @@ def test_an_error_leaves_what_was_there_before(failing):
         with pytest.raises(ZeroDivisionError):
             hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule if failing == 2 else None)
     factor = 1 if failing else 2
-    assert h.relative_error(h.gradients(model), {name: factor * g for name, g in before.items()}) < 1e-6 * (failing is None) + 1e-12
+    assert h.relative_error(h.gradients(model), {name: factor * g for name, g in before.items()}) <= (0 if failing else 1e-6)
     assert accelerator.gradient_accumulation_steps == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"

@@ -223,17 +223,14 @@ def test_global_random_states_do_not_matter():
 
 
 def test_split_again_keeps_samples_and_draws():
+    def by_sample(window):
+        return dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
+
     for window in make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=4):
         parts = [np.arange(window.num_samples)[i::3] for i in range(3)]
         again = window.split(parts)
-        rows = dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
-        for micro_batch, offsets in zip(again.micro_batches, parts, strict=True):
-            assert micro_batch.positions.tolist() == window.request.positions[offsets].tolist()
-        assert stack(window.fetcher.samples(window.request, np.arange(window.num_samples)))["draws"].tolist() == rows_of(
-            window, "draws"
-        )
-        rows_again = zip(rows_of(again, "draws"), rows_of(again, "noise"), strict=True)
-        assert dict(zip(flat(ids_of(again)), rows_again, strict=True)) == rows
+        assert by_sample(again) == by_sample(window)
+        assert [m.positions.tolist() for m in again.micro_batches] == [window.request.positions[part].tolist() for part in parts]
 
 
 class Streaming(IterableDataset):
