@@ -23,14 +23,8 @@ def _traced_graphs_only(monkeypatch):
 
 
 def windows_of(data):
-    return hf_ga.WindowLoader(
-        data,
-        h.pad_right,
-        accelerator=Accelerator(cpu=True),
-        per_device_batch_size=3,
-        global_batch_size=8,
-        lengths=[len(s["input_ids"]) for s in data],
-    )
+    sizes = {"per_device_batch_size": 3, "global_batch_size": 8, "lengths": [len(s["input_ids"]) for s in data]}
+    return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(cpu=True), **sizes)
 
 
 def train(model, data, rule, wrong=1.0):
