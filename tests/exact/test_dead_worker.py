@@ -51,14 +51,6 @@ class Rows:
         return self.samples[index]
 
 
-class StreamOf:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        return (self.rows[i] for i in range(len(self.rows)))
-
-
 def raising(error):
     def act():
         raise error
@@ -69,7 +61,7 @@ def raising(error):
 def windows_of(kind, rows, num_workers):
     sizes = {"accelerator": Accelerator(cpu=True), "global_batch_size": WINDOW, "per_device_batch_size": 4}
     if kind == "stream":
-        return hf_ga.StreamLoader(StreamOf(rows), h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes)
+        return hf_ga.StreamLoader(rows, h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes)
     return hf_ga.WindowLoader(rows, h.pad_right, shuffle=False, num_workers=num_workers, **sizes)
 
 

@@ -7,6 +7,7 @@ float64. Negative controls: attention that does not keep samples apart, masks of
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import helpers
 import numpy as np
@@ -91,15 +92,6 @@ def drawn_for_each_sample(x):
     return x * nn.functional.dropout(torch.ones_like(x[:, :1, :1]), 0.5)
 
 
-def eager_bert(dropout=0.0):
-    return bert_like("Bert", dropout, attn_implementation="eager")
-
-
-def albert(dropout=0.0):
-    """One layer that is called twice."""
-    return bert_like("Albert", dropout, embedding_size=8)
-
-
 mixing = seeded(Mixing)
 # Layers that look beyond a token in another way than through transformers' attention interface with a mask of its own.
 UNSUPPORTED = {
@@ -115,8 +107,8 @@ MODELS = {
     "token classes": (helpers.bert_token_classifier, "tags"),
     "classes": (helpers.bert_classifier, "classes"),
     "last tokens": (gpt2_classifier, "classes"),
-    "eager": (eager_bert, "tokens"),
-    "albert": (albert, "tokens"),
+    "eager": (partial(bert_like, "Bert", attn_implementation="eager"), "tokens"),
+    "albert": (partial(bert_like, "Albert", embedding_size=8), "tokens"),  # one layer that is called twice
     "modern bert": (modern_bert, "tokens"),
 }
 
