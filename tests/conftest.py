@@ -12,6 +12,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: threads of several would wait for each other
 
+import hypothesis
 import pytest
 import submitit  # noqa: F401  (it configures logging when imported, which closes handlers' streams: not in the middle of a test)
 import torch
@@ -19,6 +20,9 @@ import transformers
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
+# The same examples in every run, however slow the machine is.
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

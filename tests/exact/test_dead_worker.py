@@ -1,10 +1,9 @@
 """Workers of the data loader that die or raise: one clear error where the window is waited for, and no hang."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +26,6 @@ class TwoArguments(Exception):
 
     def __init__(self, row, column):
         super().__init__(row, column)
-        self.row = row
 
 
 ERRORS = {
@@ -39,7 +37,7 @@ ERRORS = {
 
 
 class Rows:
-    """Samples by index or as a stream; the deadly one does what `act` says, where a worker fetches it."""
+    """Samples by index or as a stream; where a worker fetches the deadly one, it calls `act`."""
 
     def __init__(self, act=None, count=64):
         self.samples, self.act = h.class_samples(count), act
@@ -53,14 +51,6 @@ class Rows:
         return self.samples[index]
 
 
-class StreamOf:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        return (self.rows[i] for i in range(len(self.rows)))
-
-
 def raising(error):
     def act():
         raise error
@@ -71,7 +61,7 @@ def raising(error):
 def windows_of(kind, rows, num_workers):
     sizes = {"accelerator": Accelerator(cpu=True), "global_batch_size": WINDOW, "per_device_batch_size": 4}
     if kind == "stream":
-        return hf_ga.StreamLoader(StreamOf(rows), h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes)
+        return hf_ga.StreamLoader(rows, h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes)
     return hf_ga.WindowLoader(rows, h.pad_right, shuffle=False, num_workers=num_workers, **sizes)
 
 
@@ -93,30 +83,30 @@ DEATHS = {
 }
 
 
-def read_in_a_dying_worker(death, kind):
-    """What this process sees, as JSON. It waits for the worker when that dies: torch's handler of ended children raises wherever
-    the process is then.
-    """
+def read_in_a_dying_worker(connection, death, kind):
+    """Sends what this process sees. It waits for the worker when that dies."""
     began = time.monotonic()
-    error, seen = read_until_error(windows_of(kind, Rows(lambda: (time.sleep(1), DEATHS[death]())), num_workers=2))
-    told = {"type": type(error).__name__, "text": str(error), "seen": seen, "seconds": time.monotonic() - began}
-    print(json.dumps(told))
+    error, seen = read_until_error(windows_of(kind, Rows(lambda: (time.sleep(0.5), DEATHS[death]())), num_workers=2))
+    connection.send((type(error), str(error), seen, time.monotonic() - began))
 
 
-@pytest.mark.parametrize("kind", ["list", "stream"])
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(("death", "kind"), [*((death, "list") for death in DEATHS), ("killed", "stream")])
 def test_a_worker_that_dies_is_one_clear_error(death, kind):
-    command = [sys.executable, __file__, death, kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["type"] == "DataError" and told["seconds"] < LIMIT
-    assert told["text"].startswith("DataLoader worker") and "shared memory is full" in told["text"]
-    assert "Use fewer workers (--dataloader_num_workers" in told["text"] and "\n" not in told["text"]
-    assert told["seen"] == ([0, 1, 2, 3] if kind == "list" else [])  # before it reads a window, a stream reads 256 samples
+    """In a process of its own: torch's handler of ended children raises wherever the process is then."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=read_in_a_dying_worker, args=(there, death, kind))
+    child.start()
+    assert here.poll(60)
+    error, text, seen, seconds = here.recv()
+    child.join()
+    assert error is hf_ga.DataError and seconds < LIMIT
+    assert text.startswith("DataLoader worker") and "shared memory is full" in text
+    assert "Use fewer workers (--dataloader_num_workers" in text and "\n" not in text
+    assert seen == ([0, 1, 2, 3] if kind == "list" else [])  # before it reads a window, a stream reads 256 samples
 
 
-@pytest.mark.parametrize("kind", ["list", "stream"])
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "list") for name in ERRORS), ("DataError", "stream")])
 def test_an_exception_in_a_worker_is_as_torch_tells_it(name, kind):
     """With its type, where it takes one text, and its traceback as text. One of hf_ga has its message alone, as without workers."""
     alone, seen_alone = read_until_error(windows_of(kind, Rows(raising(ERRORS[name])), num_workers=0))
@@ -159,8 +149,3 @@ def test_the_command_line_prints_one_line(tmp_path, capfd, monkeypatch):
         capfd.readouterr()
         assert finetune_main([str(tmp_path / "run.json")]) == 2
     assert capfd.readouterr().err.splitlines()[-1] == "error: row 37 cannot be decoded: it is cut"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    read_in_a_dying_worker(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Keyed dropout masks: good random bits, and a function of (sample key, dropout site, coordinate) only.
 
-Statistics are bounded by 4 standard deviations of what independent bits would give; the seeds are fixed, so nothing fails by
-chance. Tests whose checker could pass on anything are shown to fail on a naive mask.
+Tests whose checker could pass on anything are shown to fail on a naive mask.
 """
 
 import math
@@ -11,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hash_oracle import SIGMAS, chi_square_sigmas, oracle_key, splitmix64
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from hf_ga.exact.hashing import name_key
-from hf_ga.exact.masks import ELEMENTS_IN_CACHE, _whole_mask, keep_mask, keyed_dropout, sample_keys, window_key
+from hf_ga.exact.masks import _whole_mask, keep_mask, keyed_dropout, sample_keys, window_key
 
-SIGMAS = 4.0
 SITE = name_key("encoder.layer.0.dropout")
 PROBABILITIES = [0.01, 0.1, 0.5, 0.9]
-# About 2e5 elements each, the sample axis first.
-SHAPES = {"(B,)": (200_000,), "(B,T)": (400, 500), "(B,T,H)": (50, 50, 80), "(B,heads,T,T)": (20, 8, 36, 36)}
 
 
 def keys_of(num_samples, seed=0, epoch=0, start=0):
@@ -33,11 +30,7 @@ def mask(shape, p=0.5, seed=0, epoch=0, start=0, site=SITE):
     return keep_mask(keys_of(shape[0], seed, epoch, start), site, shape, 0, p)
 
 
-def bits(kept):
-    return "".join(str(bit) for bit in kept.flatten().int().tolist())
-
-
-def correlation_sigmas(first, second, p):
+def correlation_sigmas(first, second, p=0.5):
     """Correlation of two masks, from their known mean and variance, times sqrt(N): standard normal if they are independent."""
     product = (first.double() - (1 - p)) * (second.double() - (1 - p))
     return abs(product.mean().item()) / (p * (1 - p)) * math.sqrt(product.numel())
@@ -48,23 +41,6 @@ def shifted(kept, lags):
     first = tuple(slice(max(0, -lag), size - max(0, lag)) for lag, size in zip(lags, kept.shape, strict=True))
     second = tuple(slice(max(0, lag), size - max(0, -lag)) for lag, size in zip(lags, kept.shape, strict=True))
     return kept[first], kept[second]
-
-
-# ------------------------------------------------------------------------------------------------------------------ the oracle
-
-
-def splitmix64(state: int) -> int:
-    z = (state + 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    return z ^ (z >> 31)
-
-
-def oracle_key(stream: int, *parts: int) -> int:
-    key = 0
-    for part in (stream, *parts):
-        key = splitmix64(key ^ (part % 2**64))
-    return key
 
 
 def oracle_element(sample_key: int, site: int, coordinates: list[int], p: float) -> bool:
@@ -109,26 +85,16 @@ def test_every_element_is_that_of_the_documented_hash(seed, epoch, position, sit
         assert kept[index].item() == oracle_element(key, site, [row, *coordinates], p)
 
 
-@pytest.mark.parametrize("inner", [(40, 256), (3, 50, 70)], ids=str)
-def test_a_mask_is_the_same_in_a_large_batch(inner):
-    """A CPU draws large masks in parts. Control: another sample's mask differs."""
-    whole = keep_mask(keys_of(64), SITE, (64, *inner), 0, 0.3)
-    assert whole.numel() > ELEMENTS_IN_CACHE
-    for row in (0, 1, 63):
-        alone = keep_mask(keys_of(64)[row : row + 1], SITE, (1, *inner), 0, 0.3)[0]
-        assert torch.equal(alone, whole[row]) and not torch.equal(alone, whole[row - 1])
-
-
 @given(seed=st.integers(), epoch=st.integers(0, 99), index=st.integers(0, 2**62), shape=st.lists(st.integers(1, 5), max_size=3))
 def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape):
-    """Catches a window draw that uses the samples' stream or forgets an axis of size 1."""
+    """Catches a window draw that uses the samples' stream, one mask for all windows, or an axis of size 1 that is forgotten."""
     kept = keep_mask(window_key(seed, epoch, index), SITE, shape, None, 0.5)
     key = oracle_key(5, seed, epoch, index)
     for coordinates in np.ndindex(*shape):
         assert kept[coordinates].item() == oracle_element(key, SITE, [0, *coordinates], 0.5)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("long"))])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("compiles for half a minute"))])
 def test_the_compiled_mask_is_the_same_bit_for_bit(compiler):
     """What a GPU compiles, compiled here: once for each number of axes, not for each size or site."""
     if compiler == "inductor" and shutil.which("g++") is None:
@@ -137,14 +103,14 @@ def test_the_compiled_mask_is_the_same_bit_for_bit(compiler):
     counters.clear()
     compiled = torch.compile(_whole_mask, dynamic=True, backend=compiler)
     keys = keys_of(6)
-    for site, sizes in [(SITE, (1, 7, 9)), (SITE + 1, (1, 5, 12)), (3, (2, 6, 33)), (SITE, (2, 4, 5, 8)), (5, (3, 4, 6, 7))]:
+    for site, sizes in [(SITE, (1, 7, 9)), (SITE + 1, (1, 5, 12)), (5, (3, 4, 6, 7))]:
         for p in PROBABILITIES:
             shape = (6 * sizes[0], *sizes[1:])
             threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
             drawn = compiled(keys ^ (site - (site >> 63 << 64)), list(sizes), threshold).view(shape)
             assert torch.equal(drawn, keep_mask(keys, site, shape, 0, p))
             assert not torch.equal(drawn, keep_mask(keys, site + 7, shape, 0, p)), "control"
-    assert counters["stats"]["unique_graphs"] <= 6
+    assert counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
 
 
@@ -156,32 +122,17 @@ def test_parts_do_not_change_a_mask(monkeypatch):
     assert mask((3, 0, 4)).shape == (3, 0, 4) and mask((3, 4, 0)).shape == (3, 4, 0)
 
 
-def test_known_masks():
-    """Catches any change of the bits, which would break resuming with another version."""
-    assert keys_of(3).tolist() == [1941111019582354804, -9092978201222390297, -1936003529704102437]
-    assert window_key(0, 0, 0).tolist() == [-2083380092614430968]
-    assert bits(mask((2, 12))) == "101001001110011010001011"
-    assert bits(mask((2, 3, 4), p=0.1, seed=-(2**80) + 3, epoch=10**6, start=10**12)) == "110111110011111111110110"
-
-
-# ------------------------------------------------------------------------------------------------------------------ statistics
-
-
 @pytest.mark.parametrize("p", PROBABILITIES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_keep_rate(shape, p):
+def test_keep_rate(p):
     """Catches an off-by-half threshold, p and 1-p exchanged, and biased bits."""
-    kept = mask(shape, p)
-    sigma = math.sqrt(p * (1 - p) / kept.numel())
-    assert abs(kept.double().mean().item() - (1 - p)) < SIGMAS * sigma
+    kept = mask((20, 8, 36, 36), p)
+    assert abs(kept.double().mean().item() - (1 - p)) < SIGMAS * math.sqrt(p * (1 - p) / kept.numel())
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize(
     "change",
     [
         {"seed": 1},
-        {"seed": -1},
         {"seed": 1 << 63},
         {"epoch": 1},
         {"seed": 1, "epoch": -1},
@@ -194,108 +145,63 @@ def test_keep_rate(shape, p):
     ],
     ids=str,
 )
-def test_masks_of_other_seeds_epochs_positions_and_sites_are_uncorrelated(change, p):
+def test_masks_of_other_seeds_epochs_positions_and_sites_are_uncorrelated(change):
     """Catches keys that are sums (seed + epoch) and sites that only shift a mask."""
     shape = (64, 32, 64)
-    assert correlation_sigmas(mask(shape, p), mask(shape, p, **change), p) < SIGMAS
+    assert correlation_sigmas(mask(shape, 0.1), mask(shape, 0.1, **change), 0.1) < SIGMAS
 
 
-def axis_lags(shape, axis):
-    return [lag for lag in (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 63, 64, 128) if lag < shape[axis]]
+@pytest.mark.parametrize("axis", range(4))
+def test_masks_are_uncorrelated_along_each_axis(axis):
+    """Catches equal or related masks for samples, heads, sequence positions and hidden coordinates."""
+    kept = mask((16, 6, 48, 48))
+    for lag in (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32):
+        if lag < kept.shape[axis]:
+            assert correlation_sigmas(*shifted(kept, [lag if i == axis else 0 for i in range(4)])) < SIGMAS, f"lag {lag}"
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize(("shape", "axis"), [(s, a) for s in [(100, 40, 64), (16, 6, 48, 48)] for a in range(len(s))])
-def test_masks_are_uncorrelated_along_each_axis(shape, axis, p):
-    """Catches equal or related masks for samples, sequence positions, hidden coordinates and heads."""
-    kept = mask(shape, p)
-    for lag in axis_lags(shape, axis):
-        lags = [lag if i == axis else 0 for i in range(len(shape))]
-        assert correlation_sigmas(*shifted(kept, lags), p) < SIGMAS, f"lag {lag}"
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_masks_are_uncorrelated_along_diagonals(p):
+def test_masks_are_uncorrelated_along_diagonals():
     """Catches a hash of the sum of the coordinates (see the control) and other lattice structure."""
-    kept = mask((24, 96, 96), p)
+    kept = mask((24, 96, 96))
     for down in (1, 2, 3, 8, 32):
         for right in (-32, -8, -3, -2, -1, 1, 2, 3, 8, 32):
-            assert correlation_sigmas(*shifted(kept, (0, down, right)), p) < SIGMAS, (down, right)
-            assert correlation_sigmas(*shifted(kept, (down % 8, right, 0)), p) < SIGMAS, (down, right)
-
-
-def test_diagonals_control():
+            assert correlation_sigmas(*shifted(kept, (0, down, right))) < SIGMAS, (down, right)
+            assert correlation_sigmas(*shifted(kept, (down % 8, right, 0))) < SIGMAS, (down, right)
     i, j = torch.meshgrid(torch.arange(96), torch.arange(96), indexing="ij")
     naive = mask((1, 192))[0][i + j].expand(24, 96, 96)
-    assert correlation_sigmas(*shifted(naive, (0, 1, -1)), 0.5) > 10 * SIGMAS
+    assert correlation_sigmas(*shifted(naive, (0, 1, -1))) > 10 * SIGMAS
 
 
 def test_long_rows_have_no_autocorrelation():
     """Catches column bits that repeat or drift: the columns of a row share one key and go through 32 bits only."""
-    kept = mask((64, 1 << 15))
-    for lag in [*range(1, 33), *(1 << k for k in range(6, 15)), *((1 << k) + 1 for k in range(6, 14)), 768, 3072, 10_000]:
-        assert correlation_sigmas(*shifted(kept, (0, lag)), 0.5) < SIGMAS, f"lag {lag}"
+    kept = mask((64, 1 << 14))
+    for lag in [*range(1, 33), *(1 << k for k in range(6, 14)), *((1 << k) + 1 for k in range(6, 13)), 768, 3072]:
+        assert correlation_sigmas(*shifted(kept, (0, lag))) < SIGMAS, f"lag {lag}"
 
 
 def words_sigmas(kept):
-    """Chi-square of the 256 words of 8 neighbouring bits (255 degrees of freedom), Wilson-Hilferty's normal approximation."""
-    words = (kept.view(-1, 8).long() * 2 ** torch.arange(8)).sum(1)
-    counts = torch.bincount(words, minlength=256).double()
-    statistic = ((counts - len(words) / 256) ** 2).sum().item() / (len(words) / 256)
-    return ((statistic / 255) ** (1 / 3) - (1 - 2 / (9 * 255))) / math.sqrt(2 / (9 * 255))
+    """How equally often the 256 words of 8 neighbouring bits occur."""
+    words = (kept.reshape(-1, 8).long() * 2 ** torch.arange(8)).sum(1)
+    return chi_square_sigmas(torch.bincount(words, minlength=256).numpy())
 
 
 def test_runs_are_those_of_fair_coins():
     """Catches dependence of more than two neighbours, along rows and along columns."""
-    kept = mask((512, 4096))
+    kept = mask((256, 2048))
     assert words_sigmas(kept) < SIGMAS
-    assert words_sigmas(kept.T.contiguous()) < SIGMAS
-    assert words_sigmas(mask((4096, 64, 8))) < SIGMAS
-
-
-def test_runs_control():
-    kept = mask((512, 4096))
+    assert words_sigmas(kept.T) < SIGMAS
     parity = (kept.view(-1, 8)[:, :7].sum(1) % 2).bool()  # pairwise (even 7-wise) independent, but every 8th bit is the parity
     naive = torch.cat([kept.view(-1, 8)[:, :7], parity[:, None]], dim=1)
-    assert words_sigmas(naive) > 10 * SIGMAS
-    assert correlation_sigmas(*shifted(naive.view(512, 4096), (0, 1)), 0.5) < SIGMAS
+    assert words_sigmas(naive) > 10 * SIGMAS, "control"
+    assert correlation_sigmas(*shifted(naive.view(256, 2048), (0, 1))) < SIGMAS
 
 
-def variance_sigmas(counts, n, p):
-    """Variance of counts that should be binomial(n, 1-p), against n p (1-p); its own variance takes the kurtosis in."""
-    variance = n * p * (1 - p)
-    ratio = ((counts.double() - n * (1 - p)) ** 2).mean().item() / variance
-    excess = (1 - 6 * p * (1 - p)) / variance
-    return abs(ratio - 1) / math.sqrt((2 + excess) / len(counts))
-
-
-@pytest.mark.parametrize("p", PROBABILITIES)
-def test_number_kept_is_binomial(p):
-    """Catches stratified or clumped masks, whose keep rate is right but whose counts vary too little or too much."""
-    kept = mask((4096, 256), p)
-    assert variance_sigmas(kept.sum(1), 256, p) < SIGMAS
-    assert variance_sigmas(mask((256, 4096), p).sum(0), 256, p) < SIGMAS
-    assert variance_sigmas(mask((2048, 16, 16), p).sum((1, 2)), 256, p) < SIGMAS
-
-
-def test_number_kept_control():
-    stratified = torch.stack([torch.randperm(256) % 2 == 0 for _ in range(512)])
-    assert variance_sigmas(stratified.sum(1), 256, 0.5) > 3 * SIGMAS
-
-
-# ------------------------------------------------------------------------------------------------------------------ invariance
-
-
-def widened(shape, axis, width):
-    return (*shape[:axis], width, *shape[axis + 1 :])
-
-
-@pytest.mark.parametrize(("narrow", "wide"), [(7, 12), (1, 2), (1, 64)])
-@pytest.mark.parametrize(("shape", "axis"), [(s, a) for s in [(5, 6), (5, 6, 8), (5, 4, 6, 6)] for a in range(1, len(s))])
-def test_padding_moves_no_coordinate(shape, axis, narrow, wide):
+@given(st.lists(st.integers(1, 7), min_size=2, max_size=4), st.integers(1, 9), st.data())
+def test_padding_moves_no_coordinate(shape, more, data):
     """Catches hashing the flat index, and skipping axes of size 1."""
-    left, whole = mask(widened(shape, axis, narrow)), mask(widened(shape, axis, wide))
-    assert torch.equal(left, whole.narrow(axis, 0, narrow))
+    axis = data.draw(st.integers(1, len(shape) - 1))
+    whole = mask([size + more * (i == axis) for i, size in enumerate(shape)])
+    assert torch.equal(mask(shape), whole.narrow(axis, 0, shape[axis]))
 
 
 @given(st.permutations(range(8)), st.integers(1, 8))
@@ -305,33 +211,11 @@ def test_any_subset_in_any_order_draws_the_same_rows(order, size):
     whole = keep_mask(keys, SITE, (8 * heads, 5, 9), 0, 0.5).view(8, heads, 5, 9)
     part = keep_mask(keys[rows], SITE, (size * heads, 5, 9), 0, 0.5).view(size, heads, 5, 9)
     assert torch.equal(part, whole[rows])
-    time_first = keep_mask(keys[rows], SITE, (5, size, 9), 1, 0.5)
-    assert torch.equal(time_first, keep_mask(keys, SITE, (5, 8, 9), 1, 0.5)[:, rows])
     if rows != list(range(size)):
         torch.manual_seed(0)
         native = F.dropout(torch.ones(8, 64), 0.5)
         torch.manual_seed(0)
         assert not torch.equal(F.dropout(torch.ones(size, 64), 0.5), native[rows])
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.sampled_from(PROBABILITIES))
-def test_sample_axis_only_moves(samples, length, width, p):
-    """Catches a sample axis that is hashed as a coordinate: time-first and batch-first models draw the same masks."""
-    batch_first = keep_mask(keys_of(samples), SITE, (samples, length, width), 0, p)
-    assert torch.equal(keep_mask(keys_of(samples), SITE, (length, samples, width), 1, p), batch_first.transpose(0, 1))
-    assert torch.equal(keep_mask(keys_of(samples), SITE, (length, width, samples), 2, p), batch_first.permute(1, 2, 0))
-
-
-def test_window_draws_depend_on_the_window_only():
-    """Catches one mask for all windows, and a window's key that equals the key of the sample with the same number."""
-    shape = (64, 128)
-    drawn = {i: keep_mask(window_key(0, 0, i), SITE, shape, None, 0.5) for i in range(3)}
-    assert torch.equal(drawn[1], keep_mask(window_key(0, 0, 1), SITE, shape, None, 0.5))
-    assert correlation_sigmas(drawn[0], drawn[1], 0.5) < SIGMAS
-    assert correlation_sigmas(drawn[0], keep_mask(window_key(0, 1, 0), SITE, shape, None, 0.5), 0.5) < SIGMAS
-    assert window_key(0, 0, 0).item() != keys_of(1).item()
-    wider = keep_mask(window_key(0, 0, 1), SITE, (64, 200), None, 0.5)
-    assert torch.equal(wider[:, :128], drawn[1])
 
 
 def test_extreme_probabilities():
@@ -341,14 +225,10 @@ def test_extreme_probabilities():
     assert mask(shape, 1e-12).all()
     assert not mask(shape, 1 - 1e-12).any()
     assert (mask(shape, 0.1) >= mask(shape, 0.3)).all(), "the same bits: a smaller p keeps all that a larger one keeps"
-    rare = (~mask(shape, 1e-4)).sum().item()
-    assert abs(rare - 100) < SIGMAS * 10
+    assert abs((~mask(shape, 1e-4)).sum().item() - 100) < SIGMAS * 10
 
 
-# ----------------------------------------------------------------------------------------------------------- dropout, attention
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 @pytest.mark.parametrize(
     ("mask_shape", "dtype", "tolerance"),
     [((4, 5, 6), torch.float64, 1e-15), ((4, 5, 1), torch.float64, 1e-15), ((4, 5, 6), torch.float32, 2e-7)],

@@ -1,11 +1,10 @@
 """`plan_batch`: the arithmetic by hand, against the real plan of a window, and naive arithmetic that misses the batch."""
 
-import importlib.util
 import math
 import shlex
-from pathlib import Path
 
 import numpy as np
+import plan_batch as script
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from hypothesis import given
@@ -16,16 +15,8 @@ from hf_ga import ConfigError, plan_batch
 from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.run.cli import parse_config
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_batch.py"
 CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
 windows, nodes, devices, limits = st.integers(1, 400), st.integers(1, 6), st.integers(1, 8), st.integers(1, 40)
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("plan_batch_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def naive_windows(window, processes, limit):
@@ -80,7 +71,6 @@ def test_plan_batch_refuses(name):
 
 
 def test_the_script(capsys):
-    script = load_script()
     words = "--global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10"
     assert script.main(words.split()) == 0
     printed = capsys.readouterr().out

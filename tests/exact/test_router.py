@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from torch.nn import functional as F
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
@@ -46,16 +47,11 @@ def qwen2_moe():
 
 
 @h.seeded
-def olmoe():
-    return tf.OlmoeForCausalLM(tf.OlmoeConfig(**sizes(num_experts=4, num_experts_per_tok=2)))
-
-
-@h.seeded
 def granite():
     return tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)))
 
 
-FAMILIES = {"Mixtral": mixtral, "Qwen2-MoE": qwen2_moe, "OLMoE": olmoe, "Granite-MoE": granite}
+FAMILIES = {"Mixtral": mixtral, "Qwen2-MoE": qwen2_moe, "Granite-MoE": granite}
 NO_ROUTER_LOSS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=AttributeError)
 NO_ROUTER_LOGITS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=(TypeError, ValueError))
 NAMES = [pytest.param(name, marks=[NO_ROUTER_LOSS] * (name == "Granite-MoE")) for name in FAMILIES]
@@ -71,58 +67,32 @@ def full_gradient(model, batch, dtype):
     return h.gradients(model)
 
 
-def window_of(samples, micro_batch_size, accelerator, **more):
-    loader = hf_ga.WindowLoader(
-        samples,
-        h.pad_right,
-        accelerator=accelerator,
-        planner=h.by_number(micro_batch_size),
-        global_batch_size=len(samples),
-        shuffle=False,
-        **more,
-    )
-    return next(iter(loader))
-
-
-def exact_gradient(model, samples, micro_batch_size):
-    accelerator = Accelerator()
-    result = hf_ga.backward_window(accelerator, model, window_of(samples, micro_batch_size, accelerator))
-    return h.gradients(model), result
-
-
 def router_part(gradients):
     return {name: g for name, g in gradients.items() if ".gate." in name or "router" in name}
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_any_split_is_the_full_batch(family):
+    """Control, by the router's gradient: the right weights of the mean loss, each micro-batch's own balancing loss."""
     samples, build = h.token_samples(12), FAMILIES[family]
     batch = h.pad_right(samples)
     full, full64 = (full_gradient(build(), batch, dtype) for dtype in (torch.float32, torch.float64))
     loss = float(build()(**batch).loss.detach())
     for micro_batch_size in (1, 5, 12):
-        gradients, result = exact_gradient(build(), samples, micro_batch_size)
+        gradients, result = window_gradient(build(), one_window(samples, micro_batch_size))
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("family", NAMES)
-def test_balancing_each_micro_batch_is_wrong(family):
-    """The control: the right weights of the mean loss, the balancing loss of every micro-batch by itself; the router's gradient."""
-    samples, build = h.token_samples(12), FAMILIES[family]
-    model, batch = build(), h.pad_right(samples)
-    total = int((batch["labels"][:, 1:] != h.IGNORED).sum())
+    naive = build()
     for rows in torch.arange(12).split(3):
         part = {k: v[rows] for k, v in batch.items()}
-        (model(**part).loss * int((part["labels"][:, 1:] != h.IGNORED).sum()) / total).backward()
-    right = router_part(full_gradient(build(), batch, torch.float64))
-    assert h.relative_error(router_part(h.gradients(model)), right) > 3e-2
+        (naive(**part).loss * h.num_targets(naive, part) / h.num_targets(naive, batch)).backward()
+    assert h.relative_error(router_part(h.gradients(naive)), router_part(full64)) > 3e-2
 
 
 def test_a_micro_batch_without_targets_is_still_balanced():
     samples = h.token_samples(8)
     samples[2:4] = [h.without_targets(s) for s in samples[2:4]]
-    gradients, _ = exact_gradient(mixtral(), samples, 2)
+    gradients, _ = window_gradient(mixtral(), one_window(samples, 2, shuffle=False))
     batch = h.pad_right(samples)
     full, full64 = (full_gradient(mixtral(), batch, dtype) for dtype in (torch.float32, torch.float64))
     h.assert_promise_1(gradients, full, full64)
@@ -133,10 +103,10 @@ def test_a_micro_batch_without_targets_is_still_balanced():
 def test_dropout_is_the_same_in_both_passes():
     """With dropout the layouts agree with each other, and not with dropout 0."""
     samples = h.token_samples(12)
-    whole, _ = exact_gradient(mixtral(0.3), samples, 12)
+    whole, _ = window_gradient(mixtral(0.3), one_window(samples, 12))
     for micro_batch_size in (1, 4):
-        assert h.relative_error(exact_gradient(mixtral(0.3), samples, micro_batch_size)[0], whole) < 2e-6
-    assert h.relative_error(exact_gradient(mixtral(0.0), samples, 12)[0], whole) > 1e-2
+        assert h.relative_error(window_gradient(mixtral(0.3), one_window(samples, micro_batch_size))[0], whole) < 2e-6
+    assert h.relative_error(window_gradient(mixtral(0.0), one_window(samples, 12))[0], whole) > 1e-2
 
 
 def test_without_attention_mask_padding_is_routed_too():
@@ -144,7 +114,7 @@ def test_without_attention_mask_padding_is_routed_too():
     samples = [{k: v for k, v in s.items() if k != "attention_mask"} for s in h.token_samples(12)]
     model = mixtral()
     assert hf_ga.prove_targets(model, samples, h.pad_right).pad_to_window
-    gradients, _ = exact_gradient(model, samples, 3)
+    gradients, _ = window_gradient(model, one_window(samples, 3))
     full, full64 = (full_gradient(mixtral(), h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64))
     h.assert_promise_1(gradients, full, full64)
 
@@ -170,18 +140,11 @@ def switch():
     return tf.SwitchTransformersForConditionalGeneration(config)
 
 
-@h.seeded
-def doge():
-    experts = {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-    return tf.DogeForCausalLM(tf.DogeConfig(**sizes(**experts)))
-
-
 @NO_ROUTER_LOGITS
-@pytest.mark.parametrize(("build", "family"), [(switch, "switch_transformers"), (doge, "doge")])
-def test_another_balancing_loss_is_refused_by_name(build, family):
-    with pytest.raises(LossNotAdditive, match=f"auxiliary loss of modeling_{family}.*output_router_logits=False"):
+def test_another_balancing_loss_is_refused_by_name():
+    with pytest.raises(LossNotAdditive, match=r"auxiliary loss of modeling_switch_transformers.*output_router_logits=False"):
         # Switch Transformers knows the switch as an argument only, not in its configuration.
-        hf_ga.prove_targets(build(), h.token_samples(8), lambda samples: {**h.pad_right(samples), "output_router_logits": True})
+        hf_ga.prove_targets(switch(), h.token_samples(8), lambda samples: {**h.pad_right(samples), "output_router_logits": True})
 
 
 def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):

@@ -1,8 +1,7 @@
 """backward_window and train_step against one full-batch backward in float64 that knows nothing of hf_ga."""
 
 import copy
-import math
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import helpers as h
@@ -10,10 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.backend import check_supported
+from hf_ga.exact.forward import argument_filter
 from hf_ga.exact.plan import plan_by_sizes
 
 WINDOW = 16
@@ -42,10 +45,8 @@ def some_without_targets(num_samples):
 CASES = {
     "masked LM, tied weights": (h.bert_masked_lm, h.token_samples, None, 0),
     "micro-batches without targets": (h.bert_masked_lm, some_without_targets, None, 0),
-    "token classification": (h.bert_token_classifier, h.tag_samples, None, 0),
     "frozen embeddings": (freeze_embeddings(h.bert_token_classifier), h.tag_samples, None, 0),
     "GPT-2, tied weights": (h.gpt2, h.token_samples, None, 0),
-    "GPT-2, short last window": (h.gpt2, h.token_samples, None, -1),
     "Llama": (h.llama, h.token_samples, None, 0),
     "T5": (h.t5, h.token_samples, None, 0),
     "classification, short last window": (h.bert_classifier, h.class_samples, None, -1),
@@ -55,9 +56,8 @@ CASES = {
 }
 LAYOUTS = {
     "even": lambda lengths: {"planner": h.by_number(4)},
-    "uneven": lambda lengths: {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3])},
+    "uneven, sorted": lambda lengths: {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3]), "lengths": lengths},
     "one by one": lambda lengths: {"planner": h.by_number(1)},
-    "length-sorted": lambda lengths: {"planner": partial(plan_by_sizes, sizes=[4]), "lengths": lengths},
     "by length": lambda lengths: {"per_device_batch_size": 2},  # the lengths are those of `input_ids`
 }
 
@@ -68,18 +68,9 @@ def make_loader(samples, layout="even", **more):
     return hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(), **options)
 
 
-def window_gradient(model, window, **options):
-    model.zero_grad()
-    result = hf_ga.backward_window(Accelerator(gradient_accumulation_steps=4), model, window, **options)
-    return result, h.gradients(model)
-
-
 def naive_control(model, windows, window, loss_fn=None):
     """The usual loop on the same micro-batches; accumulation steps are those of a full window."""
     return h.naive_gradient(model, [m.batch for m in window.micro_batches], len(windows[0].micro_batches), loss_fn)
-
-
-# -- by hand ----------------------------------------------------------------------------------------------------------------
 
 
 class OneWeight(nn.Module):
@@ -96,139 +87,82 @@ class OneWeight(nn.Module):
         return (self.weight * x)[counted].mean()
 
 
-def sum_and_count(outputs, batch):
-    return outputs.sum(), outputs.numel()
+def window_of(values, sizes):
+    """values: (x, whether it is a target)."""
+    samples = [{"x": float(x), "labels": 0 if counted else h.IGNORED} for x, counted in values]
+    return one_window(samples, partial(plan_by_sizes, sizes=sizes), shuffle=False)
 
 
-@pytest.mark.parametrize("sizes", [[4], [1, 3], [3, 1], [2, 2], [1, 1, 1, 1], [1, 2, 1]], ids=str)
-@pytest.mark.parametrize("loss_fn", [None, sum_and_count], ids=["own loss", "loss_fn"])
-def test_gradients_1_2_3_4_give_exactly_2_5(sizes, loss_fn):
-    samples = [{"x": float(x), "labels": 0} if loss_fn is None else {"x": float(x)} for x in (1, 2, 3, 4)]
-    loader = hf_ga.WindowLoader(
-        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=4, planner=partial(plan_by_sizes, sizes=sizes)
-    )
-    (window,), model = loader, OneWeight()
-    result = hf_ga.backward_window(Accelerator(), model, window, loss_fn=loss_fn)
-    assert (model.weight.grad.item(), result.loss, result.num_targets) == (2.5, 2.5, 4)
-
-
-@pytest.mark.parametrize("sizes", [[6], [1, 5], [3, 3], [4, 2], [1]], ids=str)
-def test_unequal_counts_by_hand(sizes):
-    """Two of six samples are no targets: the mean of 1, 2, 3, 4 is 2.5 still; the mean of means of {1, 2, 3}, {4} is 3."""
-    samples = [{"x": float(x), "labels": h.IGNORED if x > 4 else 0} for x in (1, 2, 3, 9, 9, 4)]
-    loader = hf_ga.WindowLoader(
-        samples,
-        h.pad_right,
-        accelerator=Accelerator(),
-        global_batch_size=6,
-        shuffle=False,
-        planner=partial(plan_by_sizes, sizes=sizes),
-    )
-    (window,), model = loader, OneWeight()
+def test_unequal_counts_by_hand():
+    """Two of six samples are no targets: the mean of 1, 2, 3, 4 is 2.5. Control: the mean of the means of {1, 2, 3} and {4} is
+    3.
+    """
+    window, model = window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3]), OneWeight()
     result = hf_ga.backward_window(Accelerator(), model, window)
-    assert (model.weight.grad.item(), result.num_targets) == (2.5, 4)
-    naive = h.naive_gradient(model, [m.batch for m in window.micro_batches], len(window.micro_batches))
-    assert (naive["weight"].item() == 2.5) == (sizes in ([6],))
+    assert (model.weight.grad.item(), result.loss, result.num_targets) == (2.5, 2.5, 4)
+    assert h.naive_gradient(model, [m.batch for m in window.micro_batches], 2)["weight"].item() == 3.0
 
 
-# -- promise 1 --------------------------------------------------------------------------------------------------------------
+@cache
+def proven_weight():
+    model, probes = OneWeight(), [{"x": float(x), "labels": 0 if x % 3 else h.IGNORED} for x in range(12)]
+    return model, hf_ga.prove_targets(model, probes, h.pad_right)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@given(
+    values=st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=1, max_size=9),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_any_split_of_any_targets_by_hand(values, sizes):
+    (model, rule), targets = proven_weight(), [x for x, counted in values if counted]
+    model.weight.grad = None
+    result = hf_ga.backward_window(Accelerator(), model, window_of(values, sizes), targets=rule)
+    found = 0.0 if model.weight.grad is None else model.weight.grad.item()
+    expected = sum(targets) / max(1, len(targets))
+    assert (found, result.loss, result.num_targets) == (pytest.approx(expected), pytest.approx(expected), len(targets))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_is_the_full_batch(case, layout):
+def test_every_layout_is_the_full_batch(case):
     build, make_samples, loss_fn, which = CASES[case]
     model, samples = build(), make_samples(WINDOW + 13)
-    windows = list(make_loader(samples, layout))
-    window = windows[which]
-    whole = h.pad_right([samples[i] for i in window.sample_ids])
+    whole = h.pad_right(samples[:WINDOW] if which == 0 else samples[WINDOW:])
     grads32, grads64 = (h.full_batch_gradient(model, whole, t, loss_fn) for t in (torch.float32, torch.float64))
-    _, grads = window_gradient(model, window, loss_fn=loss_fn)
-    assert "frozen" not in case or all((p.grad is None) != p.requires_grad for p in model.parameters())
-    naive = naive_control(model, windows, window, loss_fn)
-    ours, full, control = (h.relative_error(g, grads64) for g in (grads, grads32, naive))
-    print(f"MEASURED {case} | {layout}: error {ours:.1e}, full batch in float32 {full:.1e}, naive {control:.1e}")
-    h.assert_promise_1(grads, grads32, grads64)
-    with pytest.raises(AssertionError):
-        h.assert_promise_1(naive, grads32, grads64)
-
-
-def test_64_and_13_samples():
-    """The short last window has the weight of its own 13 samples."""
-    model, samples = h.bert_classifier(), h.class_samples(64 + 13)
-    windows = list(make_loader(samples, "one by one"))
-    assert [w.num_samples for w in windows] == [16, 16, 16, 16, 13]
-    whole = h.pad_right(samples[64:])
-    grads32, grads64 = (h.full_batch_gradient(model, whole, t) for t in (torch.float32, torch.float64))
-    result, grads = window_gradient(model, windows[-1])
-    h.assert_promise_1(grads, grads32, grads64)
-    assert result.num_targets == 13
-    naive = naive_control(model, windows, windows[-1])  # equal micro-batches: only the divisor, 16 for 13, is wrong
-    assert h.relative_error(naive, grads64) == pytest.approx(3 / 16, rel=1e-4)
-    with pytest.raises(AssertionError):
-        h.assert_promise_1(naive, grads32, grads64)
-
-
-def test_loss_and_targets_of_a_result():
-    model, samples = h.gpt2(), h.token_samples(WINDOW)
-    (window,) = make_loader(samples)
-    result, _ = window_gradient(model, window)
-    whole = h.pad_right(samples)
     with torch.no_grad():
-        expected = copy.deepcopy(model).double()(**whole).loss.item()
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.num_targets == sum(v != h.IGNORED for s in samples for v in s["labels"][1:])
-    assert result.grad_norm is None and not result.skipped
-
-
-def test_a_micro_batch_without_targets_is_left_out():
-    """Its mean would be NaN; the naive loop shows that."""
-    model, samples = h.bert_masked_lm(), some_without_targets(WINDOW)
-    (window,) = make_loader(samples)
-    assert [int((m.batch["labels"] != h.IGNORED).sum()) == 0 for m in window.micro_batches].count(True) == 1
-    result, grads = window_gradient(model, window)
-    assert math.isfinite(result.loss) and math.isfinite(h.norm(grads))
-    assert math.isnan(sum(h.mean_loss(model, m.batch).item() for m in window.micro_batches))
-
-
-# -- promise 2 --------------------------------------------------------------------------------------------------------------
-
-DROPOUT_CASES = [case for case in CASES if "weighted" in case or CASES[case][2] is None]
-
-
-@pytest.mark.parametrize("case", DROPOUT_CASES)
-def test_layouts_agree_with_dropout(case):
-    build, make_samples, loss_fn, which = CASES[case]
-    model, samples = build(dropout=0.1), make_samples(WINDOW + 13)
-    found, naive = {}, {}
+        loss = float(h.mean_loss(model, whole, loss_fn))
     for layout in LAYOUTS:
         windows = list(make_loader(samples, layout))
-        found[layout] = window_gradient(model, windows[which], loss_fn=loss_fn)[1]
-    for layout in ("even", "length-sorted"):  # the control: native masks, all else right
-        windows = list(make_loader(samples, layout))
-        naive[layout] = native_dropout_gradient(model, windows[which], loss_fn)
-    errors = [h.relative_error(found[layout], found["even"]) for layout in LAYOUTS]
-    control = h.relative_error(naive["length-sorted"], naive["even"])
-    print(f"MEASURED dropout {case}: layouts differ by {max(errors):.1e}, native dropout {control:.1e}")
-    assert max(errors) <= 1e-5
-    assert control > 1e-2
-
-
-def test_layouts_agree_with_masks_drawn_by_the_collator():
-    """Masked LM as usual: the collator draws the targets, the model draws dropout."""
-
-    def collate(samples):
-        batch = h.pad_right(samples)
-        kept = (torch.rand(batch["input_ids"].shape) < 0.5) & (batch["attention_mask"] > 0)
-        return {**batch, "labels": batch["input_ids"].masked_fill(~kept, h.IGNORED)}
-
-    model, samples, found = h.bert_masked_lm(0.1), h.token_samples(WINDOW), []
-    for micro_batch in (1, 3, WINDOW):
-        (window,) = hf_ga.WindowLoader(
-            samples, collate, accelerator=Accelerator(), global_batch_size=WINDOW, per_device_batch_size=micro_batch
+        grads, result = window_gradient(model, windows[which], loss_fn=loss_fn)
+        assert "frozen" not in case or all((p.grad is None) != p.requires_grad for p in model.parameters())
+        h.assert_promise_1(grads, grads32, grads64)
+        assert (result.loss, result.num_targets) == (
+            pytest.approx(loss, rel=1e-6),
+            pytest.approx(h.num_targets(model, whole, loss_fn)),
         )
-        found.append(window_gradient(model, window)[1])
-    assert max(h.relative_error(grads, found[0]) for grads in found) <= 1e-5
+        assert result.grad_norm is None and not result.skipped
+        with pytest.raises(AssertionError):
+            h.assert_promise_1(naive_control(model, windows, windows[which], loss_fn), grads32, grads64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "micro-batches without targets",
+        "GPT-2, tied weights",
+        "T5",
+        "width-dependent head, short last window",
+        "plain module, weighted loss_fn",
+    ],
+)
+def test_layouts_agree_with_dropout(case):
+    """Control: native masks, all else right."""
+    build, make_samples, loss_fn, which = CASES[case]
+    model, samples = build(dropout=0.1), make_samples(WINDOW + 13)
+    windows = {layout: list(make_loader(samples, layout))[which] for layout in LAYOUTS}
+    found = {layout: window_gradient(model, window, loss_fn=loss_fn)[0] for layout, window in windows.items()}
+    assert max(h.relative_error(grads, found["even"]) for grads in found.values()) <= 1e-5
+    native = [native_dropout_gradient(model, windows[layout], loss_fn) for layout in ("even", "uneven, sorted")]
+    assert h.relative_error(*native) > 1e-2
 
 
 def native_dropout_gradient(model, window, loss_fn):
@@ -251,49 +185,25 @@ def test_dropout_differs_between_windows_epochs_and_seeds():
     loader = make_loader(samples)
     loader.set_epoch(1)
     others = [second, next(iter(loader)), next(iter(make_loader(samples, seed=4)))]
-    reference = window_gradient(model, first)[1]
-    assert h.relative_error(window_gradient(model, first)[1], reference) == 0
-    assert all(h.relative_error(window_gradient(model, other)[1], reference) > 1e-2 for other in others)
-
-
-def test_random_states_do_not_move():
-    model, samples = h.gpt2(dropout=0.1), h.token_samples(WINDOW * 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    accelerator, before = Accelerator(), h.global_random_states()
-    for window in make_loader(samples):
-        hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
-    assert h.global_random_states() == before
-    model(**window.micro_batches[0].batch)  # the control: native dropout does move them
-    assert h.global_random_states() != before
-
-
-class Noisy(nn.Module):
-    """Draws natively once `noisy` is set."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.noisy = nn.Linear(1, 1), False
-
-    def forward(self, x):
-        y = self.linear(x[:, None])
-        return ((y + torch.randn_like(y)) if self.noisy else y).pow(2).mean()
+    reference = window_gradient(model, first)[0]
+    assert h.relative_error(window_gradient(model, first)[0], reference) == 0
+    assert all(h.relative_error(window_gradient(model, other)[0], reference) > 1e-2 for other in others)
 
 
 def test_randomness_that_begins_after_the_proof_is_refused():
-    model = Noisy()
+    noisy, linear = [], nn.Linear(1, 1)
+    model = nn.Sequential(linear)
+    model.forward = lambda x: (linear(x[:, None]) + (torch.randn(()) if noisy else 0.0)).pow(2).mean()
     loader = hf_ga.WindowLoader([{"x": float(i)} for i in range(12)], h.pad_right, accelerator=Accelerator(), global_batch_size=4)
     first, second, third = loader
     window_gradient(model, first)
-    model.noisy = True
+    noisy.append(1)
     with pytest.raises(hf_ga.UnkeyedRandomness, match="window 1 of epoch 0 drew from torch"):
         window_gradient(model, second)
     window_gradient(model, third, allow_split_dependent_randomness=True)
 
 
-# -- train_step -------------------------------------------------------------------------------------------------------------
-
-
-def train(model, samples, scheduler_of=None, prepare_scheduler=False, layout="uneven", **options):
+def train(model, samples, scheduler_of=None, prepare_scheduler=False, layout="uneven, sorted", **options):
     accelerator = Accelerator(gradient_accumulation_steps=4, step_scheduler_with_optimizer=True)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     scheduler = scheduler_of(optimizer.optimizer) if scheduler_of else None
@@ -336,20 +246,13 @@ def test_three_steps_equal_adamw_by_hand(prepare_scheduler):
     ours, by_hand, other = (h.bert_masked_lm().double() for _ in range(3))
     norms = train_by_hand(by_hand, samples, 0.5, halving)
     results, scheduler, _ = train(ours, samples, halving, prepare_scheduler, max_grad_norm=0.5)
-    print(f"MEASURED parameters after three steps: error {parameter_distance(ours, by_hand):.1e}")
     assert parameter_distance(ours, by_hand) < 1e-9
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-9)
     assert min(norms) > 0.5  # so clipping did something
     assert scheduler.last_epoch == 3 and scheduler.get_last_lr() == [1e-2 / 8]
-    train(other, samples, halving, max_grad_norm=0.25)
-    assert parameter_distance(other, by_hand) > 1e-6
-
-
-def test_train_step_leaves_no_gradient_and_no_norm_unless_asked():
-    model = h.bert_classifier()
-    results, _, _ = train(model, h.class_samples(WINDOW))
-    assert results[0].grad_norm is None
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in ours.parameters())
+    results, _, _ = train(other, samples, halving)  # control: not clipped
+    assert parameter_distance(other, by_hand) > 1e-6 and results[0].grad_norm is None
 
 
 def test_a_window_without_targets_changes_nothing():
@@ -365,43 +268,29 @@ def test_a_window_without_targets_changes_nothing():
     assert all(torch.equal(states[i][k], states_once[i][k]) for i in states for k in states[i])
 
 
-@pytest.mark.parametrize("loss_fn", [None, h.weighted_token_loss], ids=["own loss", "loss_fn"])
-def test_earlier_gradients_are_added_to(loss_fn):
-    model = h.plain_tagger()
-    samples = h.plain_samples(WINDOW) if loss_fn is None else h.weighted_samples(WINDOW)
+@pytest.mark.parametrize("failing", [None, 1, 2], ids=["never", "in the proof", "in the second micro-batch"])
+def test_an_error_leaves_what_was_there_before(failing):
+    """Gradients, accumulation steps, hooks and torch's functions. Control: without an error gradients are added to."""
+    accelerator, left = Accelerator(gradient_accumulation_steps=4), []
+    model, samples = h.plain_tagger(0.1), h.weighted_samples(WINDOW)
     (window,) = make_loader(samples)
-    once = window_gradient(model, window, loss_fn=loss_fn)[1]
-    hf_ga.backward_window(Accelerator(), model, window, loss_fn=loss_fn)
-    assert h.relative_error(h.gradients(model), {name: 2 * g for name, g in once.items()}) < 1e-6
 
+    def loss_fn(outputs, batch):
+        if left and not left.pop():
+            raise ZeroDivisionError
+        return h.weighted_token_loss(outputs, batch)
 
-class FailsAt(nn.Module):
-    """Raises in the forward of that number."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.weight, self.countdown = nn.Parameter(torch.ones(())), number
-
-    def forward(self, x):
-        self.countdown -= 1
-        if not self.countdown:
-            raise ZeroDivisionError("on purpose")
-        return (self.weight * x).mean()
-
-
-@pytest.mark.parametrize("countdown", [1, 8, 9, None], ids=["in the proof", "1st micro-batch", "2nd micro-batch", "never"])
-def test_accumulation_steps_are_restored(countdown):
-    """Inside the step it is 1; outside it is the user's, also after an error."""
-    accelerator, model = Accelerator(gradient_accumulation_steps=4), FailsAt(10**6)
-    samples = [{"x": float(i)} for i in range(8)]
-    (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, per_device_batch_size=2)
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    model.countdown = {1: 1, 8: 1, 9: 2, None: 10**6}[countdown]
-    if countdown is None:
-        hf_ga.backward_window(accelerator, model, window)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
+    before, _ = window_gradient(model, window, loss_fn=loss_fn, targets=rule)
+    left += [False] if failing == 1 else [False, True]
+    if failing is None:
+        left.clear()
+        hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule)
     else:
         with pytest.raises(ZeroDivisionError):
-            hf_ga.backward_window(accelerator, model, window, targets=None if countdown == 1 else rule)
+            hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule if failing == 2 else None)
+    factor = 1 if failing else 2
+    assert h.relative_error(h.gradients(model), {name: factor * g for name, g in before.items()}) <= (0 if failing else 1e-6)
     assert accelerator.gradient_accumulation_steps == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
@@ -434,40 +323,25 @@ def test_processes_that_need_the_same_samples_are_refused(monkeypatch, name):
     check_supported(accelerator)
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------------
+def takes_names(x, labels=None): ...
 
 
-class TakesAll(nn.Module):
-    """Only `**kwargs`."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = nn.Parameter(torch.ones(())), set()
-
-    def forward(self, **arguments):
-        self.seen |= set(arguments)
-        return (self.weight * arguments["x"]).mean()
+def takes_all(**arguments): ...
 
 
-def test_extra_columns_do_not_reach_the_model():
-    plain, model = h.plain_samples(WINDOW), h.plain_tagger()
-    (window,) = make_loader([{**s, "row": i, "attention_mask": [1] * len(s["input_ids"])} for i, s in enumerate(plain)])
-    with pytest.raises(TypeError, match=r"row|attention_mask"):
-        model(**window.micro_batches[0].batch)
-    _, grads = window_gradient(model, window)
-    assert h.relative_error(grads, h.full_batch_gradient(model, h.pad_right(plain))) < 1e-5
+def hands_the_rest_on(input_ids=None, labels=None, **more): ...
 
 
-def test_a_forward_of_kwargs_only_gets_all():
-    model = TakesAll()
-    (window,) = hf_ga.WindowLoader(
-        [{"x": 1.0, "row": i} for i in range(4)], h.pad_right, accelerator=Accelerator(), global_batch_size=4
-    )
-    window_gradient(model, window)
-    assert model.seen == {"x", "row"}
-
-
-# -- found weak while writing these tests; expected failures are open ------------------------------------------------------
+@pytest.mark.parametrize(
+    ("forward", "accepted"),
+    [(takes_names, {"x", "labels"}), (takes_all, {"x", "labels", "row"}), (hands_the_rest_on, {"x", "labels", "row"})],
+)
+def test_which_columns_reach_the_model(forward, accepted):
+    """PEFT's wrappers name some arguments and hand the rest on."""
+    model = nn.Identity()
+    model.forward = forward
+    assert argument_filter(model)({"x": 1, "labels": 2, "row": 3}).keys() == accepted
+    assert argument_filter(h.gpt2())({"input_ids": 1, "row": 3}).keys() == {"input_ids"}, "its **kwargs are settings"
 
 
 def masked_mean_times_count(outputs, batch):
@@ -478,34 +352,14 @@ def masked_mean_times_count(outputs, batch):
 
 def test_loss_fn_with_a_nan_for_no_targets():
     samples = [{"x": float(i), "mask": float(i >= 2)} for i in range(8)]
-    (window,) = hf_ga.WindowLoader(
-        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=8, per_device_batch_size=2, shuffle=False
-    )
-    model = OneWeight()
+    window, model = one_window(samples, 2, shuffle=False), OneWeight()
     with torch.no_grad():
         model.weight.fill_(2.0)
     rule = hf_ga.prove_targets(model, samples[2:], h.pad_right, loss_fn=masked_mean_times_count)
-    result, grads = window_gradient(model, window, loss_fn=masked_mean_times_count, targets=rule)
+    grads, result = window_gradient(model, window, loss_fn=masked_mean_times_count, targets=rule)
     expected = sum(2 * (2 * x - 1) * x for x in range(2, 8)) / 6
     assert result.num_targets == 6
     assert grads["weight"].item() == pytest.approx(expected)
-
-
-def test_earlier_gradients_survive_an_error_in_loss_fn():
-    model, samples, left = h.plain_tagger(), h.weighted_samples(WINDOW), []
-    (window,) = make_loader(samples)
-
-    def breaks(outputs, batch):
-        if left and not left.pop():
-            raise ZeroDivisionError
-        return h.weighted_token_loss(outputs, batch)
-
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=breaks)
-    _, before = window_gradient(model, window, loss_fn=breaks, targets=rule)
-    left += [False, True]  # in the second micro-batch
-    with pytest.raises(ZeroDivisionError):
-        hf_ga.backward_window(Accelerator(), model, window, loss_fn=breaks, targets=rule)
-    assert h.relative_error(h.gradients(model), before) == 0
 
 
 def test_another_loss_fn_than_that_of_the_proof_is_refused():
@@ -536,21 +390,3 @@ def test_step_after_an_interrupted_accumulation():
     finally:
         accelerator.gradient_state._set_sync_gradients(True)
     assert parameter_distance(model, before) > 1e-4
-
-
-class Wrapper(nn.Module):
-    """Names some arguments and hands the rest on, as PEFT's wrappers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = h.bert_classifier()
-
-    def forward(self, input_ids=None, labels=None, **more):
-        return self.base(input_ids=input_ids, labels=labels, **more)
-
-
-def test_arguments_that_go_through_kwargs_reach_the_model():
-    model, samples = Wrapper(), h.class_samples(WINDOW)
-    (window,) = make_loader(samples)
-    _, grads = window_gradient(model, window)
-    assert h.relative_error(grads, h.full_batch_gradient(model, h.pad_right(samples))) < 1e-5

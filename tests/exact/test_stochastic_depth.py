@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from accelerate import Accelerator
 from torch import nn
 from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.swin.modeling_swin import SwinDropPath
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.dropout import KeyedDropout
@@ -31,7 +31,7 @@ def swin(rate):
     return tf.SwinForImageClassification(tf.SwinConfig(**SIZES, **sizes, drop_path_rate=rate))
 
 
-class SkippingLayers(nn.Module):
+class Skipping(nn.Module):
     """As transformers before 5.23 writes LayerDrop (Fan et al. 2020): it draws a number for each layer, also to skip none."""
 
     def __init__(self, layerdrop):
@@ -39,26 +39,14 @@ class SkippingLayers(nn.Module):
         self.layerdrop = layerdrop
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(3))
 
-    def forward(self, x):
-        for layer in self.layers:
-            if self.training and torch.rand([]) < self.layerdrop:
-                continue
-            x = layer(x)
-        return x
-
-
-class Skipping(nn.Module):
-    def __init__(self, layerdrop):
-        super().__init__()
-        self.body = SkippingLayers(layerdrop)
-
     def forward(self, x, labels):
-        return {"loss": (self.body(x).mean(-1) - labels).square().mean()}
+        for layer in self.layers:
+            if not self.training or torch.rand([]) >= self.layerdrop:
+                x = layer(x)
+        return {"loss": (x.mean(-1) - labels).square().mean()}
 
 
-@h.seeded
-def skipping(layerdrop):
-    return Skipping(layerdrop)
+skipping = h.seeded(Skipping)
 
 
 def images(n):
@@ -69,21 +57,14 @@ def numbers(n):
     return [{"x": torch.randn(4), "labels": torch.randn(())} for i in range(n)]
 
 
-# name: builder
-MODELS = {"BEiT": beit, "Swin": swin}
-
-
 def gradient(model, samples, size):
-    accelerator = Accelerator()
-    loader = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, per_device_batch_size=size, global_batch_size=12)
-    hf_ga.backward_window(accelerator, model, next(iter(loader)))
-    return h.gradients(model)
+    return window_gradient(model, one_window(samples, size))[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_layouts_agree(name):
+@pytest.mark.parametrize("build", [beit, swin], ids=["BEiT", "Swin"])
+def test_the_layouts_agree(build):
     """Controls: branches are dropped, and torch's own draws of the same seed differ between layouts."""
-    build, samples = MODELS[name], images(12)
+    samples = images(12)
     whole = gradient(build(0.4), samples, 12)
     for size in (1, 5):
         assert h.relative_error(gradient(build(0.4), samples, size), whole) < 2e-6
@@ -144,5 +125,5 @@ def test_a_draw_that_skips_no_layer_is_nobodys():
     model = skipping(0.0).eval()
     model(**h.pad_right(samples))["loss"].backward()
     assert h.relative_error(h.gradients(model), whole) > 0.1, "control: without dropout"
-    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"body \(SkippingLayers\) draws from torch"):
+    with pytest.raises(hf_ga.UnkeyedRandomness, match="\\(Skipping\\) draws from torch"):
         gradient(skipping(0.5), samples, 12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -69,10 +69,6 @@ def tensors_by_sample(loader):
     return found
 
 
-# -- which samples ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     num_samples=st.integers(1, 70),
     window=st.integers(1, 40),
@@ -113,15 +109,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**40])
-def test_windows_are_the_same_in_every_layout(seed):
+def test_windows_are_the_same_in_every_layout():
     windows = {
-        name: [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16, seed=seed, **options)]
+        name: [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16, seed=2**40, **options)]
         for name, options in LAYOUTS.items()
     }
     assert all(found == windows["whole"] for found in windows.values())
-    other = [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16, seed=seed + 1)]
-    assert other != windows["whole"]
+    other = [sorted(flat(ids_of(w))) for w in make_loader(Numbers(37), global_batch_size=16)]
+    assert other != windows["whole"], "control: another seed"
 
 
 def test_accumulation_steps_size_the_window():
@@ -138,20 +133,15 @@ def test_epochs_advance_and_can_be_set():
     assert [(w.epoch, flat(ids_of(w))) for w in loader] == epochs[1]
 
 
-# -- stop and resume --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("micro_batch", [4, 3, 16], ids="then micro-batches of {}".format)
-@pytest.mark.parametrize("consumed", [0, 1, 3])
-def test_resume_inside_an_epoch(consumed, micro_batch, num_workers):
-    """The state counts windows that were taken, not those that workers prefetched."""
+@pytest.mark.parametrize(("consumed", "num_workers"), [(0, 0), (1, 0), (3, 0), (0, 2), (1, 2)])
+def test_resume_inside_an_epoch(consumed, num_workers):
+    """In other micro-batches. The state counts windows that were taken, not those that workers prefetched."""
     options = {"global_batch_size": 8, "seed": 5}
     first = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, num_workers=num_workers, **options)
     first.set_epoch(2)
     for _ in zip(range(consumed), first, strict=False):
         pass
-    second = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=micro_batch, **options)
+    second = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=3, **options)
     second.load_state_dict(first.state_dict())
     assert second.num_consumed == consumed
     whole = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, **options)
@@ -186,16 +176,10 @@ def test_a_state_of_another_order_is_refused(size, options, named):
     assert (loader.epoch, loader.num_consumed) == (0, 0)
 
 
-# -- the same tensors -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("collate_fn", [stack, stack_with_noise])
-@pytest.mark.parametrize("dataset", [Numbers(37), Augmented(37)], ids=["plain", "random transform"])
-def test_workers_give_identical_tensors(dataset, collate_fn):
-    found = [
-        tensors_by_sample(make_loader(dataset, collate_fn, global_batch_size=16, per_device_batch_size=3, num_workers=n))
-        for n in (0, 2)
-    ]
+def test_workers_give_identical_tensors(collate_fn):
+    sizes = {"global_batch_size": 16, "per_device_batch_size": 3}
+    found = [tensors_by_sample(make_loader(Augmented(37), collate_fn, num_workers=n, **sizes)) for n in (0, 2)]
     assert found[0] == found[1] and len(found[0]) == 37
 
 
@@ -209,16 +193,11 @@ def test_randomness_belongs_to_the_sample_not_to_the_layout():
     for name in ("draws", "noise"):  # all different: between samples, and between epochs
         drawn = [str(tensors[i][name]) for tensors in (found["whole"], next_epoch["whole"]) for i in range(37)]
         assert len(set(drawn)) == 2 * 37
-
-
-def test_a_plain_data_loader_differs_between_layouts():
-    """The control of the test above: same seed, same order, another batch size."""
-    found = []
-    for size in (3, 16):
+    plain = []
+    for size in (3, 16):  # control: the same seed and order
         torch.manual_seed(0)
-        batches = DataLoader(Numbers(32), size, collate_fn=stack_with_noise)
-        found.append(flat(b["noise"].tolist() for b in batches))
-    assert found[0] != found[1]
+        plain.append(flat(b["noise"].tolist() for b in DataLoader(Numbers(32), size, collate_fn=stack_with_noise)))
+    assert plain[0] != plain[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -243,33 +222,15 @@ def test_global_random_states_do_not_matter():
     assert found[0] == found[1]
 
 
-# -- split again ------------------------------------------------------------------------------------------------------------
-
-
 def test_split_again_keeps_samples_and_draws():
+    def by_sample(window):
+        return dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
+
     for window in make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=4):
         parts = [np.arange(window.num_samples)[i::3] for i in range(3)]
         again = window.split(parts)
-        rows = dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
-        for micro_batch, offsets in zip(again.micro_batches, parts, strict=True):
-            assert micro_batch.positions.tolist() == window.request.positions[offsets].tolist()
-        assert stack(window.fetcher.samples(window.request, np.arange(window.num_samples)))["draws"].tolist() == rows_of(
-            window, "draws"
-        )
-        rows_again = zip(rows_of(again, "draws"), rows_of(again, "noise"), strict=True)
-        assert dict(zip(flat(ids_of(again)), rows_again, strict=True)) == rows
-
-
-def test_padding_to_the_window():
-    samples = h.class_samples(16)
-    (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(), global_batch_size=16, per_device_batch_size=4)
-    widths = [m.batch["input_ids"].shape[1] for m in window.micro_batches]
-    padded = [m.batch["input_ids"].shape[1] for m in window.padded_to_window().micro_batches]
-    longest = max(len(s["input_ids"]) for s in samples)
-    assert padded == [longest] * 4 and min(widths) < longest
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------------
+        assert by_sample(again) == by_sample(window)
+        assert [m.positions.tolist() for m in again.micro_batches] == [window.request.positions[part].tolist() for part in parts]
 
 
 class Streaming(IterableDataset):
@@ -288,32 +249,14 @@ class OnlyIterable:
         (Numbers(0), {}, hf_ga.DataError, "0 samples .* the dataset is empty"),
         (Streaming(), {}, hf_ga.DataError, "Streaming has no length .*take a StreamLoader"),
         (OnlyIterable(), {}, hf_ga.DataError, "OnlyIterable has no length"),
-        (Numbers(5), {"lengths": [1, 2]}, hf_ga.ConfigError, "2 lengths, 5 samples"),
         (Numbers(5), {"lengths": np.ones(6)}, hf_ga.ConfigError, "6 lengths, 5 samples"),
         (Numbers(5), {"per_device_batch_size": 0}, hf_ga.ConfigError, "at least 1, got 0"),
         (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
-        (Numbers(5), {"global_batch_size": 8, "drop_last_window": True}, hf_ga.DataError, "5 samples are less than one window"),
     ],
-    ids=lambda value: str(value) if isinstance(value, str | dict | type) else type(value).__name__,
 )
 def test_errors(dataset, options, error, message):
     with pytest.raises(error, match=message):
         make_loader(dataset, **options)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_errors_of_the_dataset_come_through(num_workers):
-    class Broken(Numbers):
-        def __getitem__(self, index):
-            raise KeyError("row is broken")
-
-    before = h.global_random_states()
-    with pytest.raises(KeyError, match="row is broken"):
-        list(make_loader(Broken(4), num_workers=num_workers))
-    assert h.global_random_states() == before
-
-
-# -- collators of one's own, planners, columns ------------------------------------------------------------------------------
 
 
 class OwnGenerator:
@@ -331,8 +274,10 @@ class OwnGenerator:
 
 def test_a_collator_with_its_own_generator():
     """Its masks would depend on the layout, unseen by the generators that are seeded here."""
+    before = h.global_random_states()
     with pytest.raises(hf_ga.UnkeyedRandomness, match="collate function"):
         tensors_by_sample(make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=3))
+    assert h.global_random_states() == before, "after an error, too"
 
 
 @pytest.mark.parametrize(
@@ -346,16 +291,12 @@ def test_a_planner_that_loses_samples_is_refused(plan):
         list(loader)
 
 
-class NumpyColumns(Numbers):
-    def __getitem__(self, index):
-        return {"x": index, "y": np.float32(index)}
-
-
 def stack_numpy(samples):
     """A column left in numpy, with a draw so that rows are cut from the whole window."""
     return {**stack_with_noise(samples), "y": np.array([s["y"] for s in samples])}
 
 
 def test_numpy_columns_are_cut_like_tensors():
-    (window,) = make_loader(NumpyColumns(6), stack_numpy, global_batch_size=6, per_device_batch_size=2)
+    rows = [{"x": i, "y": np.float32(i)} for i in range(6)]
+    (window,) = make_loader(rows, stack_numpy, global_batch_size=6, per_device_batch_size=2)
     assert [m.batch["y"].tolist() for m in window.micro_batches] == ids_of(window)

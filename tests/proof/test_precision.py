@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
+from windows import one_window
 
 import hf_ga
 import hf_ga.exact.precision
@@ -40,14 +41,7 @@ def make_accelerator(precision="no", enable=True):
     return accelerator
 
 
-def one_window(samples, micro_batch):
-    (window,) = hf_ga.WindowLoader(
-        samples, h.pad_right, accelerator=Accelerator(), global_batch_size=len(samples), planner=h.by_number(micro_batch), seed=3
-    )
-    return window
-
-
-def window_gradient(precision, model, window, loss_fn=None):
+def gradient_in(precision, model, window, loss_fn=None):
     """The gradient of a prepared copy, without the loss scale."""
     accelerator = make_accelerator(precision)
     prepared = accelerator.prepare(copy.deepcopy(model))
@@ -93,13 +87,9 @@ def assert_promise(precision, grads, full, grads64):
         assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * floor, name
 
 
-# -- promise 1 under autocast -----------------------------------------------------------------------------------------------
-
 CASES = {
     "token classification": (h.bert_token_classifier, h.tag_samples, None),
-    "classification": (h.bert_classifier, h.class_samples, None),
     "GPT-2, tied weights": (h.gpt2, h.token_samples, None),
-    "plain module, tied weights": (h.plain_tagger, h.plain_samples, None),
     "plain module, weighted loss_fn": (h.plain_tagger, h.weighted_samples, h.weighted_token_loss),
 }
 
@@ -119,33 +109,31 @@ def test_accumulation_is_the_full_batch_under_autocast(case, precision):
     model, samples, loss_fn, grads64, full = references(case, precision, 4 * ACCUMULATION)
     window = one_window(samples, 4)
     assert len(window.micro_batches) == ACCUMULATION
-    grads = window_gradient(precision, model, window, loss_fn)
-    ours, theirs = h.relative_error(grads, grads64), h.relative_error(full, grads64)
-    batches = [m.batch for m in window.micro_batches]
-    counts = [h.num_targets(model, batch, loss_fn) for batch in batches]
-    plain = autocast_gradient(precision, model, batches, [c / sum(counts) for c in counts], loss_fn)
-    naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
-    apart = h.relative_error(grads, plain)
-    print(f"MEASURED {precision} {case}: error {ours:.2e}, full batch {theirs:.2e}, from plain accumulation {apart:.1e}")
+    grads = gradient_in(precision, model, window, loss_fn)
     assert_promise(precision, grads, full, grads64)
-    assert apart <= ROUNDING[precision]  # what it costs is what accumulation under autocast costs
+    batches, weights = plain_shares(model, window, loss_fn)
+    plain = autocast_gradient(precision, model, batches, weights, loss_fn)
+    assert h.relative_error(grads, plain) <= ROUNDING[precision]  # what it costs is what accumulation under autocast costs
+    naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
     with pytest.raises(AssertionError, match="all parameters"):  # a wrong divisor
         assert_promise(precision, naive, full, grads64)
 
 
+def plain_shares(model, window, loss_fn):
+    """A window's micro-batches and the weights of their means."""
+    batches = [m.batch for m in window.micro_batches]
+    counts = [h.num_targets(model, batch, loss_fn) for batch in batches]
+    return batches, [count / sum(counts) for count in counts]
+
+
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["token classification", "plain module, weighted loss_fn"])
 def test_accumulation_in_half_precision_would_not_be(case, precision):
     """One sample a micro-batch, 192 of them: ours stays within the promise, the control does not."""
     model, samples, loss_fn, grads64, full = references(case, precision, 192)
     window = one_window(samples, 1)
-    batches = [m.batch for m in window.micro_batches]
-    counts = [h.num_targets(model, batch, loss_fn) for batch in batches]
-    control = low_precision_sum(precision, model, batches, [c / sum(counts) for c in counts], loss_fn)
-    grads = window_gradient(precision, model, window, loss_fn)
-    ours, theirs, low = (h.relative_error(g, grads64) for g in (grads, full, control))
-    print(f"MEASURED {precision} {case}: {ours / theirs:.2f} x the full batch's error; accumulated in half {low / theirs:.1f} x")
-    assert_promise(precision, grads, full, grads64)
+    control = low_precision_sum(precision, model, *plain_shares(model, window, loss_fn), loss_fn)
+    assert_promise(precision, gradient_in(precision, model, window, loss_fn), full, grads64)
     with pytest.raises(AssertionError, match="all parameters"):
         assert_promise(precision, control, full, grads64)
 
@@ -164,15 +152,7 @@ class OneWeight(nn.Module):
 def test_256_and_fifteen_ones_by_hand():
     """bf16 has no number between 256 and 258: accumulated in it, the ones are lost."""
     values = [256.0] + [1.0] * (ACCUMULATION - 1)
-    (window,) = hf_ga.WindowLoader(
-        [{"x": x} for x in values],
-        h.pad_right,
-        accelerator=Accelerator(),
-        global_batch_size=16,
-        per_device_batch_size=1,
-        shuffle=False,
-    )
-    grads = window_gradient("bf16", OneWeight(), window)
+    grads = gradient_in("bf16", OneWeight(), one_window([{"x": x} for x in values], 1))
     assert grads["linear.weight"].item() == 271 / 16
     in_bf16 = torch.zeros((), dtype=torch.bfloat16)
     for x in values:
@@ -187,10 +167,9 @@ def test_accumulation_is_the_full_batch_with_dropout(case, precision):
     build, make_samples, loss_fn = CASES[case]
     model, samples = build(dropout=0.1), make_samples(4 * ACCUMULATION)
     small, whole = one_window(samples, 4), one_window(samples, len(samples))
-    split, full = (window_gradient(precision, model, window, loss_fn) for window in (small, whole))
-    full64 = window_gradient("no", copy.deepcopy(model).double(), in_float64(whole), loss_fn)
+    split, full = (gradient_in(precision, model, window, loss_fn) for window in (small, whole))
+    full64 = gradient_in("no", copy.deepcopy(model).double(), in_float64(whole), loss_fn)
     error, apart = h.relative_error(full, full64), h.relative_error(split, full)
-    print(f"MEASURED {precision} dropout {case}: {apart / error:.2f} x the full batch's own error apart")
     assert apart <= 3 * error + h.FLOOR
     torch.manual_seed(1)
     batch = h.pad_right(samples)
@@ -227,9 +206,6 @@ def test_losses_come_in_float32_at_least():
         assert (loss.dtype, total.dtype) == (wanted, wanted)
 
 
-# -- frozen parameters of any type ------------------------------------------------------------------------------------------
-
-
 def frozen_base(dtype):
     """A BERT in half precision under a trainable head."""
     model = h.bert_token_classifier()
@@ -246,34 +222,21 @@ def frozen_matrices(dtype):
     return model
 
 
-class Quantised(nn.Module):
-    """A frozen matrix of 8-bit integers with a scale per row in half precision, as quantised models have them."""
+class QuantisedTagger(nn.Module):
+    """With a frozen matrix of 8-bit integers and a scale per row in half precision, as quantised models have them."""
 
     def __init__(self, dtype):
         super().__init__()
+        self.embedding, self.head = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.NUM_CLASSES)
         weight = torch.randn(h.WIDTH, h.WIDTH)
         scale = weight.abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight", (weight / scale).round().to(torch.int8))
         self.register_buffer("scale", scale.to(dtype))
 
-    def forward(self, x):
-        return F.linear(x.to(self.scale.dtype), self.weight.to(self.scale.dtype) * self.scale)
-
-
-class QuantisedTagger(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.embedding, self.frozen = nn.Embedding(h.VOCABULARY, h.WIDTH), Quantised(dtype)
-        self.head = nn.Linear(h.WIDTH, h.NUM_CLASSES)
-
     def forward(self, input_ids, labels):
-        hidden = self.frozen(self.embedding(input_ids)).to(self.head.weight.dtype)
+        matrix = self.weight.to(self.scale.dtype) * self.scale
+        hidden = F.linear(self.embedding(input_ids).to(matrix.dtype), matrix).to(self.head.weight.dtype)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED)
-
-
-def quantised(dtype):
-    torch.manual_seed(0)
-    return QuantisedTagger(dtype)
 
 
 def plain_tags(num_samples):
@@ -286,9 +249,8 @@ FROZEN = {
     "fp16 base, fp16 autocast": (frozen_base, h.tag_samples, "fp16", torch.float16),
     "bf16 matrices, bf16 autocast": (frozen_matrices, h.tag_samples, "bf16", torch.bfloat16),
     "fp16 matrices, fp16 autocast": (frozen_matrices, h.tag_samples, "fp16", torch.float16),
-    "fp16 matrices, bf16 autocast": (frozen_matrices, h.tag_samples, "bf16", torch.float16),
-    "int8 with bf16 scales, bf16 autocast": (quantised, plain_tags, "bf16", torch.bfloat16),
-    "int8 with fp16 scales, no autocast": (quantised, plain_tags, "no", torch.float16),
+    "int8 with bf16 scales, bf16 autocast": (QuantisedTagger, plain_tags, "bf16", torch.bfloat16),
+    "int8 with fp16 scales, no autocast": (QuantisedTagger, plain_tags, "no", torch.float16),
 }
 
 
@@ -317,8 +279,6 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
         assert tensor is object_before and tensor.data_ptr() == address and tensor.dtype == dtype_before
         assert torch.equal(tensor, value) and tensor.grad is None
     grads = divided(h.gradients(model), SCALE if precision == "fp16" else 1.0)
-    ratio = h.relative_error(grads, grads64) / h.relative_error(full, grads64)
-    print(f"MEASURED frozen, {case}: {ratio:.2f} x the full batch's error, residual of the proof {rule.residual:.0e}")
     assert_promise(precision, grads, full, grads64)
 
     monkeypatch.setattr(hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext())  # the control
@@ -364,15 +324,12 @@ def test_a_failed_proof_puts_the_frozen_parameters_back():
     assert {name: (t.data_ptr(), t.dtype) for name, t in frozen_tensors(model).items()} == before
 
 
-# -- tensors_in -------------------------------------------------------------------------------------------------------------
-
-
 def storages(model):
     return {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("build", [h.plain_tagger, h.bert_masked_lm, h.gpt2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("build", [h.plain_tagger, h.gpt2])
 def test_parameters_in_another_type_for_a_while(build, dtype):
     model = build()
     before, values = storages(model), copy.deepcopy(model.state_dict())
@@ -402,18 +359,11 @@ def test_parameters_come_back_after_an_error(dtype):
     assert storages(model) == before
 
 
-# -- names and refusals -----------------------------------------------------------------------------------------------------
-
-
 def test_enabling_twice_keeps_the_scaler():
     accelerator = make_accelerator("fp16")
     scaler = accelerator.scaler
     enable_fp16_on_cpu(accelerator)
     assert accelerator.scaler is scaler
-
-
-def fp16_that_is_float32():
-    return make_accelerator("fp16", enable=False)
 
 
 def fp16_without_scaler():
@@ -430,14 +380,13 @@ def fp8():
 
 REFUSED = {
     "fp16 on a CPU": (
-        fp16_that_is_float32,
+        lambda: make_accelerator("fp16", enable=False),
         h.bert_classifier,
         r"fp16 is not supported on the device cpu.*bf16 or no.*enable_fp16_on_cpu",
     ),
     "fp16 without a scaler": (fp16_without_scaler, h.bert_classifier, r"scaler None.*enable_fp16_on_cpu"),
     "fp8": (fp8, h.bert_classifier, r"mixed precision fp8 is not supported"),
-    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, but some are torch\.bfloat16"),
-    "fp16 weights": (make_accelerator, lambda: h.bert_classifier().half(), r"float32, but some are torch\.float16"),
+    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, some are torch\.bfloat16"),
 }
 
 

@@ -7,10 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_ga
-from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.proof.sites import LARGE
-
-# -- models and samples that only these tests need --------------------------------------------------------------------------
 
 
 class Head(nn.Module):
@@ -99,8 +96,6 @@ def equal_length_samples(n):
     return [{"input_ids": i, "attention_mask": [1] * 8, "labels": i} for i in ids]
 
 
-# -- the right rule ---------------------------------------------------------------------------------------------------------
-
 # name: (model, samples, rule, whether the padding width matters: True, False, None for "cannot be told")
 RIGHT = {
     "GPT-2": (h.gpt2, h.token_samples, "shifted labels", False),
@@ -136,53 +131,6 @@ def test_right_rule(name):
     assert rule.residual < 1e-5
 
 
-# What each rule must count on one batch: 3 samples, columns 0..3, -100 marked by hand.
-HAND_BATCH = {"labels": torch.tensor([[5, 5, -100, -100], [-100, 5, 5, 5], [5, -100, -100, -100]])}
-
-
-@pytest.mark.parametrize(
-    ("build", "make_samples", "count"),
-    [
-        (h.gpt2, h.token_samples, 4),
-        (h.bert_masked_lm, h.token_samples, 6),
-        (lambda: head(own_mean_over_samples), h.tag_samples, 3),
-    ],
-    ids=["shifted labels", "labels", "samples"],
-)
-def test_counts_by_hand(build, make_samples, count):
-    assert hf_ga.prove_targets(build(), make_samples(8), h.pad_right).loss.count(HAND_BATCH, 3) == (count,)
-
-
-def thinned(sample):
-    """Columns 0 and 1 are the only targets; a class is none at all."""
-    labels = sample["labels"]
-    return {**sample, "labels": labels[:2] + [h.IGNORED] * (len(labels) - 2) if isinstance(labels, list) else h.IGNORED}
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "BERT masked LM", "own mean over samples", "BERT classes"])
-def test_the_rule_is_additive_and_others_are_not(name):
-    """The identity itself in float64, on samples that the proof did not see; every other rule fails it."""
-    build, make_samples, _, _ = RIGHT[name]
-    model, samples = build(), make_samples(24)
-    rule = hf_ga.prove_targets(model, samples[:8], h.pad_right)
-    first, second = [samples[8], *map(thinned, samples[9:13])], samples[13:]
-    off = {other: additivity_error(model.double(), count, first, second) for other, count in COUNTING_RULES.items()}
-    assert off.pop(rule.name) < 1e-6
-    assert min(off.values()) > 1e-4
-
-
-def additivity_error(model, count, first, second):
-    """|n(A) loss(A) + n(B) loss(B) - n(A+B) loss(A+B)| / n(A+B); infinite where the rule cannot count."""
-    totals, counts = [], []
-    for samples in (first, second, first + second):
-        batch = h.pad_right(samples)
-        if count is COUNTING_RULES["shifted labels"] and batch["labels"].dim() == 1:
-            return float("inf")
-        counts.append(count(batch, len(samples)))
-        totals.append(counts[-1] * model(**batch)["loss"].item())
-    return abs(totals[0] + totals[1] - totals[2]) / counts[2]
-
-
 def wrong_count(outputs, batch):
     total, _ = h.weighted_token_loss(outputs, batch)
     return total, len(outputs) + 1  # one too many in every batch
@@ -207,9 +155,6 @@ def test_loss_fn_must_return_a_sum_and_a_count(returned):
     wrong = {"scalar": lambda o, b: o.sum(), "vector": lambda o, b: (o.sum(1), 1), "float sum": lambda o, b: (1.0, 1)}
     with pytest.raises((ValueError, TypeError), match=r"loss_fn|iteration over a 0-d tensor"):
         hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=wrong[returned])
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------------
 
 
 # name: (model, samples, what the message must say)
@@ -248,42 +193,15 @@ def test_refused_with_its_cause(name):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
 
 
-def test_a_hidden_draw_is_refused():
-    class Noise(nn.Module):
-        def forward(self, x):
-            return x + torch.randn_like(x) if self.training else x
-
-    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"norm .*draws from torch"):
-        hf_ga.prove_targets(head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right)
-    rule = hf_ga.prove_targets(
-        head(mean_over_samples, Noise()), h.class_samples(8), h.pad_right, allow_split_dependent_randomness=True
-    )
-    assert rule.name == "labels"
-
-
-# -- nothing is left behind -------------------------------------------------------------------------------------------------
-
-
 def everything(model):
-    """Copies of all that a proof must leave: weights, gradients, buffers, each module's mode, hooks, random states."""
+    """All that a proof must leave: weights, buffers, gradients, each module's mode, hooks, random states."""
     return {
-        "tensors": {k: v.clone() for k, v in model.state_dict().items()},
-        "gradients": {n: p.grad if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
-        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
+        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
         "modes": [m.training for m in model.modules()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "random": h.global_random_states(),
     }
-
-
-def assert_unchanged(before, after):
-    for kind in ("tensors", "gradients", "buffers"):
-        assert before[kind].keys() == after[kind].keys()
-        for name, value in before[kind].items():
-            same = value is after[kind][name] is None or torch.equal(value, after[kind][name])
-            assert same, f"{kind} {name} changed"
-    for kind in ("modes", "hooks", "random"):
-        assert before[kind] == after[kind], f"{kind} changed"
 
 
 FROZEN = ("embedding", "bert.encoder", "transformer.layer.0")  # one module of each of the models below
@@ -295,12 +213,11 @@ def with_batch_norm():
 
 
 @pytest.mark.parametrize("build", [lambda: h.bert_classifier(0.1), lambda: h.xlnet_classifier(0.1), with_batch_norm])
-@pytest.mark.parametrize("mode", ["train", "eval", "one module in eval"])
+@pytest.mark.parametrize("mode", ["train", "one module in eval"])
 def test_the_model_stays_as_found(build, mode):
     """Also when the proof ends in a refusal (BatchNorm, whose running statistics a forward moves)."""
     model, samples = build(), h.class_samples(8)
     model(**h.pad_right(samples))["loss"].backward()  # so that there are gradients
-    model.train(mode != "eval")
     if mode == "one module in eval":
         next(m for name, m in model.named_modules() if name in FROZEN).eval()
     before = everything(model)
@@ -309,19 +226,14 @@ def test_the_model_stays_as_found(build, mode):
     else:
         with pytest.raises(hf_ga.LossNotAdditive):
             hf_ga.prove_targets(model, samples, h.pad_right)
-    assert_unchanged(before, everything(model))
-    with pytest.raises(AssertionError, match="changed"):  # control: a plain forward and backward does change something
-        model.train()(**h.pad_right(samples))["loss"].backward()
-        assert_unchanged(before, everything(model))
-
-
-# -- samples and models that make a proof hard ------------------------------------------------------------------------------
+    assert everything(model) == before
+    model.train()(**h.pad_right(samples))["loss"].backward()
+    assert everything(model) != before, "control: a plain forward and backward"
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm])
-@pytest.mark.parametrize("with_targets", [2, 6], ids="{} of 16 samples have targets".format)
-def test_samples_without_targets_do_not_spoil_a_proof(build, with_targets):
-    samples = [s if i < with_targets else h.without_targets(s) for i, s in enumerate(h.token_samples(16))]
+def test_samples_without_targets_do_not_spoil_a_proof(build):
+    samples = [s if i < 2 else h.without_targets(s) for i, s in enumerate(h.token_samples(16))]
     rule = hf_ga.prove_targets(build(), samples, h.pad_right)
     assert rule.name == {h.gpt2: "shifted labels", h.bert_masked_lm: "labels"}[build]
 
@@ -349,7 +261,7 @@ def test_a_collate_function_that_draws_is_not_taken_for_a_model_that_does():
         kept = (torch.rand(batch["input_ids"].shape) < 0.15) & (batch["attention_mask"] > 0)
         return {**batch, "labels": batch["input_ids"].masked_fill(~kept, h.IGNORED)}
 
-    for seed in range(20):
+    for seed in range(5):
         torch.manual_seed(seed)
         before = h.global_random_states()
         rule = hf_ga.prove_targets(h.bert_masked_lm(0.1), h.token_samples(32), mask_few)

@@ -1,6 +1,7 @@
 """No full logits: loss and gradient are the head's own, only rows with a target reach the layer, what needs logits gets them."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import helpers as h
 import numpy as np
@@ -8,16 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from heads.one_head import Head, build_head
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.hooks import Call
-from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.run import evaluation
 from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
@@ -62,9 +60,6 @@ def loss_and_gradient(model, batch):
     return float(loss.detach()), h.gradients(model)
 
 
-# -- the models ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("model_type", "name", "kind"), HEADS, ids=[name for _, name, _ in HEADS])
 def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     model, samples, collate = build_head(Head(model_type, name, kind.split(" with")[0]), 0.0)
@@ -80,42 +75,26 @@ def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     assert "forward" not in vars(head.layer), "something was left behind"
 
 
-def test_in_float64_it_is_the_definition_to_rounding():
-    x, target = torch.randn(11, 16, dtype=torch.float64, requires_grad=True), torch.arange(11)
-    head = OutputProjection(torch.randn(40, 16, dtype=torch.float64), torch.randn(40, dtype=torch.float64), torch.float64)
-    whole = F.cross_entropy(F.linear(x, head.weight, head.bias), target)
-    lazy = cross_entropy(head, x, target, 4, mean=True)
-    assert float(lazy.detach()) == pytest.approx(float(whole.detach()), rel=1e-14)
-    difference = torch.autograd.grad(lazy, x)[0] - torch.autograd.grad(whole, x)[0]
-    assert difference.abs().max() < 1e-15
-
-
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias"), ()], ids=str)
-def test_what_needs_no_gradient_gets_none(trained):
-    """Frozen heads, frozen bodies, evaluation."""
+def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
+    """In float64, in chunks of 2 and in one. Frozen heads, frozen bodies, evaluation."""
     shapes = {"hidden": (7, 8), "weight": (20, 8), "bias": (20,)}
     tensors = {name: torch.randn(shape).double().requires_grad_(name in trained) for name, shape in shapes.items()}
-    target, total = torch.arange(7), []
+    target, wanted = torch.arange(7), [tensors[name] for name in trained]
+    head = OutputProjection(tensors["weight"], tensors["bias"], torch.float64)
+    whole = F.cross_entropy(F.linear(*tensors.values()), target)
     for rows in (2, 7):
-        for tensor in tensors.values():
-            tensor.grad = None
-        head = OutputProjection(tensors["weight"], tensors["bias"], torch.float64)
         loss = cross_entropy(head, tensors["hidden"], target, rows, mean=True)
+        torch.testing.assert_close(loss, whole, rtol=1e-14, atol=0)
         assert loss.requires_grad == bool(trained)
         if trained:
-            (loss * 3.0).backward()  # the weight of a micro-batch in its window
-        total.append([loss.detach(), *(t.grad for t in tensors.values() if t.grad is not None)])
-        assert len(total[-1]) == 1 + len(trained)
+            gradients = (torch.autograd.grad(x * 3.0, wanted, retain_graph=True) for x in (loss, whole))  # 3: a weight in a window
+            for ours, true in zip(*gradients, strict=True):
+                torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-15)
         with torch.no_grad():
             assert cross_entropy(head, tensors["hidden"], target, rows, mean=True) == loss
-    for one, several in zip(*total, strict=True):
-        torch.testing.assert_close(one, several, rtol=1e-10, atol=1e-14)
 
 
-# -- what cross entropy is asked ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize(
     "options",
     [
@@ -130,24 +109,26 @@ def test_what_needs_no_gradient_gets_none(trained):
     ],
     ids=lambda options: "-".join(options) or "none",
 )
-def test_options_of_cross_entropy(options, rows):
+def test_options_of_cross_entropy(options):
     hidden, target = torch.randn(3, 5, 16), torch.randint(0, 40, (3, 5))
     target[:, 0] = target[1] = options.get("ignore_index", h.IGNORED)
-    results = []
-    for lazy in (False, True):
-        model = OneLayer(lambda logits: F.cross_entropy(logits.view(-1, 40), target.view(-1), **options))
-        head = chunked(model, rows)
-        x = hidden.clone().requires_grad_()
-        if lazy:
-            with head.scope(model):
-                loss = model(x)
-                assert head._rows == ([] if options.get("reduction") == "none" else [8])
-        else:
-            loss = model(x)
-        loss.sum().backward()
-        results.append((loss.detach(), x.grad, *(p.grad for p in model.parameters())))
-    for lazy, plain in zip(*results, strict=True):
-        torch.testing.assert_close(lazy, plain, rtol=1e-5, atol=1e-6)
+    use = lambda logits: F.cross_entropy(logits.view(-1, 40), target.view(-1), **options)  # noqa: E731
+    *plain, _ = one_layer(use, hidden, lazy=False)
+    *lazy, rows = one_layer(use, hidden, lazy=True)
+    assert rows == ([] if options.get("reduction") == "none" else [8])
+    for ours, true in zip(lazy, plain, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-5, atol=1e-6)
+
+
+def one_layer(use, hidden, lazy):
+    """Loss, gradients, and how many rows reached the layer in each call that was replaced."""
+    model, x = OneLayer(use), hidden.clone().requires_grad_()
+    head = chunked(model)
+    with head.scope(model) if lazy else nullcontext():
+        loss = model(x)
+        rows = list(head._rows)
+    loss.sum().backward()
+    return loss.detach(), x.grad, *(p.grad for p in model.parameters()), rows
 
 
 class OneLayer(nn.Module):
@@ -209,30 +190,21 @@ def written(x):
 def test_what_heads_do_with_logits(name, monkeypatch):
     made, values = [], LazyLogits.values
     monkeypatch.setattr(LazyLogits, "values", lambda logits: made.append(1) or values(logits))
-    hidden, results = torch.randn(2, 3, 16), []
+    hidden, found = torch.randn(2, 3, 16), []
 
     def use(logits):
         return F.cross_entropy((HANDED_ON | MADE)[name](logits).reshape(-1, 40), LABELS.reshape(-1))
 
     for lazy in (False, True):
         SCALE.grad = None
-        model = OneLayer(use)
-        head = chunked(model, 2)
-        x = hidden.clone().requires_grad_()
-        if lazy:
-            with head.scope(model):
-                loss = model(x)
-                assert head._rows == ([4] if name in HANDED_ON else [])
-        else:
-            loss = model(x)
-        loss.backward()
-        results.append((loss.detach(), x.grad, SCALE.grad, *(p.grad for p in model.parameters())))
-    assert bool(made) == (name in MADE)
-    for plain, lazy in zip(*results, strict=True):
+        *numbers, rows = one_layer(use, hidden, lazy)
+        found.append([*numbers, SCALE.grad])
+    assert rows == ([4] if name in HANDED_ON else []) and bool(made) == (name in MADE)
+    for plain, ours in zip(*found, strict=True):
         if name in MADE:
-            assert (plain is None and lazy is None) or torch.equal(plain, lazy)
+            assert (plain is None and ours is None) or torch.equal(plain, ours)
         else:
-            torch.testing.assert_close(lazy, plain, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
 
 
 def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(monkeypatch):
@@ -252,9 +224,6 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
         with torch.no_grad():
             logits = model(x)
         assert logits.dtype == torch.float32 and not logits.exp().requires_grad
-
-
-# -- which layers -----------------------------------------------------------------------------------------------------------------
 
 
 def layer_of(model):
@@ -281,9 +250,6 @@ def test_layers_that_are_left_alone(monkeypatch):
     assert layer_of(other) is None, "another type of layer"
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------------
-
-
 def peak_bytes(function) -> int:
     """The most memory that tensors had at a time, above what they had before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:  # torch 2.11 warns else
@@ -296,7 +262,7 @@ def peak_bytes(function) -> int:
     return top
 
 
-def test_memory_is_that_of_a_chunk(monkeypatch):
+def test_memory_is_that_of_a_chunk():
     hidden, weight = torch.randn(600, 16, requires_grad=True), torch.randn(5000, 16, requires_grad=True)
     target, rows = torch.randint(0, 5000, (600,)), 13
     head = OutputProjection(weight, None, torch.float32)
@@ -308,9 +274,6 @@ def test_memory_is_that_of_a_chunk(monkeypatch):
     on_gpu = torch.empty(4096, 256, device="meta"), torch.empty(16384, 4096, device="meta")
     assert rows_of_chunk(on_gpu[0], 50_000) == chunked_loss.CHUNK_BYTES // 200_000
     assert rows_of_chunk(on_gpu[1], 128_000) == 16384 * 4096 // 128_000, "not smaller than the hidden states"
-
-
-# -- half precision ---------------------------------------------------------------------------------------------------------------
 
 
 def test_fp16_gradients_are_computed_with_the_loss_scale_on():
@@ -330,9 +293,6 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
     torch.testing.assert_close(grads[1].double(), exact.grad[1:], rtol=0.05, atol=0)
 
 
-# -- the proof --------------------------------------------------------------------------------------------------------------------
-
-
 def proven(model, *speed_ups, samples=SAMPLES, **more):
     return hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups or [ChunkedLoss()], **more)
 
@@ -346,16 +306,12 @@ def loses_the_last_chunk(head, hidden, target, rows, *, mean):
     return cross_entropy(head, hidden[:-1], target[:-1], rows, mean=mean)
 
 
-def forgets_the_mean(head, *args, mean):
-    return cross_entropy(head, *args, mean=False)
-
-
 def all_rows(head, hidden, target, ignore_index):
     head._rows.append(len(target))
     return hidden, target.clamp(min=0)
 
 
-@pytest.mark.parametrize("wrong", [forgets_the_bias, loses_the_last_chunk, forgets_the_mean, all_rows])
+@pytest.mark.parametrize("wrong", [forgets_the_bias, loses_the_last_chunk, all_rows])
 def test_a_wrong_way_is_noticed(wrong, monkeypatch):
     """The controls: then the head is proven and trained with its logits."""
     model = h.bert_masked_lm()
@@ -385,20 +341,6 @@ class OwnHead(nn.Module):
         return {"loss": self.use(self.lm_head(self.embedding(input_ids)), labels)}
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2.0
-
-
-def of_doubled(logits, labels):
-    return F.cross_entropy(Doubled.apply(logits).flatten(0, 1), labels.flatten())
-
-
 def by_hand(logits, labels):
     picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
     return -(picked * (labels != h.IGNORED)).sum() / (labels != h.IGNORED).sum()
@@ -411,8 +353,8 @@ def type_is_asked(logits, labels):
 
 @pytest.mark.parametrize(
     ("use", "why"),
-    [(of_doubled, "not a cross entropy"), (by_hand, "not a cross entropy"), (type_is_asked, "AssertionError: not one of ours")],
-    ids=["own autograd function", "no cross entropy", "fails on ours"],
+    [(by_hand, "not a cross entropy"), (type_is_asked, "AssertionError: not one of ours")],
+    ids=["no cross entropy", "fails on ours"],
 )
 def test_heads_that_need_their_logits_get_them(use, why):
     rule = proven(h.seeded(OwnHead)(use), samples=h.plain_samples(12))
@@ -425,70 +367,19 @@ def test_an_own_loss_gets_its_logits():
     assert not rule.speed_ups and "computed from the logits" in rule.left_out["chunked loss"]
 
 
-# -- a step -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-def gradient_of(model, micro_batch, rule, accelerator=None):
-    """Of one window, and its loss. The model is prepared."""
-    accelerator = accelerator or Accelerator(cpu=True)
-    sizes = {"global_batch_size": len(SAMPLES), "planner": h.by_number(micro_batch)}
-    (window,) = hf_ga.WindowLoader(SAMPLES, h.pad_right, accelerator=accelerator, seed=1, **sizes)
-    model.zero_grad()
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
-    scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
-    return float(result.loss), {name: g / scale for name, g in h.gradients(model).items()}, window
-
-
-@pytest.mark.parametrize("build", [h.gpt2, h.llama, h.bert_masked_lm, h.t5], ids=["gpt2", "llama", "bert", "t5"])
-def test_any_split_is_the_full_batch(build, no_values):
-    """Promise 1, against float64 and the full batch in plain PyTorch, without any logits."""
-    model, whole = build(), h.pad_right(SAMPLES)
-    rule, truth = proven(model), h.full_batch_gradient(model, whole)
-    (speed_up,) = rule.speed_ups
-    assert speed_up._count is not None and speed_up.rows_per_chunk is None
-    for micro_batch in (12, 5, 1):
-        _, grads, window = gradient_of(model, micro_batch, rule)
-        h.assert_promise_1(grads, h.full_batch_gradient(model, whole, torch.float32), truth)
-    naive = h.naive_gradient(model, [m.batch for m in window.micro_batches], 12)
-    assert h.relative_error(naive, truth) > 1e-3
-
-
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])
 def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     """The same masks: the dropout sites do not move."""
     model = build(0.1)
     rule = proven(model)
-    loss, grads, _ = gradient_of(model, 5, dataclasses.replace(rule, speed_ups=()))
+    assert rule.speed_ups[0].rows_per_chunk is None, "that of the proof"
+    grads, plain = window_gradient(model, one_window(SAMPLES, 5), targets=dataclasses.replace(rule, speed_ups=()))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
-        lazy_loss, lazy, _ = gradient_of(model, micro_batch, rule)
-        assert lazy_loss == pytest.approx(loss, rel=1e-6)
+        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), targets=rule)
+        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
         assert h.relative_error(lazy, grads) <= 1e-6
-    plain = h.full_batch_gradient(build(), h.pad_right(SAMPLES))
-    assert h.relative_error(lazy, plain) > 0.05, "dropout was on"
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])
-def test_a_step_under_autocast_is_as_exact_as_with_logits(build, precision, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "ROWS_ON_CPU", 4)
-    truth = h.full_batch_gradient(build(), h.pad_right(SAMPLES))
-    accelerator = Accelerator(mixed_precision=precision, cpu=True)
-    enable_fp16_on_cpu(accelerator)
-    model = accelerator.prepare(build())
-    rule = proven(model)
-    assert rule.speed_ups
-    lazy_loss, lazy, _ = gradient_of(model, 6, rule, accelerator)
-    loss, grads, _ = gradient_of(model, 6, dataclasses.replace(rule, speed_ups=()), accelerator)
-    assert lazy_loss == pytest.approx(loss, rel=1e-3)
-    assert 0 < h.relative_error(lazy, truth) <= 1.3 * h.relative_error(grads, truth)
+    assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, "dropout was on"
 
 
 def test_another_number_of_targets_than_counted_is_an_error():
@@ -504,18 +395,3 @@ def test_another_number_of_targets_than_counted_is_an_error():
             else:
                 with pytest.raises(RuntimeError, match="number of targets"):
                     model(**batch)
-
-
-def test_evaluation_without_logits(monkeypatch):
-    """The loss alone: the same number, and the logits are not made."""
-    model, accelerator = h.gpt2(), Accelerator(cpu=True)
-    rule, results, made, values = proven(model), [], [], LazyLogits.values
-    monkeypatch.setattr(LazyLogits, "values", lambda logits: made.append(1) or values(logits))
-    lengths = [len(s["labels"]) for s in SAMPLES]
-    for of in (rule, dataclasses.replace(rule, speed_ups=())):
-        windows = evaluation.evaluation_windows(
-            SAMPLES, h.pad_right, accelerator=accelerator, batch_size=5, lengths=lengths, proven=of
-        )
-        results.append(evaluation.evaluate(accelerator, model, windows, of))
-    assert not made
-    assert results[0] == pytest.approx(results[1], rel=1e-6)

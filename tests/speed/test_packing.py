@@ -7,18 +7,18 @@ float64. Negative controls: attention that does not keep samples apart, masks of
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import helpers
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from accelerate import Accelerator
 from helpers import IGNORED, VOCABULARY, WIDTH, num_targets, pad_right, relative_error, seeded, token_samples
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AttentionInterface
-from transformers.pytorch_utils import Conv1D
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import ConfigError, UnkeyedRandomness
@@ -35,8 +35,6 @@ NUM_SAMPLES = 6
 SPLITS = ([[0, 1, 2, 3, 4, 5]], [[4, 0], [1, 2, 3], [5]], [[3, 5, 1, 0], [2, 4]])
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT_LIKE = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 40}
-
-# --------------------------------------------------------------------------------------------------------- models and samples
 
 
 @seeded
@@ -62,13 +60,12 @@ def gpt2_classifier(dropout=0.0):
 
 
 class Mixing(nn.Module):
-    """Layers whose output for a token depends on its left neighbour, in the batch as in a packed row."""
+    """Two layers, each of which does something with the hidden states between two linear maps."""
 
-    def __init__(self, across: bool = True, draws: str = "") -> None:
+    def __init__(self, act=lambda x: x) -> None:
         super().__init__()
-        self.across, self.draws = across, draws
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.ModuleList(MixingLayer(across, draws) for _ in range(2))
+        self.layers = nn.ModuleList(MixingLayer(act) for _ in range(2))
 
     def forward(self, input_ids, attention_mask, labels):
         x = self.embed(input_ids)
@@ -78,36 +75,29 @@ class Mixing(nn.Module):
 
 
 class MixingLayer(nn.Module):
-    def __init__(self, across: bool, draws: str) -> None:
+    def __init__(self, act) -> None:
         super().__init__()
-        self.across, self.draws, self.linear = across, draws, nn.Linear(WIDTH, WIDTH)
+        self.linear, self.act = nn.Linear(WIDTH, WIDTH), act
 
     def forward(self, hidden_states):
-        x = self.linear(hidden_states)
-        if self.across:
-            x = x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-        if self.draws == "samples":  # one draw for each sample
-            x = x * nn.functional.dropout(torch.ones_like(x[:, :1, :1]), 0.5, self.training)
-        return x.tanh()
+        return self.act(self.linear(hidden_states)).tanh()
 
 
-def eager_bert(dropout=0.0):
-    return bert_like("Bert", dropout, attn_implementation="eager")
+def with_left_neighbours(x):
+    """In the batch as in a packed row."""
+    return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-def albert(dropout=0.0):
-    """One layer that is called twice."""
-    return bert_like("Albert", dropout, embedding_size=8)
+def drawn_for_each_sample(x):
+    return x * nn.functional.dropout(torch.ones_like(x[:, :1, :1]), 0.5)
 
 
 mixing = seeded(Mixing)
 # Layers that look beyond a token in another way than through transformers' attention interface with a mask of its own.
 UNSUPPORTED = {
-    "convolutions": lambda: bert_like("ConvBert", embedding_size=WIDTH, conv_kernel_size=3),
     "a bias computed for whole batches": lambda: bert_like("MPNet"),
     "ALiBi": seeded(lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=2))),
-    "left neighbours": mixing,
-    "two streams": helpers.xlnet_lm,
+    "left neighbours": lambda: mixing(with_left_neighbours),
     "Fourier mixing": helpers.fnet_masked_lm,
 }
 MODELS = {
@@ -117,8 +107,8 @@ MODELS = {
     "token classes": (helpers.bert_token_classifier, "tags"),
     "classes": (helpers.bert_classifier, "classes"),
     "last tokens": (gpt2_classifier, "classes"),
-    "eager": (eager_bert, "tokens"),
-    "albert": (albert, "tokens"),
+    "eager": (partial(bert_like, "Bert", attn_implementation="eager"), "tokens"),
+    "albert": (partial(bert_like, "Albert", embedding_size=8), "tokens"),  # one layer that is called twice
     "modern bert": (modern_bert, "tokens"),
 }
 
@@ -168,7 +158,7 @@ def before(packing, call):
     packing.before(call)
 
 
-def window_gradient(packing, samples, split, dtype=torch.float32, padded=False, collate=pad_right):
+def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, collate=pad_right):
     """(gradients, value) of the mean loss over all targets, micro-batch by micro-batch, dropout keyed by sample."""
     model = packing._dropout.model.to(dtype)
     model.zero_grad()
@@ -188,59 +178,28 @@ def window_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
     return gradients, value
 
 
-# ------------------------------------------------------------------------------------------------------ the same update
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*((name, 0.1) for name in MODELS), ("gpt2", 0.0), ("masked lm", 0.0), ("classes", 0.0)]
+)
 def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
     build, kind = MODELS[name]
     model, samples = build(dropout), samples_of(kind)
     packing = packing_of(model, samples[0])
     if dropout:
-        truth, value = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True)
+        truth, value = packed_gradient(packing, samples, SPLITS[0], torch.float64, padded=True)
     else:
         truth = helpers.full_batch_gradient(model, pad_right(samples))
         value = float(helpers.mean_loss(model, pad_right(samples)).detach())
-    full, _ = window_gradient(packing, samples, SPLITS[0], padded=True)
+    full, _ = packed_gradient(packing, samples, SPLITS[0], padded=True)
     for split in SPLITS:
-        gradients, loss = window_gradient(packing, samples, split)
+        gradients, loss = packed_gradient(packing, samples, split)
         helpers.assert_promise_1(gradients, full, truth)
         assert loss == pytest.approx(value, rel=1e-6)
-    exact, _ = window_gradient(packing, samples, SPLITS[1], torch.float64)
+    exact, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64)
     if name not in ("gpt2", "llama", "modern bert"):  # which compute in float32 inside (loss, rotary positions)
         assert relative_error(exact, truth) < 1e-12
     accepted, why = asked(build(dropout), samples_of(kind, 24))
     assert accepted is not None, why
-
-
-@pytest.mark.parametrize("build", [helpers.gpt2, helpers.bert_masked_lm])
-def test_under_autocast_packing_is_no_further_off_than_padding(build):
-    model, samples = build(0.1), samples_of("tokens")
-    packing = packing_of(model, samples[0])
-    truth, _ = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        padded, _ = window_gradient(packing, samples, SPLITS[0], padded=True)
-        gradients, _ = window_gradient(packing, samples, SPLITS[0])
-    assert relative_error(gradients, truth) <= 2 * relative_error(padded, truth)
-    assert relative_error(padded, truth) > 1e-4, "autocast was on"
-
-
-def test_linear_layers_see_real_tokens_only():
-    model, samples = helpers.gpt2(0.1), samples_of("tokens")
-    packing = packing_of(model, samples[0])
-    rows = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Conv1D | nn.LayerNorm | nn.Linear):
-            module.register_forward_pre_hook(lambda _, args, name=name: rows.setdefault(name, []).append(args[0][..., 0].numel()))
-    real, batch = sum(len(s["input_ids"]) for s in samples), pad_right(samples)["input_ids"]
-    window_gradient(packing, samples, SPLITS[0])
-    window_gradient(packing, samples, SPLITS[0], padded=True)
-    inside = {name: seen for name, seen in rows.items() if ".h." in name}
-    assert len(inside) == 2 * 6, "two norms and four linear maps in each of two layers"
-    assert all(seen == [real, batch.numel()] for seen in inside.values())
-    assert real < 0.8 * batch.numel()
-    assert rows["lm_head"] == [batch.numel()] * 2, "heads stay padded"
 
 
 @pytest.mark.parametrize("inner", [(5,), (3, 7), (1,), (2, 1, 4)])
@@ -256,16 +215,13 @@ def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
 
 
 def test_draws_that_belong_to_samples_are_not_packed():
-    model, samples = mixing(across=False, draws="samples"), samples_of("tokens", 24)
+    model, samples = mixing(drawn_for_each_sample), samples_of("tokens", 24)
     packing, why = asked(model, samples)
     assert packing is None and "cannot be tied to tokens" in why
-    with pytest.raises(UnkeyedRandomness, match="Omit packing"):
-        window_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
-    packing, why = asked(mixing(across=False), samples)
+    with pytest.raises(UnkeyedRandomness, match="Leave packing out"):
+        packed_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
+    packing, why = asked(mixing(), samples)
     assert packing is not None, f"the same without its draw: {why}"
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -296,17 +252,16 @@ def test_attention_that_forgets_to_keep_samples_apart_is_refused(build, monkeypa
     assert packing is None and "it changes loss or gradient" in why
 
 
-# -------------------------------------------------------------------------------------------------- checkpointing, padding
-
-
-@pytest.mark.parametrize("how", ["layers", "reentrant", "wrapped"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "masked lm"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("gpt2", "layers"), ("gpt2", "reentrant"), ("llama", "layers"), ("masked lm", "wrapped"), ("masked lm", "reentrant")],
+)
 def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
     build, kind = MODELS[name]
     model, samples = build(0.1), samples_of(kind)
     packing = packing_of(model, samples[0])
-    truth, _ = window_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
-    full, _ = window_gradient(packing, samples, SPLITS[1])
+    truth, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
+    full, _ = packed_gradient(packing, samples, SPLITS[1])
     names, layers = list(full), packing._layers
     norm = next(m for n, m in layers.named_modules() if isinstance(m, nn.LayerNorm) or n.endswith("input_layernorm"))
     if how == "wrapped":
@@ -316,7 +271,7 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
     rows = []
     norm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:2]))
-    gradients, _ = window_gradient(packing, samples, SPLITS[1])
+    gradients, _ = packed_gradient(packing, samples, SPLITS[1])
     helpers.assert_promise_1(dict(zip(names, gradients.values(), strict=True)), full, truth)
     real = [sum(len(samples[i]["input_ids"]) for i in rows_) for rows_ in SPLITS[1]]
     assert sorted(rows) == sorted([(1, number) for number in real] * 2)
@@ -330,9 +285,9 @@ def is_packed(packing, batch):
 def test_left_padding_packs_where_padding_predicts_nothing():
     samples = samples_of("classes")
     packing = packing_of(gpt2_classifier(0.1), samples[0])
-    truth, _ = window_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left)
-    full, _ = window_gradient(packing, samples, SPLITS[0], padded=True, collate=pad_left)
-    gradients, _ = window_gradient(packing, samples, SPLITS[0], collate=pad_left)
+    truth, _ = packed_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left)
+    full, _ = packed_gradient(packing, samples, SPLITS[0], padded=True, collate=pad_left)
+    gradients, _ = packed_gradient(packing, samples, SPLITS[0], collate=pad_left)
     helpers.assert_promise_1(gradients, full, truth)
     accepted, why = asked(gpt2_classifier(), samples_of("classes", 24), pad_left)
     assert accepted is not None, why
@@ -361,7 +316,7 @@ def test_what_gains_nothing_stays_padded():
 def test_nothing_is_left_behind():
     model, samples = helpers.gpt2(), samples_of("tokens")
     packing, batch, original = packing_of(model, samples[0]), pad_right(samples), AttentionInterface.get_interface
-    window_gradient(packing, samples, SPLITS[0])
+    packed_gradient(packing, samples, SPLITS[0])
     with pytest.raises(RuntimeError, match="stop"), scope(packing, model):
         before(packing, call_of(batch))
         assert AttentionInterface.get_interface is not original
@@ -372,42 +327,29 @@ def test_nothing_is_left_behind():
 
 
 def test_a_path_that_depends_on_the_data_is_an_error():
-    model, samples = mixing(across=False), samples_of("tokens")
+    model, samples = mixing(), samples_of("tokens")
     packing = packing_of(model, samples[0])
     with scope(packing, model), pytest.raises(ConfigError, match="packed layers received hidden states of shape"):
         before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))
 
 
-# ---------------------------------------------------------------------------------------------------------- whole windows
-
-
-@pytest.mark.parametrize("own_loss", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "masked lm", "classes"])
-def test_a_window_is_the_same_packed_and_padded(name, own_loss, monkeypatch):
-    build, kind = MODELS[name]
-    samples, packed_shapes, spread = samples_of(kind, 12), [], PackedTokens.spread
-    monkeypatch.setattr(PackedTokens, "spread", lambda self, x: (packed_shapes.append(x.shape[:2]), spread(self, x))[1])
-    model, accelerator = build(0.1), Accelerator(cpu=True)
+def test_a_window_with_an_own_loss_is_the_same_packed_and_padded(monkeypatch):
+    packed, spread = [], PackedTokens.spread
+    monkeypatch.setattr(PackedTokens, "spread", lambda self, x: (packed.append(1), spread(self, x))[1])
+    model, samples = helpers.gpt2(0.1), samples_of("tokens", 12)
 
     def sum_loss(outputs, batch):
         count = num_targets(model, batch)
         return outputs.loss * count, count
 
-    def gradient(packed, size):
-        loss_fn = sum_loss if own_loss else None
-        rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, speed_ups=[Packing()] if packed else [])
-        if packed:
-            rule.speed_ups[0]._gain = 1.0
-        packed_shapes.clear()
-        sizes = {"planner": helpers.by_number(size), "global_batch_size": 12}
-        (window,) = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, **sizes)
-        model.zero_grad()
-        result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
-        assert bool(packed_shapes) == packed
-        return helpers.gradients(model), float(result.loss)
-
-    truth, value = gradient(False, 12)
-    for size in (4, 6):
-        gradients, loss = gradient(True, size)
-        assert relative_error(gradients, truth) < 1e-6 and loss == pytest.approx(value, rel=1e-6)
+    found = []
+    for speed_ups in ([], [Packing()]):
+        rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss, speed_ups=speed_ups)
+        for packing in speed_ups:
+            packing._gain = 1.0
+        packed.clear()
+        gradients, result = window_gradient(model, one_window(samples, 4), targets=rule, loss_fn=sum_loss)
+        assert bool(packed) == bool(speed_ups)
+        found.append((gradients, result.loss))
+    assert relative_error(found[1][0], found[0][0]) < 1e-6 and found[1][1] == pytest.approx(found[0][1], rel=1e-6)

@@ -1,4 +1,6 @@
-"""Every combination of plan and speed-ups is the same update, the proof uses those that it should, and leaves wrong ones out."""
+"""Under every plan each speed-up, alone and with all others, is the same update; the proof uses those that it should, no wrong
+one.
+"""
 
 import itertools
 from contextlib import contextmanager
@@ -8,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from windows import one_window
 
 import hf_ga
 from hf_ga.exact.hooks import SpeedUp
@@ -114,24 +117,22 @@ def test_speed_ups_are_chosen_by_the_device():
 def gradient(accelerator, model, rule, samples, plan="one"):
     """Of one window, its loss, and its micro-batches."""
     model.zero_grad()
-    sizes = {"global_batch_size": len(samples), "lengths": [len(sample["input_ids"]) for sample in samples]}
-    (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, seed=1, planner=PLANS[plan], **sizes)
+    window = one_window(samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples])
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
 
 def rules(model, samples, not_used):
-    """The rule with each set of speed-ups, that of none first."""
+    """The rule without speed-ups first, then with each alone, then with all."""
     names = [name for name in ALL if name not in not_used]
-    for number in range(len(names) + 1):
-        for chosen in itertools.combinations(names, number):
-            rule = proven(model, samples, [ALL[name]() for name in chosen])
-            assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
-            yield rule
+    for chosen in ((), *((name,) for name in names), names):
+        rule = proven(model, samples, [ALL[name]() for name in chosen])
+        assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
+        yield rule
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_is_the_full_batch(name):
+def test_every_plan_and_speed_up_is_the_full_batch(name):
     """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the micro-batches' means."""
     build, make_samples, not_used = MODELS[name]
     model, samples, accelerator, sizes = build(), make_samples(NUM_SAMPLES), Accelerator(cpu=True), {}
@@ -147,20 +148,20 @@ def test_every_combination_is_the_full_batch(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_draws_the_same_dropout(name):
+def test_every_speed_up_draws_the_same_dropout(name):
     """Control: without dropout the gradient is another."""
     build, make_samples, not_used = MODELS[name]
     model, samples, accelerator = build(0.1), make_samples(NUM_SAMPLES), Accelerator(cpu=True)
     none, *others = rules(model, samples, not_used)
     plain, plain_loss, _ = gradient(accelerator, model, none, samples)
-    for rule, plan in itertools.product(others, ("one", "by length")):
-        found, loss, _ = gradient(accelerator, model, rule, samples, plan)
+    for rule in others:
+        found, loss, _ = gradient(accelerator, model, rule, samples, "by length")
         assert h.relative_error(found, plain) < 1e-6 and loss == pytest.approx(plain_loss, rel=1e-6), str(rule)
     assert h.relative_error(h.full_batch_gradient(build(), h.pad_right(samples)), plain) > 0.05
 
 
-@pytest.mark.parametrize("name", ["gpt2", "classes", *(pytest.param(n, marks=pytest.mark.slow("long")) for n in ("llama", "t5"))])
-def test_under_autocast_no_combination_is_further_off(name):
+@pytest.mark.parametrize("name", ["gpt2", "classes"])
+def test_under_autocast_no_speed_up_is_further_off(name):
     build, make_samples, not_used = MODELS[name]
     model, samples = build(), make_samples(NUM_SAMPLES)
     truth, accelerator = h.full_batch_gradient(model, h.pad_right(samples)), Accelerator(mixed_precision="bf16", cpu=True)
