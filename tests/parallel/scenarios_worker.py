@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers as tf
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
 from processes import (
     LAST,
@@ -35,8 +35,8 @@ from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
 from hf_ga.recovery.checkpoint import state_sha256
 
-STEPS, MAX_NORM = 30, 0.1
-MICRO_BATCHES = {2: (1, 4, 16)}  # a process, whose collectives are counted
+STEPS, MAX_NORM = 10, 0.1
+MICRO_BATCHES = (1, 4)  # a process, whose collectives are counted
 KINDS = ("ddp", "fsdp1", "fsdp2")
 CASES = {
     "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),
@@ -58,13 +58,13 @@ def gradients(folder: Path, kind: str) -> None:
 
 
 def added(folder: Path, kind: str) -> None:
-    """The gradients of two windows, one added to the other."""
+    """The gradients of two windows, one added to the other, and of one without targets."""
     build, make_samples, layer = CASES["GPT-2"]
     accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, build(0.1), samples)
-    for window in make_windows(accelerator, samples):
-        hf_ga.backward_window(accelerator, model, window, targets=rule)
-    save(accelerator, folder, f"added {kind}", whole_gradients(model))
+    windows = [*make_windows(accelerator, samples), *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]])]
+    skipped = [hf_ga.backward_window(accelerator, model, window, targets=rule).skipped for window in windows]
+    save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
 def buckets(folder: Path, kind: str) -> None:
@@ -81,7 +81,7 @@ def buckets(folder: Path, kind: str) -> None:
 
 
 def steps(folder: Path, kind: str) -> None:
-    """Thirty steps of AdamW with clipping."""
+    """Steps of AdamW with clipping, over several epochs."""
     build, make_samples, layer = CASES["GPT-2"]
     accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
     model, optimizer, rule = prepare(accelerator, kind, build(0.1), samples)
@@ -119,7 +119,7 @@ def larger() -> nn.Module:
 def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1, 4 and 16 micro-batches a process."""
     samples = h.class_samples(WINDOW)
-    for micro_batches in MICRO_BATCHES[PartialState(cpu=True).num_processes]:
+    for micro_batches in MICRO_BATCHES:
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator = make_accelerator(kind)
             model, _, rule = prepare(accelerator, kind, larger(), samples)
@@ -151,7 +151,7 @@ class OverflowingBias(nn.Linear):
 
 
 def overflow(folder: Path, kind: str) -> None:
-    """fp16: in the second window a gradient of process 1 (of the only one, where there is one) is infinite."""
+    """fp16: in the second window a gradient of the last process is infinite."""
     samples = h.class_samples(WINDOW)
     accelerator = make_accelerator(kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)])
     enable_fp16_on_cpu(accelerator)
@@ -176,21 +176,6 @@ def digest(model: nn.Module) -> str:
     else:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return state_sha256(nn.ParameterList(whole).state_dict())
-
-
-def few_samples(folder: Path, kind: str) -> None:
-    """Windows of 3, 1 and 6 samples, of which some have no targets; the last window is one sample."""
-    samples = h.token_samples(7)
-    samples[1] = h.without_targets(samples[1])
-    samples[4] = h.without_targets(samples[4])
-    for size in (3, 1, 6):
-        accelerator = make_accelerator(kind, "GPT2Block")
-        model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), h.token_samples(8))
-        for window in make_windows(accelerator, samples, global_batch_size=size, planner=h.by_number(1), shuffle=False):
-            model.zero_grad(set_to_none=True)
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule)
-            facts = {"loss": result.loss, "targets": result.num_targets, "own": len(window.micro_batches)}
-            save(accelerator, folder, f"few {kind} {size} {window.index}", whole_gradients(model), skipped=result.skipped, **facts)
 
 
 def options(folder: Path, kind: str) -> None:
@@ -321,9 +306,7 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {
-    f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset, added, buckets)
-}
+SCENARIOS = {f.__name__: f for f in (gradients, steps, naive, counted, overflow, heads, options, subset, added, buckets)}
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
-"""A device whose memory runs out on command, for tests/test_memory.py; and what tests/test_memory_processes.py launches:
+"""A device whose memory runs out on command, for test_memory.py; and what two processes do with it, for `pairs_worker.py` and
 
-accelerate launch ... tests/recovery/memory_worker.py OUTPUT_DIR windows
-accelerate launch ... tests/recovery/memory_worker.py CONFIG.json FITS FIRST_FAILING_WINDOW
+accelerate launch ... tests/recovery/memory_worker.py CONFIG.json FIRST_FAILING_FORWARD
 """
 
 import random
@@ -81,6 +80,11 @@ def of_sample(tokens: list[int]) -> tuple[int, ...]:
     return tuple(token for token in tokens if token)
 
 
+def run(folder: Path) -> None:
+    run_windows(folder)
+    run_long_sample(folder)
+
+
 def run_windows(folder: Path) -> None:
     """Two epochs of updates for each case, while memory runs out on either process at random, and at first on both."""
     for name, (build, make_samples, loss_fn) in CASES.items():
@@ -138,8 +142,4 @@ def run_finetune(config: Path, first_failing: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[2] == "windows":
-        run_windows(Path(sys.argv[1]))
-        run_long_sample(Path(sys.argv[1]))
-    else:
-        run_finetune(Path(sys.argv[1]), int(sys.argv[2]))
+    run_finetune(Path(sys.argv[1]), int(sys.argv[2]))
