@@ -75,8 +75,11 @@ def raising(model, micro_batches):
 def nearly_right():
     """name -> the row of a step that is right but for one thing."""
     model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
-    nudge = 1.4e-6 * helpers.norm(truth) * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
+    batch = helpers.pad_right(window)
+    truth = helpers.full_batch_gradient(model, batch)
+    own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
+    # Of all together 1e-6 + 2 x own is allowed, of this one hardly more than 1e-6.
+    nudge = (1e-6 + 1.5 * own) * helpers.norm(truth) * torch.full((16, 16), 1 / 16).double()
     steps = {
         "parameter": leaving({**truth, NAME: truth[NAME] + nudge}),
         "nan": leaving({**truth, "classifier.bias": truth["classifier.bias"] * float("nan")}),
@@ -90,7 +93,8 @@ def nearly_right():
 
 def test_one_wrong_parameter_fails_although_the_whole_passes(nearly_right):
     row = nearly_right["parameter"]
-    assert row.error <= 1.5e-6 and row.worst_parameter == NAME and row.worst_share == pytest.approx(1.4, rel=0.1)
+    assert row.error <= row.limit, (row.error, row.limit)
+    assert row.worst_parameter == NAME and row.worst_share > 1.05
 
 
 def test_a_nan_fails(nearly_right):

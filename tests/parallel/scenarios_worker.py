@@ -1,4 +1,7 @@
-"""Run by `accelerate launch`: python scenarios.py OUTPUT_DIR SCENARIO ... Each writes what every process found."""
+"""Scenarios of 2 and of 3 processes, forked from one that has imported everything: python scenarios_worker.py JOB.json
+
+JOB.json: {"folder": with a folder for each number of processes, in which each writes what it found}.
+"""
 
 import json
 import sys
@@ -12,12 +15,12 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
+from forked import together
 from processes import (
     LAST,
     SEED,
     WINDOW,
     Collectives,
-    end_process,
     h,
     make_accelerator,
     make_windows,
@@ -306,18 +309,20 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {f.__name__: f for f in (gradients, steps, naive, counted, overflow, heads, options, subset, added, buckets)}
+SCENARIOS = {2: [steps, naive, counted, overflow, options, subset, added, buckets], 3: [gradients, heads]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    tf.logging.set_verbosity_error()
-    folder, kinds, names = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
-    for name in names:
-        for kind in kinds:
-            SCENARIOS[name](folder, kind)
-    end_process()
+def run(folder: Path, num_processes: int) -> None:
+    for scenario in SCENARIOS[num_processes]:
+        for kind in KINDS:
+            scenario(folder, kind)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    for num_processes in SCENARIOS:
+        folder = Path(json.loads(Path(sys.argv[1]).read_text())["folder"]) / str(num_processes)
+        folder.mkdir()
+        if together(partial(run, folder, num_processes), "ddp", num_processes) != {0}:
+            sys.exit(f"a scenario of {num_processes} processes failed")

@@ -1,4 +1,4 @@
-"""Real process groups: 2 and 3 processes under DDP, FSDP1 and FSDP2, launched by `accelerate launch`, against one process.
+"""Real process groups: 2 and 3 processes under DDP, FSDP1 and FSDP2, against one process.
 
 The references are computed here, on the whole window at once, by plain forwards and backwards under keyed dropout.
 """
@@ -12,9 +12,10 @@ from pathlib import Path
 import helpers as h
 import numpy as np
 import pytest
+import scenarios_worker
 import torch
 import torch.nn.functional as F
-from launching import launch
+from forked import run_script
 from processes import SEED
 from safetensors.torch import load_file
 from scenarios_worker import CASES, HEADS, KINDS, LAST, MAX_NORM, MICRO_BATCHES, STEPS, WINDOW
@@ -24,29 +25,14 @@ from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
 pytestmark = pytest.mark.slow("starts processes")
-WORKER = Path(__file__).with_name("scenarios_worker.py")
-SCENARIOS = {
-    2: ["steps", "naive", "counted", "overflow", "options", "subset", "added", "buckets"],
-    3: ["gradients", "heads"],
-}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, request):
-    """num_processes -> the folder with what its scenarios wrote; each number of processes is launched once."""
-    folders = {}
-
-    def folder_of(num_processes: int) -> Path:
-        if num_processes not in folders:
-            folder = tmp_path_factory.mktemp(f"processes{num_processes}")
-            done = launch(num_processes, WORKER, str(folder), ",".join(KINDS), *SCENARIOS[num_processes])
-            folders[num_processes] = folder, done
-        folder, done = folders[num_processes]
-        said = [line for line in done.stderr.splitlines() if "[rank" in line or "Error" in line or "exitcode" in line]
-        assert done.returncode == 0, "\n".join(said)[-6000:]
-        return folder
-
-    return folder_of
+def found(tmp_path_factory):
+    """num_processes -> the folder with what its scenarios wrote."""
+    folder = tmp_path_factory.mktemp("processes")
+    run_script(scenarios_worker.__file__, folder, {"folder": str(folder)})
+    return lambda num_processes: folder / str(num_processes)
 
 
 def facts(folder: Path, name: str) -> list[dict]:

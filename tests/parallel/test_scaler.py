@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import helpers as h
 import pytest
+import steps
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
-from steps import Training, same
+from steps import same
 from torch import nn
 
 import hf_ga
@@ -77,8 +78,9 @@ def regression():
     return Regression()
 
 
-def trained_on(accelerator, **more):
-    return Training(accelerator, regression(), **more)
+class Training(steps.Training):
+    def __init__(self, accelerator, model=None, **more):
+        super().__init__(accelerator, model or regression(), **more)
 
 
 # -- overflow ---------------------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def trained_on(accelerator, **more):
 def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, max_grad_norm, fused):
     """The second of four micro-batches of the second of three windows."""
     samples = points(3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target")
-    training, options = trained_on(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    training, options = Training(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
     snapshots, results = [training.snapshot()], []
     for window in loader(samples):
         results.append(training.step(window, **options))
@@ -110,7 +112,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, m
 def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
     """The scale falls three times (what overflowed stays in .grad), and the first micro-batch moves the weights."""
     samples = points(WINDOW, [MICRO_BATCH])
-    training = trained_on(fp16_accelerator())
+    training = Training(fp16_accelerator())
     before = training.snapshot()
     for micro_batch in next(iter(loader(samples))).micro_batches:
         training.accelerator.backward(training.model(**micro_batch.batch))
@@ -121,7 +123,7 @@ def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
 
 def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
     """Why `overflowed` of a fused optimizer is told from the scale."""
-    training = trained_on(fp16_accelerator(), fused=True)
+    training = Training(fp16_accelerator(), fused=True)
     (window,) = loader(points(WINDOW, [MICRO_BATCH]))
     assert training.step(window).overflowed
     assert not training.accelerator.optimizer_step_was_skipped
@@ -130,7 +132,7 @@ def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
 def test_the_scale_grows_after_the_interval():
     """By hand: it doubles after three windows in a row, and an overflow begins the count again."""
     samples = points(8 * WINDOW, [WINDOW])
-    training = trained_on(fp16_accelerator(growth_interval=3))
+    training = Training(fp16_accelerator(growth_interval=3))
     results = [training.step(window) for window in loader(samples)]
     assert [r.loss_scale / SCALE for r in results] == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
     assert [r.overflowed for r in results] == [False, True, *[False] * 6]
@@ -151,7 +153,7 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
 
 
 def test_without_fp16_there_is_no_scale():
-    training = trained_on(Accelerator(cpu=True))
+    training = Training(Accelerator(cpu=True))
     (window,) = loader(points(WINDOW))
     result = training.step(window)
     assert (result.skipped, result.overflowed, result.loss_scale) == (False, False, None)
@@ -257,7 +259,7 @@ def test_an_unprepared_optimizer_is_refused():
 
 def test_an_optimizer_prepared_before_the_scaler_is_refused():
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
-    training = trained_on(accelerator)
+    training = Training(accelerator)
     enable_fp16_on_cpu(accelerator)
     (window,) = loader(points(WINDOW))
     with pytest.raises(hf_ga.ConfigError, match="behind enable_fp16_on_cpu"):
@@ -267,7 +269,7 @@ def test_an_optimizer_prepared_before_the_scaler_is_refused():
 def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
     """Accelerate's clipping unscales all prepared optimizers: an infinity among the other's gradients would lower the scale."""
     accelerator = fp16_accelerator()
-    ours, other = trained_on(accelerator), Training(accelerator, nn.Linear(2, 1))
+    ours, other = Training(accelerator), Training(accelerator, nn.Linear(2, 1))
     pending = torch.tensor([[3.0, math.inf]])
     other.model.weight.grad = pending.clone()
     (window,) = loader(points(WINDOW))
@@ -283,7 +285,7 @@ def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
 
 def test_a_skip_of_another_optimizer_is_not_ours():
     accelerator = fp16_accelerator()
-    ours, other = trained_on(accelerator), trained_on(accelerator)
+    ours, other = Training(accelerator), Training(accelerator)
     good, bad = loader(points(2 * WINDOW, [WINDOW]))
     assert other.step(bad).overflowed
     result = ours.step(good)
@@ -308,7 +310,7 @@ def test_the_norm_is_of_what_the_optimizer_owns():
 def test_an_optimizer_without_any_gradient_skips(precision):
     """torch's scaler would raise an AssertionError; in float32 the schedule would go on and nothing be trained."""
     accelerator = fp16_accelerator() if precision == "fp16" else Accelerator(cpu=True)
-    model, unrelated = accelerator.prepare(regression()), trained_on(accelerator)
+    model, unrelated = accelerator.prepare(regression()), Training(accelerator)
     before = unrelated.snapshot()
     (window,) = loader(points(WINDOW))
     state = accelerator.scaler and accelerator.scaler.state_dict()
@@ -328,9 +330,9 @@ def test_an_optimizer_without_any_gradient_skips(precision):
 def test_a_run_goes_on_with_its_scale():
     """Stopped after five windows of ten: scales, skips and weights are those of the run that was not stopped."""
     samples = points(10 * WINDOW, [WINDOW])
-    whole = trained_on(fp16_accelerator(growth_interval=3))
+    whole = Training(fp16_accelerator(growth_interval=3))
     results = [whole.step(window) for window in loader(samples)]
-    first = trained_on(fp16_accelerator(growth_interval=3))
+    first = Training(fp16_accelerator(growth_interval=3))
     windows = list(loader(samples))
     for window in windows[:5]:
         first.step(window)
@@ -361,5 +363,5 @@ def test_a_scaler_that_is_switched_off_skips_nothing():
     accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
     enable_fp16_on_cpu(accelerator)
     assert accelerator.scaler.state_dict() == {}
-    result = trained_on(accelerator).step(next(iter(loader(points(WINDOW)))))
+    result = Training(accelerator).step(next(iter(loader(points(WINDOW)))))
     assert (result.skipped, result.loss_scale) == (False, 1.0)

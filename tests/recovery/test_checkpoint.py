@@ -132,10 +132,9 @@ def test_changed_data_are_refused(place, undisturbed, tmp_path):
 
 def test_same_data_written_again_are_accepted(place, undisturbed, tmp_path):
     """A file that was copied or touched has the same rows: the run goes on."""
-    interrupted(place, tmp_path / "out", 5)
+    shutil.copytree(undisturbed[1], tmp_path / "out")
     (place / "train.jsonl").write_text((place / "train.jsonl").read_text())
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert train(place, tmp_path / "out", resume_from_checkpoint="auto")["changes"] == []
 
 
 # Files
@@ -143,8 +142,8 @@ def test_same_data_written_again_are_accepted(place, undisturbed, tmp_path):
 
 def test_checkpoints_to_keep(place, undisturbed, tmp_path):
     assert [folder.name for folder in list_checkpoints(undisturbed[1])] == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
-    train(place, tmp_path / "out", save_steps=1, save_total_limit=2)
-    assert sorted(p.name for p in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-7", "checkpoint-8"]
+    train(place, tmp_path / "out", save_steps=1, save_total_limit=2, max_steps=4)
+    assert sorted(p.name for p in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_newest_is_by_number(tmp_path):
@@ -245,6 +244,7 @@ def test_lost_lines(place, undisturbed, tmp_path):
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
 def test_killed_process_is_resumed(place, undisturbed, tmp_path):
     """SIGKILL in the middle of a window behind a checkpoint: the process that goes on makes the same bits."""
     child = os.fork()  # imports take most of the time of a new process

@@ -6,12 +6,13 @@ import re
 
 import helpers as h
 import pytest
+import steps
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from runs import lines_of, train, write_rows
-from steps import Training, same
+from steps import same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,8 +95,9 @@ def spoilt_sum(outputs, batch):
     return total + torch.where((batch["input_ids"] == BAD_TOKEN).any(), math.nan, 0.0), count
 
 
-def training_of(model, precision="no"):
-    return Training(Accelerator(cpu=True, mixed_precision=precision), model)
+class Training(steps.Training):
+    def __init__(self, model, **more):
+        super().__init__(Accelerator(cpu=True, **more), model)
 
 
 def windows_of(data, **more):
@@ -130,7 +132,7 @@ def stopped(case, max_grad_norm=None, precision="no"):
     rule = healthy_rule(model, loss_fn)
     if case == "weight":
         spoil_embedding(model)
-    training = training_of(model, precision)
+    training = Training(model, mixed_precision=precision)
     first, second, _ = windows_of(samples())
     training.step(first, targets=rule, loss_fn=loss_fn)
     before, states, modes = training.snapshot(), random_states(), [m.training for m in model.modules()]
@@ -158,11 +160,20 @@ def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, 
     assert text.startswith("the gradient of window" if case == "gradient" else "the loss of window")
 
 
+def test_samples_are_named_by_their_rows():
+    """Not by their positions, which are others where the order is shuffled."""
+    model = Classifier("output")
+    rule, training = healthy_rule(model), Training(model)
+    with pytest.raises(NonFinite, match=r"it comes from (sample (10|13)|samples (10, 13|13, 10));"):
+        for window in windows_of(samples(), shuffle=True):
+            training.step(window, targets=rule)
+
+
 def test_without_the_check_the_weights_become_nan(monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr("hf_ga.exact.update._is_finite", lambda *args: True)
     model = Classifier("gradient")
-    rule, training = healthy_rule(model), training_of(model)
+    rule, training = healthy_rule(model), Training(model)
     for window in windows_of(samples()):
         training.step(window, targets=rule)
     assert any(p.isnan().any() for p in model.parameters())
@@ -177,7 +188,7 @@ def test_a_micro_batch_that_is_bad_only_together_is_named_whole():
 
 def test_a_hook_that_spoils_every_gradient_names_all_samples_shortly():
     model = Classifier()
-    rule, training = healthy_rule(model), training_of(model)
+    rule, training = healthy_rule(model), Training(model)
     model.head.weight.register_hook(lambda gradient: gradient + math.inf)
     window = next(iter(windows_of(samples(bad=()), global_batch_size=12)))
     listed = r"0, 1, 2, 3, 4, 5, 6, 7, \.\.\."
@@ -189,7 +200,7 @@ def test_a_hook_that_spoils_every_gradient_names_all_samples_shortly():
 def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
     """All gradients are finite. Without clipping the step is made; a clipped one would be zero."""
     model = Classifier()
-    rule, training = healthy_rule(model), training_of(model)
+    rule, training = healthy_rule(model), Training(model)
     model.head.bias.register_hook(lambda gradient: gradient * 1e22)
     window = next(iter(windows_of(samples(bad=()))))
     if max_grad_norm is None:
@@ -202,7 +213,7 @@ def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
 
 def test_what_does_not_happen_again_is_said_to_be_so():
     model = Classifier()
-    rule, training, calls = healthy_rule(model), training_of(model), []
+    rule, training, calls = healthy_rule(model), Training(model), []
 
     def once(module, inputs, output):
         calls.append(1)
@@ -223,7 +234,7 @@ def test_a_skipped_window_leaves_the_run_without_it(case):
         rule = healthy_rule(model, loss_fn)
         if case == "weight":
             spoil_embedding(model)
-        training, results = training_of(model), []
+        training, results = Training(model), []
         for window in windows_of(samples()):
             if skips or window.index != 1:
                 results.append(training.step(window, targets=rule, loss_fn=loss_fn, max_grad_norm=1.0, on_nonfinite="skip"))
@@ -251,7 +262,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["no clipping", "clipping"])
 def test_the_device_is_waited_for_once_a_window(max_grad_norm):
     model = Classifier()
-    rule, training = healthy_rule(model), training_of(model)
+    rule, training = healthy_rule(model), Training(model)
     for window in windows_of(samples(bad=())):
         with Reads() as reads:
             training.step(window, targets=rule, max_grad_norm=max_grad_norm)
@@ -279,9 +290,9 @@ class Unlucky(Classifier):
 def test_the_forwards_are_run_again_with_their_own_dropout():
     model = Unlucky()
     data = [{**s, "number": i} for i, s in enumerate(samples())]
-    rule, training = hf_ga.prove_targets(model, data, h.pad_right), training_of(model)
+    rule, training = hf_ga.prove_targets(model, data, h.pad_right), Training(model)
     model.armed = True
-    for window in windows_of(data, shuffle=True):  # so positions are no sample ids
+    for window in windows_of(data):
         model.seen.clear()
         result = training.step(window, targets=rule, on_nonfinite="skip")
         fell = model.seen[: len(model.seen) // 3]  # in the step; then in micro-batches again, and one by one
@@ -292,7 +303,7 @@ def test_the_forwards_are_run_again_with_their_own_dropout():
 def test_micro_batches_are_cut_where_memory_ran_out_before():
     """As the step cut them: larger ones might not fit."""
     model, sizes = Classifier("output"), []
-    rule, training = healthy_rule(model), training_of(model)
+    rule, training = healthy_rule(model), Training(model)
     model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
     _, window, _ = windows_of(samples())
     window.state.max_elements = 24
@@ -316,7 +327,7 @@ def test_models_with_a_router_or_of_one_width(name):
     model = builds[name]()
     good = [{**s, "input_ids": [min(i, BAD_TOKEN - 1) for i in s["input_ids"]]} for s in data]
     rule = hf_ga.prove_targets(model, good, h.pad_right, speed_ups=[])  # `spoil` knows samples
-    training = training_of(model)
+    training = Training(model)
     layer = {"mixtral": "model.layers.1", "xlnet": "transformer.layer.1.ff"}[name]
     spoil(model, layer)
     widths = set()
