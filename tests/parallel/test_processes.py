@@ -111,17 +111,6 @@ def test_the_average_of_local_means_fails_the_same_test(found, window):
     assert error > 1e-3 > 1e-6 + 3 * h.relative_error(grads32, grads64)
 
 
-def test_even_batches_repeats_samples(found):
-    """Accelerate's data loader fills the tail of 13 with its first rows: 16 rows, another gradient, though rightly weighted."""
-    samples = h.token_samples(WINDOW + LAST)[WINDOW:]
-    grads64 = h.full_batch_gradient(h.gpt2(), h.pad_right(samples), torch.float64)
-    rows = np.concatenate([fact["rows"] for fact in facts(found(2), "naive tail")])
-    assert rows[:, 0].sum() == 16
-    total = rows[:, 1].sum()
-    repeated = {name: g / total for name, g in load_file(found(2) / "naive tail.safetensors").items()}
-    assert h.relative_error(repeated, grads64) > 1e-2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_two_windows_add_up(found, references, kind):
     (first32, first64, _), (second32, second64, _) = references["GPT-2", 0], references["GPT-2", 1]

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch.nn.functional as F
 import transformers as tf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from trainers import LAYOUTS, arguments, distance, trained, weight_error
+from trainers import LAYOUTS, arguments, distance, trained, weight_error, word_tokenizer
 
 from hf_ga.exact.order import epoch_order
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
@@ -109,12 +107,6 @@ def test_micro_batches_and_windows_without_targets(case):
     assert distance(split.weights[1], split.weights[0]) == 0
     assert distance(split.weights[2], split.weights[1]) > 1e-4
     assert np.isfinite(split.losses).all()
-
-
-def word_tokenizer() -> tf.PreTrainedTokenizerFast:
-    vocabulary = {f"w{i}": i for i in range(h.VOCABULARY - 2)} | {"[PAD]": h.VOCABULARY - 2, "[MASK]": h.VOCABULARY - 1}
-    words = Tokenizer(WordLevel(vocabulary, unk_token="[PAD]"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]")
 
 
 def random_masks() -> tf.DataCollatorForLanguageModeling:

@@ -7,9 +7,7 @@ import helpers as h
 import pytest
 from datasets import Dataset
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import LAYOUTS, make_trainer, settings, weight_error
-from transformers import PreTrainedTokenizerFast
+from trainers import LAYOUTS, WORDS, make_trainer, settings, weight_error, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from hf_ga import ConfigError, ExactTrainerMixin
@@ -17,16 +15,6 @@ from hf_ga import ConfigError, ExactTrainerMixin
 
 class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):
     """What a user writes."""
-
-
-WORDS = [f"w{i}" for i in range(36)]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *WORDS])}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
@@ -43,7 +31,7 @@ def sft(folder, trainer_class, model, layout, **more):
     """A finished run of a copy of the model."""
     args = SFTConfig(**settings(folder, layout, **more), bf16=False)
     dataset = Dataset.from_list(rows())
-    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=tokenizer())
+    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer())
     trainer.train()
     return trainer.run
 
@@ -64,7 +52,7 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
     """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by hand."""
-    model, encode = h.llama(0.0), tokenizer()
+    model, encode = h.llama(0.0), word_tokenizer()
     samples = []
     for row in rows()[:WINDOW]:
         prompt, completion = (encode(row[name]).input_ids for name in ("prompt", "completion"))

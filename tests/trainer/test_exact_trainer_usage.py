@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn, word_tokenizer
+from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn
 from torch import nn
 from torch.utils.data import IterableDataset
-from trainers import arguments, distance, make_trainer, settings, weight_error
+from trainers import arguments, distance, make_trainer, settings, weight_error, word_tokenizer
 
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
