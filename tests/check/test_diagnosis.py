@@ -26,13 +26,13 @@ def check(model, samples, layouts=EVEN, **more):
     return hf_ga.check_equivalence(model, samples, helpers.pad_right, layouts, **more)
 
 
-def weighted(weight):
-    """A plain loop in which micro-batch k's mean loss counts `weight(n_k, N, K, GA)`; targets are counted by hand."""
+def weighted(weight, loss=helpers.mean_loss):
+    """A plain loop in which micro-batch k's loss counts `weight(n_k, N, K, GA)`; targets are counted by hand."""
 
     def step(model, micro_batches, accumulation_steps):
         counts = [helpers.num_targets(model, batch) for batch in micro_batches]
         for batch, n in zip(micro_batches, counts, strict=True):
-            (helpers.mean_loss(model, batch) * weight(n, sum(counts), len(counts), accumulation_steps)).backward()
+            (loss(model, batch) * weight(n, sum(counts), len(counts), accumulation_steps)).backward()
 
     return step
 
@@ -48,26 +48,73 @@ def assert_only(report, arm, *causes, says=""):
     assert says in texts(report, arm), report
 
 
-WRONG_WEIGHTS = {
-    "gradients not divided": (lambda n, total, k, ga: 1, "normalisation", "x4.00: the loss is divided by the micro-batch's own"),
-    "mean of means": (lambda n, total, k, ga: 1 / k, "normalisation", "mean of means"),
-    "divided twice": (
-        lambda n, total, k, ga: n / total / k,
-        "normalisation",
-        "micro-batches are weighted by x(0.25, 0.25, 0.25, 0.25)",
-    ),
-    "a sum": (lambda n, total, k, ga: n, "normalisation", "the loss is a sum"),
-    "odd": (lambda n, total, k, ga: n**2 / total**2, "normalisation", "are weighted by x("),
+def accumulating(dtype):
+    """Micro-batches' gradients are added up in a type of their own."""
+
+    def step(model, micro_batches, accumulation_steps):
+        total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
+        sums = [torch.zeros_like(p, dtype=dtype) for p in model.parameters()]
+        for batch in micro_batches:
+            (helpers.mean_loss(model, batch) * helpers.num_targets(model, batch) / total).backward()
+            for added, parameter in zip(sums, model.parameters(), strict=True):
+                added += parameter.grad.to(dtype)
+                parameter.grad = None
+        for added, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = added.float()
+
+    return step
+
+
+def noisy(model, micro_batches, accumulation_steps):
+    right(model, micro_batches, accumulation_steps)
+    for parameter in model.parameters():
+        parameter.grad += 0.01 * torch.randn_like(parameter)
+
+
+def in_low_precision(model, micro_batches, accumulation_steps):
+    right(model.to(torch.bfloat16), micro_batches, accumulation_steps)
+
+
+def updating(model, micro_batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in micro_batches:
+        model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Arms of one check of a masked LM: the step, its cause, and what the text contains.
+MISTAKES = {
+    "not divided": (weighted(lambda n, total, k, ga: 1), "normalisation", "x4.00: the loss is divided by the micro-batch's own"),
+    "mean of means": (weighted(lambda n, total, k, ga: 1 / k), "normalisation", "mean of means"),
+    "divided twice": (weighted(lambda n, total, k, ga: n / total / k), "normalisation", "weigh x(0.25, 0.25, 0.25, 0.25) of what"),
+    "a sum": (weighted(lambda n, total, k, ga: n), "normalisation", "the loss is a sum"),
+    "odd": (weighted(lambda n, total, k, ga: n**2 / total**2), "normalisation", "weigh x("),
+    "added up in bf16": (accumulating(torch.bfloat16), "precision", "added up in low precision"),
+    "added up in fp16": (accumulating(torch.float16), "precision", "added up in low precision"),
+    "noise": (noisy, "unknown", "no known cause"),
+    "does nothing": (lambda model, micro_batches: None, "no gradients", "in .grad"),
+    "updates": (updating, "no gradients", "in .grad"),
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG_WEIGHTS)
-def test_wrong_weights_are_named(mistake):
-    weight, cause, says = WRONG_WEIGHTS[mistake]
-    steps = {"wrong": weighted(weight), "right": right}
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps)
-    assert_only(report, "wrong", cause, says=says)
-    assert report.arm("right").passed
+@pytest.fixture(scope="module")
+def mistakes():
+    steps = {name: step for name, (step, _, _) in MISTAKES.items()}
+    others = {"right": right, "added up in float32": accumulating(torch.float32), "computed in bf16": in_low_precision}
+    return check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps | others)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_weights_are_named(mistake, mistakes):
+    """And other wrong numbers."""
+    _, cause, says = MISTAKES[mistake]
+    assert_only(mistakes, mistake, cause, says=says)
+
+
+def test_right_steps_pass_beside_them(mistakes):
+    assert mistakes.arm("right").passed and mistakes.arm("added up in float32").passed
+    assert "precision" in names(mistakes, "computed in bf16")
 
 
 def test_a_short_last_window_divided_by_the_full_accumulation_is_named():
@@ -82,31 +129,13 @@ def test_a_short_last_window_divided_by_the_full_accumulation_is_named():
     assert report.arm("right").passed
 
 
-def test_native_dropout_is_named():
-    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), steps={"step": right})
-    assert_only(report, "step", "dropout")
-    without = check(helpers.bert_classifier(0.0), helpers.class_samples(12), steps={"step": right})
-    assert without.passed
-
-
-def test_dropout_that_a_step_switches_off_is_named():
+def test_dropout_that_is_not_keyed_or_switched_off_is_named():
     def in_evaluation_mode(model, micro_batches, accumulation_steps):
         right(model.eval(), micro_batches, accumulation_steps)
 
-    assert_only(check(helpers.gpt2(0.1), helpers.token_samples(12), steps={"step": in_evaluation_mode}), "step", "dropout")
-
-
-class Normalised(nn.Module):
-    """A classifier of bags of tokens with a BatchNorm over samples and tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(helpers.VOCABULARY, 8, padding_idx=0), nn.BatchNorm1d(8)
-        self.output = nn.Linear(8, helpers.NUM_CLASSES)
-
-    def forward(self, input_ids, labels):
-        logits = self.output(torch.tanh(self.norm(self.embedding(input_ids).transpose(1, 2))).mean(2))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+    report = check(helpers.gpt2(0.1), helpers.token_samples(12), steps={"native": right, "off": in_evaluation_mode})
+    assert_only(report, "native", "dropout")
+    assert_only(report, "off", "dropout")
 
 
 def bag_samples(count):
@@ -122,11 +151,12 @@ def loop(model, micro_batches):
 
 
 def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
-    model = helpers.seeded(Normalised)()
+    model, norm = helpers.bert_classifier(), nn.BatchNorm1d(helpers.WIDTH)
+    model.classifier = nn.Sequential(norm, model.classifier)
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused and not report.passed
-    model.norm.eval()
+    norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
 
 
@@ -153,17 +183,9 @@ def test_a_loss_across_samples_is_named():
 
 
 def test_the_routers_loss_is_named():
-    samples = helpers.token_samples(12)
-    plain = weighted(lambda n, total, k, ga: n / total)
-
-    def own_loss(model, micro_batches, accumulation_steps):
-        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
-        for batch in micro_batches:
-            (model(**batch).loss * int((batch["labels"][:, 1:] != -100).sum()) / total).backward()
-
-    report = check(helpers.mixtral(0.1), samples, steps={"step": own_loss})
+    own_loss = weighted(lambda n, total, k, ga: n / total, loss=lambda model, batch: model(**batch).loss)
+    report = check(helpers.mixtral(0.1), helpers.token_samples(12), steps={"step": own_loss})
     assert_only(report, "step", "auxiliary loss")
-    assert check(helpers.mixtral(0.0), samples, steps={"step": plain}).passed
 
 
 def sums_divided_by(count):
@@ -178,15 +200,22 @@ def sums_divided_by(count):
     return step
 
 
-def test_labels_counted_unshifted_are_named():
+def in_autocast(model, micro_batches, accumulation_steps):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        right(model, micro_batches, accumulation_steps)
+
+
+def test_labels_counted_unshifted_and_autocast_are_named():
+    """Trainer, too, counts column 0 of GPT-2, which is never predicted."""
     samples = helpers.token_samples(12)
     steps = {"wrong": sums_divided_by(lambda labels: labels), "right": sums_divided_by(lambda labels: labels[:, 1:])}
-    report = check(helpers.gpt2(), samples, steps=steps)
+    report = check(helpers.gpt2(), samples, steps=steps | {"Trainer": trainer_arm(), "autocast": in_autocast})
     all_labels = sum(v != -100 for s in samples for v in s["labels"])
     predicted = sum(v != -100 for s in samples for v in s["labels"][1:])
-    assert_only(
-        report, "wrong", "labels counted unshifted", says=f"x{predicted / all_labels:.4g}: the window has {predicted} targets"
-    )
+    said = f"x{predicted / all_labels:.4g}: the window has {predicted} targets"
+    assert_only(report, "wrong", "labels counted unshifted", says=said)
+    assert_only(report, "Trainer", "labels counted unshifted", says=said)
+    assert_only(report, "autocast", "precision")
     assert report.arm("right").passed
 
 
@@ -201,12 +230,10 @@ def test_width_dependent_padding_is_named():
 def clipping(clip, every):
     def step(model, micro_batches, accumulation_steps):
         total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
-        for batch in micro_batches:
+        for i, batch in enumerate(micro_batches, 1):
             (helpers.mean_loss(model, batch) * helpers.num_targets(model, batch) / total).backward()
-            if every:
+            if every or i == len(micro_batches):
                 clip(model)
-        if not every:
-            clip(model)
 
     return step
 
@@ -222,97 +249,34 @@ def own_clip(model):
         grad.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))
 
 
-@pytest.mark.parametrize("clip", [torch_clip, own_clip])
-def test_clipping_every_micro_batch_is_named(clip):
+def test_clipping_every_micro_batch_is_named():
+    """By torch's function, which is a suspect, and by hand, which is read from the numbers."""
     model, samples = helpers.bert_classifier(), helpers.class_samples(12)
-    steps = {"wrong": clipping(clip, every=True), "right": clipping(clip, every=False)}
-    report = check(model, samples, steps=steps, max_grad_norm=0.05)
-    assert_only(report, "wrong", "clipping per micro-batch", says="micro-batch")
-    assert report.arm("right").passed
+    steps = {"torch": clipping(torch_clip, every=True), "own": clipping(own_clip, every=True)}
+    right_steps = {"torch, once": clipping(torch_clip, every=False), "own, once": clipping(own_clip, every=False)}
+    report = check(model, samples, steps=steps | right_steps, max_grad_norm=0.05)
+    for arm in steps:
+        assert_only(report, arm, "clipping per micro-batch", says="micro-batch")
+    assert all(report.arm(arm).passed for arm in right_steps)
 
 
-def test_a_step_that_clips_once_where_the_truth_does_not_is_told_so():
-    report = check(helpers.bert_classifier(), helpers.class_samples(12), steps={"step": clipping(torch_clip, every=False)})
-    assert_only(report, "step", "clipping", says="pass max_grad_norm")
-
-
-def test_a_parameter_frozen_in_one_arm_is_named():
+def test_clipping_where_the_truth_does_not_and_a_frozen_parameter_are_named():
     def frozen(model, micro_batches, accumulation_steps):
         model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
         right(model, micro_batches, accumulation_steps)
 
-    report = check(helpers.bert_classifier(), helpers.class_samples(12), steps={"step": frozen})
-    assert_only(report, "step", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight")
+    steps = {"clips once": clipping(torch_clip, every=False), "frozen": frozen}
+    report = check(helpers.bert_classifier(), helpers.class_samples(12), steps=steps)
+    assert_only(report, "clips once", "clipping", says="pass max_grad_norm")
+    assert_only(report, "frozen", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight")
     whole = helpers.bert_classifier()
     whole.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)  # frozen for all: nothing to convict
     assert check(whole, helpers.class_samples(12), steps={"step": right}).passed
 
 
-def accumulating(dtype):
-    def step(model, micro_batches, accumulation_steps):
-        total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
-        sums = [torch.zeros_like(p, dtype=dtype) for p in model.parameters()]
-        for batch in micro_batches:
-            (helpers.mean_loss(model, batch) * helpers.num_targets(model, batch) / total).backward()
-            for added, parameter in zip(sums, model.parameters(), strict=True):
-                added += parameter.grad.to(dtype)
-                parameter.grad = None
-        for added, parameter in zip(sums, model.parameters(), strict=True):
-            parameter.grad = added.float()
-
-    return step
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_accumulation_in_low_precision_is_named(dtype):
-    steps = {"wrong": accumulating(dtype), "right": accumulating(torch.float32)}
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps)
-    assert_only(report, "wrong", "precision", says="computed in low precision")
-    assert report.arm("right").passed
-
-
-def test_computing_in_low_precision_is_named():
-    def step(model, micro_batches, accumulation_steps):
-        right(model.to(torch.bfloat16), micro_batches, accumulation_steps)
-
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": step})
-    assert "precision" in names(report, "step") and report.arm(OURS).passed
-
-
-def test_autocast_where_float32_was_asked_for_is_named():
-    def step(model, micro_batches, accumulation_steps):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            right(model, micro_batches, accumulation_steps)
-
-    assert_only(check(helpers.gpt2(), helpers.token_samples(12), steps={"step": step}), "step", "precision")
-
-
 def test_several_mistakes_at_once_are_all_named():
     report = check(helpers.fnet_masked_lm(0.1), helpers.token_samples(12), steps={"step": weighted(lambda n, total, k, ga: 1)})
     assert_only(report, "step", "normalisation", "dropout", "padding width", says="x4.00")
-
-
-def test_what_nobody_can_explain_is_called_unknown():
-    def noisy(model, micro_batches, accumulation_steps):
-        right(model, micro_batches, accumulation_steps)
-        for parameter in model.parameters():
-            parameter.grad += 0.01 * torch.randn_like(parameter)
-
-    assert_only(check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": noisy}), "step", "unknown")
-
-
-def updating(model, micro_batches):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in micro_batches:
-        model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("step", [lambda model, micro_batches: None, updating])
-def test_a_step_without_gradients_is_told_so(step):
-    report = check(helpers.bert_masked_lm(), helpers.token_samples(12), steps={"step": step})
-    assert_only(report, "step", "no gradients", says="in .grad")
 
 
 def test_trainer_and_accelerate_are_convicted_in_one_table():
@@ -321,10 +285,3 @@ def test_trainer_and_accelerate_are_convicted_in_one_table():
     assert report.arm(OURS).passed
     assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(report, "Trainer")
     assert names(report, "accelerate") == {"normalisation", "last window", "dropout"}
-    without = check(helpers.llama(), helpers.token_samples(12), steps={"Trainer": trainer_arm()})
-    assert without.passed  # there its count is right
-
-
-def test_trainer_counts_column_0_of_gpt2():
-    report = check(helpers.gpt2(), helpers.token_samples(12), steps={"Trainer": trainer_arm()})
-    assert_only(report, "Trainer", "labels counted unshifted")

@@ -16,9 +16,7 @@ from hf_ga.check.subjects import own_accelerate_state
 from hf_ga.errors import ConfigError
 
 MODELS = {
-    "bert": (helpers.bert_classifier, helpers.class_samples),
     "gpt2": (helpers.gpt2, helpers.token_samples),
-    "t5": (helpers.t5, helpers.token_samples),
     "xlnet": (helpers.xlnet_classifier, helpers.class_samples),
     "no transformers model": (helpers.plain_tagger, helpers.plain_samples),
 }
@@ -48,9 +46,8 @@ def leaving(gradients, loss=None):
     return step
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_the_truth_is_that_of_plain_torch_in_float64(name):
-    build, samples = {**MODELS, "llama": (helpers.llama, helpers.token_samples)}[name]
+@pytest.mark.parametrize(("build", "samples"), [MODELS["gpt2"], (helpers.bert_classifier, helpers.class_samples)])
+def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
     model, window = build(0.0), samples(12)
     batch = helpers.pad_right(window)
     truth = helpers.full_batch_gradient(model, batch)
@@ -67,33 +64,59 @@ def test_the_truth_is_that_of_plain_torch_in_float64(name):
     assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_one_wrong_parameter_fails_although_the_whole_passes():
-    model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
-    name = "bert.encoder.layer.0.attention.self.query.weight"
-    floor = 1e-6 * helpers.norm(truth)
-    truth[name] = truth[name] + 1.4 * floor * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
-    row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
-    assert row.error <= 1.5e-6 and not row.passed
-    assert row.worst_parameter == name and row.worst_share == pytest.approx(1.4, rel=0.1)
+NAME = "bert.encoder.layer.0.attention.self.query.weight"
 
 
-def test_a_nan_fails():
+def raising(model, micro_batches):
+    raise KeyError("lost")
+
+
+@pytest.fixture(scope="module")
+def nearly_right():
+    """name -> the row of a step that is right but for one thing."""
     model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
-    truth["classifier.bias"] = truth["classifier.bias"] * float("nan")
-    row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
-    assert not row.passed and row.worst_parameter == "classifier.bias" and [c.name for c in row.causes] == ["not finite"]
+    batch = helpers.pad_right(window)
+    truth = helpers.full_batch_gradient(model, batch)
+    own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
+    # Of all together 1e-6 + 2 x own is allowed, of this one hardly more than 1e-6.
+    nudge = (1e-6 + 1.5 * own) * helpers.norm(truth) * torch.full((16, 16), 1 / 16).double()
+    steps = {
+        "parameter": leaving({**truth, NAME: truth[NAME] + nudge}),
+        "nan": leaving({**truth, "classifier.bias": truth["classifier.bias"] * float("nan")}),
+        "number": leaving(truth, loss=1.0),
+        "raising": raising,
+    }
+    report = check(model, window, {"halves": [6, 6]}, steps=steps)
+    assert report.arm(OURS).passed and not any(report.arm(arm).passed for arm in steps)
+    return {arm: report.arm(arm).rows[0] for arm in steps}
+
+
+def test_one_wrong_parameter_fails_although_the_whole_passes(nearly_right):
+    row = nearly_right["parameter"]
+    assert row.error <= row.limit, (row.error, row.limit)
+    assert row.worst_parameter == NAME and row.worst_share > 1.05
+
+
+def test_a_nan_fails(nearly_right):
+    row = nearly_right["nan"]
+    assert row.worst_parameter == "classifier.bias" and [cause.name for cause in row.causes] == ["not finite"]
+
+
+def test_a_right_gradient_with_a_wrong_number_is_told_so(nearly_right):
+    assert [cause.name for cause in nearly_right["number"].causes] == ["reported loss"]
+
+
+def test_a_step_that_raises_does_not_lose_the_others(nearly_right):
+    assert nearly_right["raising"].refused == "raised KeyError: 'lost'"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision):
-    report = check(helpers.bert_classifier(0.1), helpers.class_samples(12), precision=precision)
-    assert report.passed, report
-    assert 1e-4 < report.max_error < 2e-2  # it is computed in that precision
     naive = naive_in(torch.bfloat16 if precision == "bf16" else torch.float16)
-    wrong = check(helpers.bert_masked_lm(), helpers.token_samples(12), ["uneven"], precision=precision, steps={"step": naive})
-    assert wrong.arm(OURS).passed and not wrong.arm("step").passed
+    samples = helpers.token_samples(12)
+    report = check(helpers.bert_masked_lm(0.1), samples, ["uneven"], precision=precision, steps={"step": naive})
+    assert report.arm(OURS).passed and not report.arm("step").passed, report
+    assert 1e-4 < report.arm(OURS).max_error < 2e-2  # it is computed in that precision
 
 
 def naive_in(dtype):
@@ -126,7 +149,7 @@ def test_a_collate_function_that_draws_masks():
         hidden = torch.rand(batch["labels"].shape) < 0.4
         return {**batch, "labels": batch["labels"].masked_fill(hidden, helpers.IGNORED)}
 
-    assert hf_ga.check_equivalence(helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate).passed
+    assert hf_ga.check_equivalence(helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate, ["uneven"]).passed
 
 
 def state_of(model):
@@ -151,11 +174,11 @@ def moving(model, micro_batches):
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_everything_is_left_as_found(training):
+def test_everything_is_left_as_found():
+    """Also the training mode of each module; the copy is put into training mode."""
     accelerator = Accelerator(gradient_accumulation_steps=3)
-    model = helpers.bert_classifier(0.1).train(training)
-    model.bert.pooler.train(not training)
+    model = helpers.bert_classifier(0.1).eval()
+    model.bert.pooler.train()
     model.classifier.bias.requires_grad_(False)
     model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
     before, random, shared = state_of(model), helpers.global_random_states(), dict(accelerator.state._shared_state)
@@ -178,21 +201,13 @@ def test_a_prepared_model_is_checked_without_its_autocast():
         assert accelerator.mixed_precision == "bf16"
 
 
-class OnlyFloat32(nn.Module):
-    """A model with a part that has no float64."""
-
-    def __init__(self):
-        super().__init__()
-        self.tagger = helpers.PlainTagger()
-
-    def forward(self, input_ids, labels):
-        if self.tagger.hidden.weight.dtype == torch.float64:
-            raise RuntimeError("no kernel for Double")
-        return self.tagger(input_ids, labels)
-
-
 def test_a_model_that_cannot_compute_in_float64_is_refused():
-    model = helpers.seeded(OnlyFloat32)()
+    def only_float32(tagger, args):
+        if tagger.hidden.weight.dtype == torch.float64:
+            raise RuntimeError("no kernel for Double")
+
+    model = helpers.plain_tagger()
+    model.register_forward_pre_hook(only_float32)
     with pytest.raises(ConfigError, match=r"in float64, but this failed: no kernel for Double. Pass fewer samples"):
         check(model, helpers.plain_samples(12), ["uneven"])
 
@@ -222,25 +237,10 @@ def test_what_cannot_be_keyed_is_refused_or_left_out():
 
 
 def test_a_sample_without_targets():
-    samples = [helpers.without_targets(s) if i in (3, 7) else s for i, s in enumerate(helpers.token_samples(12))]
+    samples = [helpers.without_targets(s) if i in (3, 7) else s for i, s in enumerate(helpers.token_samples(8))]
     report = check(helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)})
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert {cause.name for cause in report.causes("step")} == {"normalisation", "dropout"}
-
-
-def test_a_step_that_raises_does_not_lose_the_others():
-    def step(model, micro_batches):
-        raise KeyError("lost")
-
-    report = check(helpers.gpt2(), helpers.token_samples(12), ["even"], steps={"step": step})
-    assert report.arm(OURS).passed and report.arm("step").rows[0].refused == "raised KeyError: 'lost'"
-
-
-def test_a_right_gradient_with_a_wrong_number_is_told_so():
-    model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    step = leaving(helpers.full_batch_gradient(model, helpers.pad_right(window)), loss=1.0)
-    report = check(model, window, {"halves": [6, 6]}, steps={"step": step})
-    assert not report.arm("step").passed and [cause.name for cause in report.causes("step")] == ["reported loss"]
 
 
 def test_layouts_by_name_and_by_sizes():
