@@ -10,6 +10,7 @@ from bad_files import FILES
 from runs import filled_place, save_jobs
 
 from hf_ga.data import corpus
+from hf_ga.run import outputs
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,14 @@ def _quiet():
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_curves():
+    """Drawn in `test_the_script_makes_the_run_of_the_function`; here they would take a tenth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "plot_curves", lambda metrics, path: path.touch())
+        yield
 
 
 @pytest.fixture(scope="session")

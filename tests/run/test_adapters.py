@@ -25,7 +25,6 @@ LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
 NEW = {
     "causal LM, row by row": [],
     "classes": ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"],
-    "tags": ["classifier.bias", "classifier.weight"],
 }
 TEXT = "window samples is one step"
 
@@ -160,7 +159,8 @@ def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, froze
 
 
 def test_lora_on_layers_by_name(place, tmp_path):
-    train_job(place, tmp_path / "out", "causal LM, row by row", **LORA, lora_target_modules=["c_attn"], lora_alpha=3.0, max_steps=2)
+    flags = {**LORA, "learning_rate": None, "lora_target_modules": ["c_attn"], "lora_alpha": 3.0, "max_steps": 2, "eval_steps": 2}
+    assert train_job(place, tmp_path / "out", "causal LM, row by row", **flags)["learning_rate"] == 2e-4  # the default
     adapter = peft_file(tmp_path / "out" / "adapter")
     assert len(adapter) == 4 and all("c_attn" in key for key in adapter)
     assert json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 3

@@ -275,7 +275,8 @@ def test_the_script_makes_the_run_of_the_function(place, tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["steps"] == len(lines_of(tmp_path / "out")) == 2
-    assert {"model.safetensors", "tokenizer.json", "curves.png", "checkpoint-2", "best"} <= set(os.listdir(tmp_path / "out"))
+    assert {"model.safetensors", "tokenizer.json", "checkpoint-2", "best"} <= set(os.listdir(tmp_path / "out"))
+    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert train(place, tmp_path / "again", **settings)["weights_sha256"] == summary["weights_sha256"]
 
 

@@ -86,7 +86,7 @@ def test_head_whose_loss_depends_on_the_width():
         with torch.no_grad():
             logits = reference(**{k: v for k, v in batch.items() if k != "labels"}).logits
         total += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
-    for batch_size in BATCH_SIZES:
+    for batch_size in (7, 1000):
         assert evaluated(model, samples, batch_size, rule)["loss"] == pytest.approx(total / len(samples), rel=1e-6)
     narrow = by_hand(model, samples)[0] / len(samples)  # the control: each sample at its own width
     assert abs(narrow / (total / len(samples)) - 1) > 1e-5

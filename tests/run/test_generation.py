@@ -25,7 +25,7 @@ SOURCES = ["the window of", "window", "of of the window the of", "the the", "of 
 @pytest.fixture(scope="module")
 def trained(place):
     """A run of 24 steps, after which a T5 writes many texts, and most of them wrong."""
-    train_job(place, place / "run", NAME, max_steps=24, learning_rate=1e-2, still=True, eval_steps=24)
+    train_job(place, place / "run", NAME, max_steps=24, learning_rate=1e-2, still=True, eval_steps=24, save_steps=24)
     return place / "run"
 
 
@@ -125,6 +125,7 @@ def test_smoothed_loss_against_torch(place):
         assert abs(float(other) / expected - 1) > 1e-3
 
 
+@pytest.mark.slow("two whole runs")
 def test_rows_without_a_target_add_nothing(place, tmp_path):
     """Alone in their micro-batch too: the run is that of micro-batches in which they stand beside others."""
     rows = JOBS[NAME][1](32, 5)

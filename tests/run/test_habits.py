@@ -103,34 +103,28 @@ def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
 
 def test_the_best_by_accuracy_is_the_best(place, tmp_path):
     """Not scripted: at a rate that overshoots, `best/` is the model with the highest accuracy found on the way."""
-    flags = {"learning_rate": 3e-2, "eval_steps": 4, "max_steps": 40, "save_steps": 40, "metric_for_best_model": "accuracy"}
+    flags = {"learning_rate": 3e-2, "eval_steps": 4, "max_steps": 24, "save_steps": 24, "metric_for_best_model": "accuracy"}
     summary = train_job(place, tmp_path / "out", "classes", still=True, **flags)
     found = [line["eval_accuracy"] for line in lines_of(tmp_path / "out") if "eval_accuracy" in line]
-    assert len(found) == 10 and summary["best_eval_accuracy"] == max(found) > min(found)
+    assert len(found) == 6 and summary["best_eval_accuracy"] == max(found) > min(found)
     evaluated = {"eval_only": True, "model_name_or_path": str(tmp_path / "out" / "best")}
     assert train_job(place, tmp_path / "evaluated", "classes", **evaluated)["eval_accuracy"] == max(found)
 
 
 def test_evaluating_and_saving_leave_the_training_alone(step_by_step, place, tmp_path):
+    """And so does whatever was drawn before in the process: new weights depend on the run's seed alone."""
+    torch.manual_seed(99)
     once = train_job(place, tmp_path / "once", "classes", lr_scheduler_type="constant", eval_steps=8, save_steps=8)
     assert once["weights_sha256"] == json.loads((step_by_step / "summary.json").read_text())["weights_sha256"]
     assert [p.name for p in (tmp_path / "once").glob("*checkpoint*")] == ["checkpoint-8"]
     assert not (tmp_path / "once" / "trackers").exists()
 
 
-# -- rates ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("more", "rate"), [({}, 5e-5), ({"lora_r": 2}, 2e-4)])
-def test_default_learning_rates(more, rate, place, tmp_path):
-    assert train(place, tmp_path / "out", learning_rate=None, max_steps=1, **more)["learning_rate"] == rate
-
-
 # -- trackers ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
-    train(place, tmp_path / "out", report_to="tensorboard")
+    assert train(place, tmp_path / "out", report_to="tensorboard", learning_rate=None)["learning_rate"] == 5e-5  # the default
     folders = {path.parent for path in (tmp_path / "out" / "trackers").rglob("events.out.tfevents.*")}
     events = [EventAccumulator(str(folder)).Reload() for folder in folders]
     lines, compared = lines_of(tmp_path / "out"), 0
@@ -184,7 +178,7 @@ def in_precisions(place):
     def run(precision, launched):
         launched(precision)
         if precision not in known:
-            known[precision] = train_job(place, place / precision, "classes", save_total_limit=9), place / precision
+            known[precision] = train_job(place, place / precision, "classes", eval_steps=8, save_total_limit=9), place / precision
         return known[precision]
 
     return run
@@ -206,22 +200,15 @@ def test_precision_of_the_launcher(in_precisions, launched, capsys):
 
 def test_fp16_resumes_bit_for_bit_with_its_scale(in_precisions, launched, place, tmp_path):
     whole, output = in_precisions("fp16", launched)
-    resumed = train_job(place, tmp_path / "out", "classes", resume_from_checkpoint=str(output / "checkpoint-3"))
+    resumed = train_job(place, tmp_path / "out", "classes", eval_steps=8, resume_from_checkpoint=str(output / "checkpoint-3"))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     states = [json.loads((folder / "checkpoint-8" / "state.json").read_text())["scaler"] for folder in (output, tmp_path / "out")]
     assert states[0] == states[1] and (states[0]["scale"], states[0]["_growth_tracker"]) == (65536.0, 8)
 
 
-@pytest.mark.parametrize(("first", "then"), [("no", "bf16"), ("fp16", "no")])
+@pytest.mark.parametrize(("first", "then"), [("fp16", "no")])
 def test_resume_in_another_precision_is_refused(first, then, in_precisions, launched, place, tmp_path):
     checkpoint = str(in_precisions(first, launched)[1] / "checkpoint-3")
     launched(then)
     with pytest.raises(hf_ga.CheckpointError, match=f"changed: mixed_precision '{first}' -> '{then}'"):
-        train_job(place, tmp_path / "out", "classes", resume_from_checkpoint=checkpoint)
-
-
-def test_the_seed_of_a_run_is_all_that_new_weights_depend_on(step_by_step, place, tmp_path):
-    """Whatever was drawn before in the process."""
-    torch.manual_seed(99)
-    train_job(place, tmp_path / "out", "classes", **CONSTANT, max_steps=1)
-    assert relative_distance(tmp_path / "out", step_by_step / "checkpoint-1") == 0
+        train_job(place, tmp_path / "out", "classes", eval_steps=8, resume_from_checkpoint=checkpoint)

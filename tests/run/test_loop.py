@@ -68,7 +68,7 @@ def test_targets_of_a_run_are_those_of_its_rows(run, place):
     assert [line["num_targets"] for line in lines_of(run[1])] == expected
 
 
-@pytest.mark.parametrize(("schedule", "warmup", "steps"), [("linear", 0.25, 2), ("constant_with_warmup", 1.0, 1), ("cosine", 2, 2)])
+@pytest.mark.parametrize(("schedule", "warmup", "steps"), [("linear", 0.25, 2), ("cosine", 2, 2)])
 def test_learning_rate_follows_optimizer_steps(schedule, warmup, steps, run, place, tmp_path):
     """As `get_scheduler` gives for 8 steps, although 16 micro-batches were computed; below 1 the warm-up is a share of them."""
     output = run[1] if schedule == "cosine" else tmp_path / "out"
@@ -86,8 +86,9 @@ def test_learning_rate_follows_optimizer_steps(schedule, warmup, steps, run, pla
 
 def test_epochs_and_short_windows(place, tmp_path):
     """1.5 epochs are 6 of 4 windows each; without the short last window an epoch has 3, and each is full."""
-    assert train(place, tmp_path / "whole", max_steps=None, num_train_epochs=1.5)["steps"] == 6
-    summary = train(place, tmp_path / "cut", max_steps=None, num_train_epochs=2.0, drop_last_window=True)
+    seldom = {"max_steps": None, "eval_steps": 99, "save_steps": 99}
+    assert train(place, tmp_path / "whole", num_train_epochs=1.5, **seldom)["steps"] == 6
+    summary = train(place, tmp_path / "cut", num_train_epochs=2.0, drop_last_window=True, **seldom)
     lines = lines_of(tmp_path / "cut")
     assert summary["steps"] == len(lines) == 6
     assert [line["epoch"] for line in lines] == pytest.approx([k / 3 for k in range(1, 7)])
@@ -129,7 +130,7 @@ def test_a_window_without_targets_makes_no_step(place, tmp_path):
 
 def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
     """The control: nineteen of them, and more later."""
-    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0}
+    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0, "eval_steps": 99, "save_steps": 99}
     nineteen = write_with_empty(tmp_path / "19.jsonl", 30, [*range(5, 24), 25, 26])
     twenty = write_with_empty(tmp_path / "20.jsonl", 30, list(range(5, 25)))
     assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 21
@@ -192,15 +193,14 @@ def test_another_split_of_the_windows_is_the_same_run(run, place, tmp_path):
 
 def test_another_seed_is_another_run(run, place, tmp_path):
     """The control of the test above: what it compares can differ, by far more than its tolerances."""
-    train(place, tmp_path / "out", seed=8)
+    train(place, tmp_path / "out", seed=8, eval_steps=8, save_steps=8)
     assert abs(lines_of(tmp_path / "out")[0]["loss"] / lines_of(run[1])[0]["loss"] - 1) > 1e-4
     assert relative_distance(tmp_path / "out", run[1]) > 1e-3
 
 
 def test_checkpointed_activations_and_workers_are_the_same_run(run, place, tmp_path):
-    train(place, tmp_path / "out", gradient_checkpointing=True)
+    train(place, tmp_path / "out", gradient_checkpointing=True, dataloader_num_workers=1)
     assert relative_distance(tmp_path / "out", run[1]) <= 5e-5
-    assert train(place, tmp_path / "workers", dataloader_num_workers=1)["weights_sha256"] == run[0]["weights_sha256"]
 
 
 # Heads
@@ -229,7 +229,9 @@ def test_f1_of_whole_entities(place, tmp_path):
     files = {name: write_rows(tmp_path / f"{name}.jsonl", entity_rows(n, n)) for name, n in (("train", 60), ("validation", 13))}
     settings = {"model_name_or_path": str(place / "bert"), "task": "token-classification", "text_column": None}
     settings |= {"dataset_name": files["train"], "validation_file": files["validation"], "predict_file": files["validation"]}
-    summary = train(place, tmp_path / "out", **settings, learning_rate=1e-2, max_steps=15, metric_for_best_model="f1")
+    summary = train(
+        place, tmp_path / "out", **settings, learning_rate=1e-2, max_steps=15, eval_steps=15, metric_for_best_model="f1"
+    )
     rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     found, true = (
         [entities(tags) for tags in kind] for kind in zip(*((r["prediction"]["tags"], r["tags"]) for r in rows), strict=True)

@@ -127,7 +127,11 @@ class ByHand:
         return {"label": names[int(probabilities.argmax())], "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+OTHERS = ("classes", "pairs", "label sets", "tags", "choices", "translations", "causal LM, blocks", "masked LM")
+SLOW = pytest.mark.slow("a run and predictions of other heads")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in ("pairs", "label sets", "choices") else []) for n in COLUMNS])
 def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
     by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
@@ -161,7 +165,7 @@ def evaluate(place, output, name, model, **more):
     return train_job(place, output, name, eval_only=True, model_name_or_path=str(model), **{"max_length": LENGTH, **more})
 
 
-@pytest.mark.parametrize("name", ["classes", "numbers", "tags", "answers", "translations", "causal LM, blocks", "masked LM"])
+@pytest.mark.parametrize("name", ["numbers", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained, tmp_path):
     if name in COLUMNS:
         summary, output = trained(name)
@@ -209,7 +213,7 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
         evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
 
 
-@pytest.mark.parametrize("name", ["tags", "translations"])
+@pytest.mark.parametrize("name", ["tags", pytest.param("translations", marks=SLOW)])
 def test_predictions_alone(name, place, trained, tmp_path):
     """No dataset is read; the labels are those of the trained head."""
     _, output = trained(name)

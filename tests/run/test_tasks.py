@@ -23,8 +23,9 @@ from hf_ga.run.models import complete_config, known_labels, load_base_config, lo
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8}  # the relative error of one rounding
 IGNORED = -100
-# Those of which another one stands for the head and its labels are slow.
-OTHERS = ("causal LM, blocks", "messages", "instruction", "pairs", "label sets", "smoothed tags", "choices")
+# Those whose head and labels are another one's.
+OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
+HEADS = [name for name in JOBS if name not in OTHERS]
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
 
@@ -170,16 +171,14 @@ def assert_promise_1(precision, grads, full, grads64):
         assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * size, name
 
 
-def jobs_in(precision, *quick):
-    """Parameters: all jobs, those that are not named slow."""
-    slow = pytest.mark.slow("about 1 s for each of 50 jobs")
-    return [pytest.param(name, precision, marks=[] if name in quick else slow) for name in JOBS]
+def cases(*quick):
+    """Parameters: all jobs in float32, one of each head in bf16; those that are not named are slow."""
+    every = [(name, "no") for name in JOBS] + [(name, "bf16") for name in HEADS]
+    slow = pytest.mark.slow("about 1 s for each of 40 cases")
+    return pytest.mark.parametrize(("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every])
 
 
-FLOAT32 = [name for name in JOBS if name not in OTHERS]
-
-
-@pytest.mark.parametrize(("name", "precision"), [*jobs_in("no", *FLOAT32), *jobs_in("bf16", "tags", "translations")])
+@cases(*((name, "no") for name in HEADS), ("tags", "bf16"))
 def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     this = job(place, name, precision, dropout=False)
     loss64, grads64 = this.full_batch(torch.float64)
@@ -195,10 +194,7 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
                 assert_promise_1(precision, this.usual(layout), full, grads64)
 
 
-QUICK = ("causal LM, row by row", "masked LM", "classes", "answers", "translations", "LoRA")
-
-
-@pytest.mark.parametrize(("name", "precision"), [*jobs_in("no", *QUICK), *jobs_in("bf16", "tags")])
+@cases(("causal LM, row by row", "no"), ("tags", "no"), ("answers", "no"))
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
     """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
     if name == "numbers" and h.BEFORE_5_23:
@@ -262,9 +258,8 @@ ASKED |= dict.fromkeys(
 LEARNT = {"answers": "eval_exact_match", "choices": "eval_accuracy", "translations": "eval_exact_match"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow("17 runs of 120 steps") if n != "classes" else []) for n in JOBS]
-)
+@pytest.mark.slow("17 runs of 120 steps")
+@pytest.mark.parametrize("name", JOBS)
 def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     output, flags = tmp_path / "my model", JOBS[name][2]
     task = flags.get("task", "causal-lm")
@@ -295,6 +290,7 @@ def short_run(place, output, name, **more):
     return numbers, [line["loss"] for line in lines_of(output)]
 
 
+@pytest.mark.slow("seven whole runs")
 @pytest.mark.parametrize("name", ["translations", "LoRA", "masked LM"])
 def test_another_split_is_the_same_whole_run(name, place, tmp_path):
     """Windows of 16 samples at once, and in micro-batches of at most 5. The control: another seed."""

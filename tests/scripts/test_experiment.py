@@ -1,17 +1,28 @@
 """The experiment, short: layouts agree, every mistake shows. (The whole is `scripts/run_ga_experiment.py`, 100 steps.)"""
 
+from functools import partial
+
+import experiment
 import pytest
 import run_ga_experiment as script
-from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, Experiment, differences
+from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, differences
+from runs import SENTENCE, ragged_rows, write_rows
+
+from hf_ga.data.corpus import train_tokenizer
 
 
 @pytest.fixture(scope="module")
-def results():
-    """4 steps: windows of 64, 64, 22 and 64 samples. 50 validation rows: the last batch of 16 is short."""
-    experiment = Experiment(num_samples=150, max_length=24, steps=4, learning_rate=5e-4, seed=0)
-    experiment.data.splits["validation"] = experiment.data.splits["validation"].select(range(50))
+def results(tmp_path_factory):
+    """4 steps on texts of a few words: windows of 64, 64, 22 and 64 samples; the last validation batch of 16 is short."""
+    folder = tmp_path_factory.mktemp("experiment")
+    files = {"dataset_name": write_rows(folder / "train.jsonl", ragged_rows(150, 1))}
+    files["validation_file"] = write_rows(folder / "validation.jsonl", ragged_rows(50, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "FinetuneConfig", partial(experiment.FinetuneConfig, text_column="text", **files))
+        patch.setattr(experiment, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
+        trial = experiment.Experiment(num_samples=150, max_length=24, steps=4, learning_rate=5e-4, seed=0)
     groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
-    return {group: [experiment.run(arm) for arm in arms] for group, arms in groups.items()}
+    return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
 
 
 def test_layouts_agree(results):
