@@ -1,6 +1,6 @@
 """Run by `accelerate launch` with several processes: train on one stream, then find that the streams differ.
 
-accelerate launch --num_processes 2 tests/workers/streaming.py OUTPUT_DIR
+accelerate launch --num_processes 2 tests/data/streaming_worker.py OUTPUT_DIR
 """
 
 import json

@@ -138,11 +138,8 @@ def test_no_messages_are_an_empty_row():
     assert out["input_ids"][0] == [] and out["labels"][0] == [] and out["num_targets"][0] == 0 < out["num_targets"][1]
     out = tokenize_completions({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
     assert out["input_ids"] == [[]] and out["num_targets"] == [0]
-
-
-def test_a_conversation_without_an_answer_has_no_target():
     out = tokenize_completions({"messages": [turns("Hi"), turns("Hi", system="Obey.")]}, tokenizer_with(CHATML), 64)
-    assert out["num_targets"] == [0, 0] and all(out["length"])
+    assert out["num_targets"] == [0, 0] and all(out["length"])  # no answer: no target
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
@@ -195,15 +192,6 @@ def test_broken_rows_are_refused(case):
         list(rendered(rows, tokenizer_with(CHATML)))
 
 
-def test_what_a_template_raises_is_said():
-    rows = {"messages": [turns("Hi", "Yes"), [*turns("Hi"), *turns("Hi")]]}
-    with pytest.raises(DataError, match=r"roles must alternate. Fix or remove the row"):
-        list(rendered(rows, tokenizer_with(INSTRUCT)))
-    tokenizer = tokenizer_with("{% for m in messages %}")
-    with pytest.raises(DataError, match="Fix or remove the row"):
-        list(rendered({"messages": [turns("Hi", "Yes")]}, tokenizer))
-
-
 # Without a template
 
 
@@ -247,7 +235,7 @@ def test_a_tokenizer_that_adds_tokens_adds_none_to_a_template():
 
 
 TEMPLATES = {
-    "raises": ("{{ raise_exception('no system turn, please') }}", "no system turn, please"),
+    "raises": ("{{ raise_exception('no system turn, please') }}", "no system turn, please. Fix or remove"),
     "undefined": ("{{ messages[0]['name'].first }}", "has no attribute 'name'"),
     "wrong type": ("{{ messages[0]['content'] + 1 }}", "can only concatenate"),
     "not Jinja": ("{% for m in messages %}", "Unexpected end of template"),

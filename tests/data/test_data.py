@@ -5,17 +5,16 @@ import gzip
 import json
 from collections import Counter
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import Dataset, DatasetDict, Features, List, Value
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_ga import ConfigError, DataError, FinetuneConfig
+from hf_ga import DataError, FinetuneConfig
 from hf_ga.data import corpus, tasks
-from hf_ga.data.collation import collate_causal, collate_labels, pad
+from hf_ga.data.collation import collate_causal, collate_labels
 from hf_ga.data.columns import choose_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
@@ -25,14 +24,6 @@ from hf_ga.run.models import complete_config, load_model
 LETTERS = "abcdefghij"
 TEXTS = [" ".join(LETTERS[: 1 + i % 7]) for i in range(40)]
 ROWS = [{"text": text, "label": ("no", "yes")[i % 2]} for i, text in enumerate(TEXTS)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def letter_tokenizer(**special) -> PreTrainedTokenizerFast:
@@ -81,20 +72,6 @@ def ids_of(text: str) -> list[int]:
 # Where rows come from
 
 
-def make_json(folder):
-    (folder / "d.json").write_text(json.dumps(ROWS))
-    return folder / "d.json"
-
-
-def make_jsonl(folder):
-    return write(folder / "d.jsonl", ROWS)
-
-
-def make_json_lines(folder):
-    make_jsonl(folder)
-    return folder / "d.jsonl"
-
-
 def make_csv(folder):
     with (folder / "d.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["text", "label"])
@@ -103,46 +80,32 @@ def make_csv(folder):
     return folder / "d.csv"
 
 
-def make_text(folder):
-    (folder / "d.txt").write_text("\n".join(TEXTS) + "\n")
-    return folder / "d.txt"
+def put(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
 
 
-def make_parquet(folder):
-    Dataset.from_list(ROWS).to_parquet(folder / "d.parquet")
-    return folder / "d.parquet"
+JSON_LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+SOURCES = {
+    "json": lambda folder: put(folder / "d.json", json.dumps(ROWS).encode()),
+    "jsonl": lambda folder: put(folder / "d.jsonl", JSON_LINES),
+    "csv": make_csv,
+    "text": lambda folder: put(folder / "d.txt", "\n".join([*TEXTS, ""]).encode()),
+    "parquet": lambda folder: Dataset.from_list(ROWS).to_parquet(folder / "d.parquet") and folder / "d.parquet",
+    "gzip": lambda folder: put(folder / "d.jsonl.gz", gzip.compress(JSON_LINES)),
+    "gzipped csv": lambda folder: put(folder / "e.csv.gz", gzip.compress(make_csv(folder).read_bytes())),
+    "saved": lambda folder: Dataset.from_list(ROWS).save_to_disk(folder / "saved") or folder / "saved",
+    "folder of files": lambda folder: put(folder / "files" / "train.jsonl", JSON_LINES).parent,
+}
 
 
-def make_gzip(folder):
-    (folder / "d.jsonl.gz").write_bytes(gzip.compress(make_json_lines(folder).read_bytes()))
-    return folder / "d.jsonl.gz"
-
-
-def make_gzip_csv(folder):
-    (folder / "d.csv.gz").write_bytes(gzip.compress(make_csv(folder).read_bytes()))
-    return folder / "d.csv.gz"
-
-
-def make_saved(folder):
-    Dataset.from_list(ROWS).save_to_disk(folder / "saved")
-    return folder / "saved"
-
-
-def make_folder_of_files(folder):
-    (folder / "files").mkdir()
-    write(folder / "files" / "train.jsonl", ROWS)
-    return folder / "files"
-
-
-SOURCES = [make_json, make_jsonl, make_csv, make_text, make_parquet, make_gzip, make_gzip_csv, make_saved, make_folder_of_files]
-
-
-@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__[5:])
-def test_sources(make, tmp_path):
+@pytest.mark.parametrize("kind", SOURCES)
+def test_sources(kind, tmp_path):
     """Every kind gives the same rows, in the same order, and the same 4 of 40 (10 %) to validate on."""
-    rows = load_rows(FinetuneConfig(dataset_name=str(make(tmp_path)), validation_split_percentage=10.0))
+    rows = load_rows(FinetuneConfig(dataset_name=str(SOURCES[kind](tmp_path)), validation_split_percentage=10.0))
     assert rows.num_rows == {"train": 36, "validation": 4}
-    reference = load_rows(FinetuneConfig(dataset_name=make_jsonl(tmp_path), validation_split_percentage=10.0))
+    reference = load_rows(FinetuneConfig(dataset_name=write(tmp_path / "r.jsonl", ROWS), validation_split_percentage=10.0))
     for split in rows:
         assert list(rows[split]["text"]) == list(reference[split]["text"])
     assert Counter([*rows["train"]["text"], *rows["validation"]["text"]]) == Counter(TEXTS)
@@ -183,27 +146,16 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
 
 
 def test_stdlib():
-    """The embedded corpus with its own splits: packages as labels, the case of words as tags."""
+    """The embedded corpus with its own splits: packages as labels."""
     data = prepare_data(FinetuneConfig(task="text-classification", max_length=32), corpus.load_stdlib_tokenizer())
     assert len(data.labels) > 5 and data.labels == sorted(data.labels)
     assert set(data.splits) == {"train", "validation", "test"} and "standard library of Python" in data.description
     sample, row = data.splits["train"][0], corpus.load("text-classification")["train"][0]
     assert data.labels[sample["label"]] == row["label"]
-    tokenizer = data.tokenizer
-    assert (sample["input_ids"][0], sample["input_ids"][-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-    assert max(data.splits["train"]["length"]) == 32
-    data = prepare_data(FinetuneConfig(task="token-classification"), corpus.load_stdlib_tokenizer())
-    assert data.labels == ["Mixed", "Title", "UPPER", "lower", "none"]
-    with pytest.raises(ConfigError, match=r"no data for seq2seq.*--dataset_name"):
-        prepare_data(FinetuneConfig(task="seq2seq"), corpus.load_stdlib_tokenizer())
+    assert (sample["input_ids"][0], sample["input_ids"][-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
 
 
 # Columns and labels
-
-
-def test_only_column_of_strings_is_the_text(tmp_path):
-    file = write(tmp_path / "d.jsonl", [{"number": i, "body": text} for i, text in enumerate(TEXTS)])
-    assert sorted(map(len, prepared(file).splits["train"]["input_ids"]))[0] == 2
 
 
 def test_chosen_columns_win_over_default_names(tmp_path):
@@ -217,263 +169,123 @@ def test_chosen_columns_win_over_default_names(tmp_path):
     assert (data.labels, data.splits["train"][0]["input_ids"], data.splits["train"][0]["label"]) == (["no", "yes"], [3, 4], 1)
 
 
-@pytest.mark.parametrize(
-    ("labels", "names", "ids"),
-    [
-        (["pos", "neg", "pos", "zero"], ["neg", "pos", "zero"], [1, 0, 1, 2]),
-        ([7, 3, 7, 10], ["3", "7", "10"], [1, 0, 1, 2]),  # by number, not by digit
-        ([True, False, True, True], ["False", "True"], [1, 0, 1, 1]),
-    ],
-    ids=["strings", "integers", "truth values"],
-)
-def test_labels_become_ids_in_the_order_of_their_values(labels, names, ids, tmp_path):
-    file = write(tmp_path / "d.jsonl", [{"text": "a b", "labels": label} for label in labels])
-    data = prepared(file, task="text-classification", validation_file=file)
-    assert (data.labels, list(data.splits["train"]["label"])) == (names, ids)
-    assert list(data.splits["validation"]["label"]) == ids
-
-
-def class_labels(values, names=("zebra", "ant", "unused")):
-    features = Features({"text": Value("string"), "label": ClassLabel(names=list(names))})
-    return Dataset.from_dict({"text": ["a b"] * len(values), "label": values}, features=features)
-
-
-def test_class_labels_keep_their_order_and_unused_names(tmp_path):
-    class_labels([1, 0, 1, 1]).save_to_disk(tmp_path / "saved")
-    data = prepared(tmp_path / "saved", task="text-classification", validation_split_percentage=25.0)
-    assert data.labels == ["zebra", "ant", "unused"]
-    assert sorted([*data.splits["train"]["label"], *data.splits["validation"]["label"]]) == [0, 1, 1, 1]
-
-
-def test_names_in_a_file_are_read_by_class_labels(tmp_path):
-    """Training rows have ClassLabels, the validation file strings."""
-    class_labels([1, 0, 1, 1]).save_to_disk(tmp_path / "saved")
-    file = write(tmp_path / "v.jsonl", [{"text": "a", "label": "ant"}, {"text": "b", "label": "zebra"}])
-    data = prepared(tmp_path / "saved", task="text-classification", validation_file=file)
-    assert list(data.splits["validation"]["label"]) == [1, 0]
-
-
-@pytest.mark.parametrize("labels", [["bee"], [3], [-1]], ids=str)
-def test_values_beyond_class_labels_are_refused(labels, tmp_path):
-    """-1 is how hub datasets mark rows whose label is kept secret."""
-    class_labels([1, 0, 1, 1]).save_to_disk(tmp_path / "saved")
-    file = write(tmp_path / "v.jsonl", [{"text": "a", "label": label} for label in labels])
-    with pytest.raises(DataError, match=f"unknown labels in the validation rows.*{labels[0]}"):
-        prepared(tmp_path / "saved", task="text-classification", validation_file=file)
-
-
 # Which columns
 
-TASK_COLUMNS = {  # task: columns of a dataset (L: of lists, M: of messages, i: of numbers, others: strings), flags, what is chosen
-    "text": ("causal-lm", "text label", {}, {"text": "text"}),
-    "only strings": ("causal-lm", "i_n body", {}, {"text": "body"}),
-    "strings beside the label": ("text-classification", "label body", {}, {"text": "body", "label": "label"}),
-    "strings beside a named label": (
-        "text-classification",
-        "kind body",
-        {"label_column": "kind"},
-        {"text": "body", "label": "kind"},
-    ),
-    "strings beside a named second text": (
-        "regression",
-        "body more label",
-        {"text_pair_column": "more"},
-        {"text": "body", "text_pair": "more", "label": "label"},
-    ),
-    "named text wins over conversations": ("causal-lm", "prompt completion", {"text_column": "prompt"}, {"text": "prompt"}),
-    "conversation wins over text": ("causal-lm", "text M_messages", {}, {"M_messages": "M_messages"}),
-    "prompts": ("causal-lm", "text prompt completion", {}, {"prompt": "prompt", "completion": "completion"}),
-    "masked-lm reads no conversations": ("masked-lm", "text prompt completion", {}, {"text": "text"}),
-    "labels": ("text-classification", "text labels", {}, {"text": "text", "label": "labels"}),
-    "label before labels": ("text-classification", "text labels label", {}, {"text": "text", "label": "label"}),
-    "labels before label": ("multi-label", "text label L_labels labels", {}, {"text": "text", "label": "labels"}),
-    "score": ("regression", "text i_n score", {}, {"text": "text", "label": "score"}),
-    "ner_tags": ("token-classification", "words L_x pos_tags ner_tags", {}, {"tokens": "words", "label": "ner_tags"}),
-    "tags": ("token-classification", "words tokens tags ner_tags", {}, {"tokens": "tokens", "label": "tags"}),
-    "words by flag": (
-        "token-classification",
-        "tokens tags mine more",
-        {"text_column": "mine", "label_column": "more"},
-        {"tokens": "mine", "label": "more"},
-    ),
-    "a text alone": (
-        "text-classification",
-        "sentence1 sentence2 label",
-        {"text_column": "sentence1"},
-        {"text": "sentence1", "label": "label"},
-    ),
-    "a pair by flags": (
-        "regression",
-        "a b score",
-        {"text_column": "a", "text_pair_column": "b"},
-        {"text": "a", "text_pair": "b", "label": "score"},
-    ),
-    "a second text by flag": (
-        "regression",
-        "text b score",
-        {"text_pair_column": "b"},
-        {"text": "text", "text_pair": "b", "label": "score"},
-    ),
-    "SQuAD": (
-        "question-answering",
-        "id title context question A_answers",
-        {},
-        {"question": "question", "context": "context", "A_answers": "A_answers"},
-    ),
-    "answers by flags": (
-        "question-answering",
-        "q passage A_found question",
-        {"text_column": "q", "text_pair_column": "passage", "label_column": "found"},
-        {"question": "q", "context": "passage", "A_answers": "A_found"},
-    ),
-    "SWAG": (
-        "multiple-choice",
-        "sent1 sent2 ending1 ending0 label",
-        {},
-        {"text": "sent1", "text_pair": "sent2", "choice0": "ending0", "choice1": "ending1", "label": "label"},
-    ),
-    "choices by flag": (
-        "multiple-choice",
-        "question L_choices L_mine answer",
-        {"choices_column": "L_mine"},
-        {"text": "question", "choices": "L_mine", "label": "answer"},
-    ),
-    "source and target": ("seq2seq", "target source text", {}, {"text": "source", "target": "target"}),
-    "summaries": ("seq2seq", "id document summary", {}, {"text": "document", "target": "summary"}),
-    "news": ("seq2seq", "article highlights id", {}, {"text": "article", "target": "highlights"}),
-    "target by flag": ("seq2seq", "document summary title", {"target_column": "title"}, {"text": "document", "target": "title"}),
-    "translations": (
-        "seq2seq",
-        "translation.de translation.en",
-        {},
-        {"text": "translation.de", "target": "translation.en"},
-    ),
-    "translations the other way": (
-        "seq2seq",
-        "translation.de translation.en",
-        {"text_column": "translation.en"},
-        {"text": "translation.en", "target": "translation.de"},
-    ),
-}
-for first, second in [
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-    ("text1", "text2"),
-]:
+# task: columns of a dataset (L: of lists, M: of messages, A: of answers, i: of numbers, others: strings), flags -> what is chosen
+COLUMNS = """
+causal-lm: text label -> text=text
+causal-lm: i_n body -> text=body
+causal-lm: prompt completion text_column=prompt -> text=prompt
+causal-lm: text M_messages -> messages=messages
+causal-lm: text prompt completion -> prompt=prompt completion=completion
+masked-lm: text prompt completion -> text=text
+text-classification: label body -> text=body label=label
+text-classification: kind body label_column=kind -> text=body label=kind
+text-classification: text labels -> text=text label=labels
+text-classification: text labels label -> text=text label=label
+text-classification: sentence1 sentence2 label text_column=sentence1 -> text=sentence1 label=label
+multi-label: text label L_labels labels -> text=text label=labels
+regression: body more label text_pair_column=more -> text=body text_pair=more label=label
+regression: text i_n score -> text=text label=score
+regression: a b score text_column=a text_pair_column=b -> text=a text_pair=b label=score
+regression: text b score text_pair_column=b -> text=text text_pair=b label=score
+token-classification: words L_x pos_tags ner_tags -> tokens=words label=ner_tags
+token-classification: words tokens tags ner_tags -> tokens=tokens label=tags
+token-classification: tokens tags mine more text_column=mine label_column=more -> tokens=mine label=more
+question-answering: id title context question A_answers -> question=question context=context answers=answers
+question-answering: q p A_found question text_column=q text_pair_column=p label_column=found -> question=q context=p answers=found
+multiple-choice: sent1 sent2 ending1 ending0 label -> text=sent1 text_pair=sent2 choice0=ending0 choice1=ending1 label=label
+multiple-choice: question L_choices L_mine answer choices_column=mine -> text=question choices=mine label=answer
+seq2seq: target source text -> text=source target=target
+seq2seq: id document summary -> text=document target=summary
+seq2seq: article highlights id -> text=article target=highlights
+seq2seq: document summary title target_column=title -> text=document target=title
+seq2seq: translation.de translation.en -> text=translation.de target=translation.en
+seq2seq: translation.de translation.en text_column=translation.en -> text=translation.en target=translation.de
+""".strip().splitlines()
+for pair in ("sentence1 sentence2", "premise hypothesis", "question1 question2", "question sentence", "text1 text2"):
+    first, second = pair.split()
     for name in ("text-classification", "multi-label", "regression"):
-        TASK_COLUMNS[f"{first}, {name}"] = (
-            name,
-            f"{second} text {first} label",
-            {},
-            {"text": first, "text_pair": second, "label": "label"},
-        )
-    alone = {"label_column": "i_label"}
-    TASK_COLUMNS[f"{first} without {second}"] = ("regression", f"{first} i_label", alone, {"text": first, "label": "i_label"})
-    TASK_COLUMNS[f"{first} alone"] = ("regression", f"text {first} label", {}, {"text": "text", "label": "label"})
+        COLUMNS.append(f"{name}: {second} text {first} label -> text={first} text_pair={second} label=label")
+    COLUMNS.append(f"regression: {first} i_label label_column=label -> text={first} label=label")
+    COLUMNS.append(f"regression: text {first} label -> text=text label=label")
 
 
-def plain(name: str) -> str:
-    return name.removeprefix("M_").removeprefix("A_")
-
-
-def empty_splits(columns: str, *splits: str) -> DatasetDict:
+def empty(columns: list[str]) -> Dataset:
     kinds = {"L": List(Value("string")), "M": List({"role": Value("string"), "content": Value("string")}), "i": Value("int64")}
     kinds["A"] = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
-    features = {plain(name): kinds.get(name[0] if name[1:2] == "_" else "", Value("string")) for name in columns.split()}
-    return DatasetDict({s: Dataset.from_dict({c: [] for c in features}, Features(features)) for s in splits or ("train",)})
+    features = {name[2 * (name[1:2] == "_") :]: kinds.get(name[0] * (name[1:2] == "_"), Value("string")) for name in columns}
+    return Dataset.from_dict({name: [] for name in features}, Features(features))
 
 
-@pytest.mark.parametrize("case", TASK_COLUMNS)
+def chosen(task: str, words: str) -> dict[str, str]:
+    """The columns chosen from a dataset that has the given ones, under the given flags."""
+    words = words.split()
+    flags = dict(word.split("=") for word in words if "=" in word)
+    flags = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
+    rows = DatasetDict(train=empty([word for word in words if "=" not in word]))
+    return choose_columns(rows, FinetuneConfig(dataset_name="x", task=task, **flags), TASKS[task])
+
+
+@pytest.mark.parametrize("case", COLUMNS)
 def test_columns(case):
-    name, columns, flags, chosen = TASK_COLUMNS[case]
-    found = choose_columns(empty_splits(columns), FinetuneConfig(dataset_name="x", task=name, **flags), TASKS[name])
-    assert found == {plain(role): plain(column) for role, column in chosen.items()}
+    (task, given), expected = case.partition(" -> ")[0].split(": "), case.partition(" -> ")[2]
+    assert chosen(task, given) == dict(word.split("=") for word in expected.split())
 
 
-MISSING = {
-    "text": ("causal-lm", "body title", {}, "text_column 'text' is not in the train rows.*body, title.*--text_column"),
-    "several strings beside the label": (
-        "text-classification",
-        "title body label",
-        {},
-        "text_column 'text' is not in.*--text_column",
-    ),
-    "strings of the label alone": ("regression", "i_n label", {}, "text_column 'text' is not in.*i_n, label.*--text_column"),
-    "named text": ("masked-lm", "text", {"text_column": "b"}, "text_column 'b' is not in.*--text_column"),
-    "label": ("regression", "text", {}, "label_column 'label' is not in.*--label_column"),
-    "sets": ("multi-label", "text tags", {}, "label_column 'labels' is not in.*--label_column"),
-    "named label": ("text-classification", "text label", {"label_column": "y"}, "label_column 'y' is not in.*--label_column"),
-    "pair": (
-        "text-classification",
-        "text label",
-        {"text_pair_column": "text_pair"},
-        "text_pair_column 'text_pair' is not in.*--text_pair_column",
-    ),
-    "words": ("token-classification", "text tags", {}, "text_column 'tokens' is not in.*--text_column"),
-    "tags": ("token-classification", "tokens", {}, "label_column 'tags' is not in.*--label_column"),
-    "one column twice": (
-        "regression",
-        "text label",
-        {"label_column": "text"},
-        "text_column and label_column must be different columns",
-    ),
-    "words that are the tags": (
-        "token-classification",
-        "tags",
-        {"text_column": "tags"},
-        "^text_column and label_column must be different",
-    ),
-    "questions": ("question-answering", "query context A_answers", {}, "text_column 'question' is not in.*--text_column"),
-    "contexts": ("question-answering", "question text A_answers", {}, "text_pair_column 'context' is not.*--text_pair_column"),
-    "answers": ("question-answering", "question context", {}, "label_column 'answers' is not in.*--label_column"),
-    "choices": ("multiple-choice", "question label", {}, "choices_column 'choices' is not in.*--choices_column"),
-    "named choices": ("multiple-choice", "question label", {"choices_column": "x"}, "choices_column 'x' is not in"),
-    "right choice": (
-        "multiple-choice",
-        "question L_c",
-        {"choices_column": "L_c"},
-        "label_column 'label' is not in.*--label_column",
-    ),
-    "sources": ("seq2seq", "body target", {}, "text_column 'source' is not in.*--text_column"),
-    "targets": ("seq2seq", "source body", {}, "target_column 'target' is not in.*--target_column"),
-    "blocks of conversations": (
-        "causal-lm",
-        "prompt completion",
-        {"block_size": 8},
-        "block_size concatenates plain texts, but the columns prompt, completion are.*--text_column",
-    ),
-}
+# The same with the first word of the error: a flag, whose column is missing.
+MISSING = """
+causal-lm: body title -> text_column 'text'
+text-classification: title body label -> text_column 'text'
+regression: i_n label -> text_column 'text'
+masked-lm: text text_column=b -> text_column 'b'
+regression: text -> label_column 'label'
+multi-label: text tags -> label_column 'labels'
+text-classification: text label label_column=y -> label_column 'y'
+text-classification: text label text_pair_column=text_pair -> text_pair_column 'text_pair'
+token-classification: text tags -> text_column 'tokens'
+token-classification: tokens -> label_column 'tags'
+question-answering: query context A_answers -> text_column 'question'
+question-answering: question text A_answers -> text_pair_column 'context'
+question-answering: question context -> label_column 'answers'
+multiple-choice: question label -> choices_column 'choices'
+multiple-choice: question label choices_column=x -> choices_column 'x'
+multiple-choice: question L_c choices_column=c -> label_column 'label'
+seq2seq: body target -> text_column 'source'
+seq2seq: source body -> target_column 'target'
+""".strip().splitlines()
 
 
 @pytest.mark.parametrize("case", MISSING)
 def test_columns_that_are_missing(case):
-    name, columns, flags, message = MISSING[case]
-    with pytest.raises(DataError, match=message):
-        choose_columns(empty_splits(columns), FinetuneConfig(dataset_name="x", task=name, **flags), TASKS[name])
+    """The error names the flag, the column, those that there are, and the flag again as the remedy."""
+    (task, given), missing = case.partition(" -> ")[0].split(": "), case.partition(" -> ")[2]
+    there = given.split()[0].removeprefix("i_")
+    with pytest.raises(DataError, match=f"^{missing} is not in the train rows.*{there}.*--{missing.split()[0]}"):
+        chosen(task, given)
+
+
+def test_columns_that_cannot_be_used_together():
+    for task, given in (("regression", "text label label_column=text"), ("token-classification", "tags text_column=tags")):
+        with pytest.raises(DataError, match="text_column and label_column are not all different"):
+            chosen(task, given)
+    with pytest.raises(DataError, match=r"block_size concatenates plain texts.*prompt, completion.*--text_column"):
+        chosen("causal-lm", "prompt completion block_size=8")
 
 
 def test_columns_that_one_split_lacks():
     """Those of conversations have no flag, so none is named."""
     config = FinetuneConfig(dataset_name="x")
-    rows = DatasetDict(train=empty_splits("instruction output input")["train"], test=empty_splits("instruction output")["train"])
+    rows = DatasetDict(train=empty(["instruction", "output", "input"]), test=empty(["instruction", "output"]))
     with pytest.raises(DataError, match=r"column 'input' is not in the test rows.*Add it, or rename a column") as error:
         choose_columns(rows, config, TASKS["causal-lm"])
     assert "--" not in str(error.value)
-    rows = DatasetDict(train=empty_splits("text")["train"], validation=empty_splits("body")["train"])
+    rows = DatasetDict(train=empty(["text"]), validation=empty(["body"]))
     with pytest.raises(DataError, match="text_column 'text' is not in the validation rows, which have: body"):
         choose_columns(rows, config, TASKS["causal-lm"])
 
 
 # Samples
-
-
-def test_end_of_text_is_appended_once(tmp_path):
-    file = write(tmp_path / "d.jsonl", [{"text": "a b"}, {"text": "a b <eos>"}, {"text": "a <eos> b"}])
-    data = prepared(file, validation_file=file)
-    assert data.splits["train"]["input_ids"][:] == [[3, 4, 1], [3, 4, 1], [3, 1, 4, 1]]
-    assert data.splits["train"]["num_targets"][:] == [2, 2, 3]
 
 
 def test_rows_are_counted_and_said(tmp_path):
@@ -492,23 +304,9 @@ def test_rows_are_counted_and_said(tmp_path):
     ]
 
 
-def test_classification_rows_are_cut_between_their_special_tokens(tmp_path):
-    """<cls> is 13, <sep> is 14; a row of 5 letters is cut to 2, and an empty row is left out although it has a label."""
-    rows = [{"text": "a b c d e", "label": 0}, {"text": "a b", "label": 1}, {"text": "", "label": 1}]
-    file = write(tmp_path / "d.jsonl", rows)
-    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
-    data = prepared(file, tokenizer, task="text-classification", validation_file=file, max_length=4)
-    assert data.splits["train"]["input_ids"][:] == [[13, 3, 4, 14], [13, 3, 4, 14]]
-    assert data.splits["train"]["num_targets"][:] == [1, 1] and data.splits["train"]["label"][:] == [0, 1]
-    assert [fact for fact in data.facts if fact.startswith("train")] == [
-        "train: 1 of 3 rows truncated to 4 tokens",
-        "train: 1 of 3 rows skipped because they are empty",
-    ]
-
-
 def test_tokenizer_without_padding_token_pads_with_the_end(tmp_path):
     """Padding is ignored by its place, not by its id: the real end-of-text token stays a target."""
-    data = prepared(make_jsonl(tmp_path), letter_tokenizer(pad_token=None))
+    data = prepared(write(tmp_path / "d.jsonl", ROWS), letter_tokenizer(pad_token=None))
     batch = data.collate([{"input_ids": [3, 4, 1]}, {"input_ids": [3, 1]}])
     assert batch["input_ids"].tolist() == [[3, 4, 1], [3, 1, 1]]
     assert batch["labels"].tolist() == [[3, 4, 1], [3, 1, -100]]
@@ -560,111 +358,36 @@ CHAT_TEMPLATE = (
 )
 
 
-def test_completions(tmp_path):
-    """`a b` asks, `c <eos>` answers; cut at 4 the second row keeps no target."""
-    rows = [{"prompt": "a b", "completion": " c"}, {"prompt": "a b c d", "completion": " e"}, {"prompt": "", "completion": ""}]
-    file = write(tmp_path / "d.jsonl", [*rows, {"prompt": "a", "completion": " c c"}])
-    data = prepared(file, validation_file=file, max_length=4)
-    assert data.splits["train"]["input_ids"][:] == [[3, 4, 5, 1], [3, 4, 5, 6], [3, 5, 5, 1]]
-    assert data.splits["train"]["labels"][:] == [[-100, -100, 5, 1], [-100] * 4, [-100, 5, 5, 1]]
-    assert data.splits["train"]["num_targets"][:] == [2, 0, 3]
-    assert [fact for fact in data.facts if fact.startswith("train")] == [
-        "train: 1 of 4 rows truncated to 4 tokens",
-        "train: 1 of 4 rows skipped because they are empty",
-        "train: 1 of 4 rows without a target (they do not contribute to the loss)",
-    ]
-    batch = data.collate([data.splits["train"][0], data.splits["train"][2]])
-    assert batch["labels"].tolist() == [[-100, -100, 5, 1], [-100, 5, 5, 1]]
-    with pytest.raises(DataError, match=r"none of the 3 train rows has a target.*a completion within max_length"):
-        prepared(write(tmp_path / "e.jsonl", [rows[1]] * 3), validation_file=file, max_length=3)
-
-
-def test_conversations_with_a_template(tmp_path):
-    tokenizer = letter_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    turns = [{"role": role, "content": content} for role, content in [("user", "c"), ("assistant", "d e"), ("user", "f")]]
-    file = write(tmp_path / "d.jsonl", [{"messages": [*turns, {"role": "assistant", "content": "g"}]}, {"messages": turns}])
-    data = prepared(file, tokenizer, validation_file=file)
-    whole = [3, 5, 1, 4, 6, 7, 1, 3, 8, 1, 4, 9, 1]
-    assert data.splits["train"]["input_ids"][:] == [whole, whole[:10]]
-    targets = [-100, -100, -100, -100, 6, 7, 1, -100, -100, -100, -100, 9, 1]
-    assert data.splits["train"]["labels"][:] == [targets, targets[:10]]
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="has no chat template"):
-        prepared(file, tokenizer, validation_file=file)
-
-
 def test_masked_lm(tmp_path):
     file = write(tmp_path / "d.jsonl", [{"text": "a b c"}, {"text": ""}, {"text": "<unk> a"}])
     data = prepared(file, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
-    cls, sep = (data.tokenizer.convert_tokens_to_ids(token) for token in ("<cls>", "<sep>"))
-    assert data.splits["train"]["input_ids"][:] == [[cls, 3, 4, 5, sep], [cls, 2, 3, sep]]
+    assert data.splits["train"]["input_ids"][:] == [[13, 3, 4, 5, 14], [13, 2, 3, 14]]
     assert data.splits["train"]["num_targets"][:] == [3, 1] and not data.labels
     assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
-    nothing = write(tmp_path / "n.jsonl", [{"text": "<unk>"}])
-    with pytest.raises(DataError, match="none of the 1 train rows has a target"):
-        prepared(nothing, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
-
-
-def test_pairs(tmp_path):
-    rows = [{"premise": "a", "hypothesis": "b c", "label": "y"}, {"premise": "d", "hypothesis": "", "label": "x"}]
-    file = write(tmp_path / "d.jsonl", [*rows, {"premise": "", "hypothesis": None, "label": "x"}])
-    data = prepared(file, letter_tokenizer(**SPECIAL), task="text-classification", validation_file=file)
-    assert data.splits["train"]["input_ids"][:] == [[13, 3, 14, 4, 5, 14], [13, 6, 14, 14]]
-    assert data.splits["train"]["label"][:] == [1, 0] and data.labels == ["x", "y"]
-    assert "train: 1 of 3 rows skipped because they are empty" in data.facts
 
 
 def test_regression(tmp_path):
     """Test rows that are all -1 are unlabelled; if only some are, -1 is a number."""
-    train = write(tmp_path / "d.jsonl", [{"text": "a", "label": n} for n in (1, 2, 3)])
-    other = write(tmp_path / "v.jsonl", [{"text": "a", "label": n} for n in (1.0, 7.0)])
-    unlabelled = write(tmp_path / "t.jsonl", [{"text": "a", "label": -1.0}] * 3)
-    data = prepared(train, task="regression", validation_file=other, test_file=unlabelled)
+
+    def numbers(name, *labels):
+        return write(tmp_path / f"{name}.jsonl", [{"text": "a", "label": label} for label in labels])
+
+    flags = {"task": "regression", "validation_file": numbers("v", 1.0, 7.0)}
+    data = prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("t", -1.0, -1.0))
     assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0] and data.labels == []
     assert data.facts == ["skipped the test rows: all their labels are -1, which means unlabelled"]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
-    data = prepared(
-        train,
-        task="regression",
-        validation_file=other,
-        test_file=write(tmp_path / "u.jsonl", [{"text": "a", "label": -1}, {"text": "b", "label": 3}]),
-    )
-    assert data.splits["test"]["label"][:] == [-1.0, 3.0]  # the control
+    assert prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("u", -1, 3)).splits["test"]["label"][:] == [-1.0, 3.0]
 
 
 def test_multi_label(tmp_path):
-    """Rows without any label are rows too."""
+    """Rows without any label are rows too, also if no other row of the split has one."""
     train = write(tmp_path / "d.jsonl", [{"text": "a", "labels": labels} for labels in (["x", "y"], [], ["z"])])
-    other = write(tmp_path / "v.jsonl", [{"text": "a", "labels": labels} for labels in ([], ["x"], ["x", "z"], [])])
-    data = prepared(train, task="multi-label", validation_file=other)
-    assert data.splits["train"]["label"][:] == [[0, 1], [], [2]] and data.labels == ["x", "y", "z"]
-    assert data.splits["validation"]["label"][:] == [[], [0], [0, 2], []]
-    assert data.collate([data.splits["train"][i] for i in range(3)])["labels"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
     none = write(tmp_path / "n.jsonl", [{"text": "a", "labels": []}] * 2)
-    assert prepared(train, task="multi-label", validation_file=other, test_file=none).splits["test"]["label"][:] == [[], []]
-    assert prepared(train, task="multi-label", validation_file=none).facts == []
-
-
-def test_token_classification(tmp_path):
-    rows = [{"tokens": ["a", "b c", "d"], "tags": ["N", "V", "N"]}, {"tokens": [], "tags": []}]
-    file = write(tmp_path / "d.jsonl", rows)
-    data = prepared(file, letter_tokenizer(**SPECIAL), task="token-classification", validation_file=file, max_length=5)
-    assert data.splits["train"]["input_ids"][:] == [[13, 3, 4, 5, 14]]
-    assert data.splits["train"]["label"][:] == [[-100, 0, 1, -100, -100]] and data.labels == ["N", "V"]
-    assert data.facts == [
-        "train: 1 of 2 rows truncated to 5 tokens",
-        "train: 1 of 2 rows skipped because they are empty",
-        "validation: 1 of 2 rows truncated to 5 tokens",
-        "validation: 1 of 2 rows skipped because they are empty",
-    ]
-
-
-@pytest.mark.parametrize("words", ["ab", [1, 2], [["a"], ["b"]]], ids=str)
-def test_words_that_are_no_strings(words, tmp_path):
-    file = write(tmp_path / "d.jsonl", [{"tokens": words, "tags": ["N", "V"]}])
-    with pytest.raises(DataError, match=r"text_column must name a column of lists of strings.*train rows.*--text_column"):
-        prepared(file, task="token-classification", validation_file=file)
+    data = prepared(train, task="multi-label", validation_file=none, test_file=none)
+    assert data.splits["train"]["label"][:] == [[0, 1], [], [2]] and data.labels == ["x", "y", "z"]
+    assert data.splits["validation"]["label"][:] == data.splits["test"]["label"][:] == [[], []] and data.facts == []
+    assert data.collate([data.splits["train"][i] for i in range(3)])["labels"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
 
 
 def test_blocks(tmp_path):
@@ -714,15 +437,6 @@ def test_content_hash_sees_labels_tags_and_completions(name, tmp_path):
         assert data[0].splits["train"]["input_ids"][:] == data[2].splits["train"]["input_ids"][:]
 
 
-def test_content_hash_sees_whose_labels_they_are(tmp_path):
-    """[[x], [y, x]] and [[x, y], [x]] are the same numbers one after the other, here with the same names too."""
-    hashes = set()
-    for number, labels in enumerate(([["x"], ["y", "x"]], [["x", "y"], ["x"]], [["x", "y", "x"], []])):
-        file = write(tmp_path / f"{number}.jsonl", [{"text": "a", "labels": row} for row in labels])
-        hashes.add(prepared(file, task="multi-label", validation_file=file).content_hash)
-    assert len(hashes) == 3
-
-
 def test_cache_of_completions_knows_the_template(tmp_path):
     """Another template is another preparation."""
     file, tokenizer = write(tmp_path / "d.jsonl", [{"prompt": "c", "completion": "d"}]), letter_tokenizer()
@@ -769,7 +483,7 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
 
 def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
     """Named datasets are read; of a file the rows that training would have validated on; training rows are not tokenised."""
-    file = make_jsonl(tmp_path)
+    file = write(tmp_path / "d.jsonl", ROWS)
     config = FinetuneConfig(dataset_name=file, model_name_or_path="m", test_file=write(tmp_path / "t.jsonl", ROWS[:3]))
     trained = prepare_data(config, letter_tokenizer())
     config.eval_only = True
@@ -859,10 +573,6 @@ def test_classification_batch_by_hand():
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [2, 0, 1]
     assert set(batch) == {"input_ids", "attention_mask", "labels"} and all(v.dtype == torch.int64 for v in batch.values())
-
-
-def test_pad():
-    assert pad([[], [1, 2]], 9).tolist() == [[9, 9], [1, 2]]
 
 
 # Answers, choices and targets

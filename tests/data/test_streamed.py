@@ -4,12 +4,11 @@ import csv
 import gzip
 import json
 
-import datasets
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
-from hf_ga import ConfigError, DataError, FinetuneConfig
+from hf_ga import DataError, FinetuneConfig
 from hf_ga.data import streamed
 from hf_ga.data.data import PreparedData, prepare_data
 
@@ -17,13 +16,9 @@ READ_AHEAD = 7
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def _small_steps(monkeypatch):
     monkeypatch.setattr(streamed, "NUM_READ_AHEAD", READ_AHEAD)
     monkeypatch.setattr(streamed, "BATCH_SIZE", 4)
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def prepared(file, is_streamed=True, known=None, **more) -> PreparedData:
@@ -137,35 +132,7 @@ def test_labels_that_the_dataset_names_may_come_late(tmp_path):
     assert [sample["label"] for sample in data.stream] == [row["label"] for row in rows]
 
 
-def test_one_class_in_the_rows_read_ahead_is_refused(tmp_path):
-    rows = [{"text": row["text"], "label": "one" if i < 20 else "two"} for i, row in enumerate(TEXTS)]
-    with pytest.raises(DataError, match="all training rows have the label 'one'"):
-        prepared(write(tmp_path / "d.jsonl", rows), task="text-classification", validation_file=write(tmp_path / "v.jsonl", TEXTS))
-
-
 # -- refused ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"max_steps": None}, "streaming needs max_steps"),
-        ({"task": "masked-lm"}, "streaming does not support the task masked-lm"),
-        ({"task": "question-answering"}, "the task question-answering"),
-        ({"block_size": 8}, "streaming does not support block_size"),
-        ({"dataset_name": "stdlib"}, "the embedded corpus stdlib"),
-        ({"dataloader_num_workers": 2}, "dataloader_num_workers 2"),
-        ({"eval_only": True, "model_name_or_path": "gpt2"}, "streaming does not support eval_only"),
-        ({"shuffle_buffer_size": -1}, "shuffle_buffer_size must be at least 0, got -1"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_with_a_stream(more, message):
-    settings = {"dataset_name": "rows.jsonl", "max_steps": 5, "streaming": True, **more}
-    with pytest.raises(ConfigError, match=message):
-        FinetuneConfig(**settings).check()
-    if "shuffle_buffer_size" not in more:
-        FinetuneConfig(**{**settings, "streaming": False}).check()
 
 
 def test_rows_that_cannot_be_streamed(tmp_path):

@@ -2,10 +2,8 @@
 
 from itertools import chain
 
-import datasets
 import numpy as np
 import pytest
-from datasets import Dataset
 from test_data import LETTERS, ids_of, letter_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -16,7 +14,6 @@ from hf_ga.data.choices import tokenize_choices
 from hf_ga.data.spans import tokenize_questions
 from hf_ga.data.tokenization import (
     complete_tokenizer,
-    cut_into_blocks,
     tokenize_causal,
     tokenize_completions,
     tokenize_masked,
@@ -27,13 +24,6 @@ from hf_ga.data.tokenization import (
 
 IGNORED = -100
 TRAINING = ["What is the answer? The answer is yes, or no.", "def f(x):\n    return x\n\n    pass", "Grüße aus Köln, 日本語 🎉"] * 3
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def byte_level(post_processor=None, end: str | None = "<eos>") -> PreTrainedTokenizerFast:
@@ -162,15 +152,13 @@ def test_labels_are_the_tokens_of_the_completion(kind, case):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_space_that_ends_the_prompt_may_begin_the_completion(kind):
-    """The token of ` yes` stands across the border: it is the completion's, or else its first word had no target."""
+    """The token of ` yes` stands across the border: it is the completion's, or else its first word had no target. Of an empty
+    completion it is none.
+    """
     tokenizer = TOKENIZERS[kind]()
     labelled, others = targets_of(tokenizer, "What is the answer? ", "yes, or no.")
     assert labelled.lstrip() == "yes, or no.<eos>" and others.strip() == "What is the answer?"
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_space_that_ends_a_prompt_is_no_target_of_its_own(kind):
-    labelled, others = targets_of(TOKENIZERS[kind](), "What?\n    ", "")
+    labelled, others = targets_of(tokenizer, "What?\n    ", "")
     assert labelled == "<eos>" and others.strip() == "What?"
 
 
@@ -210,13 +198,6 @@ def test_characters_without_a_token_mark_nothing():
     assert out["input_ids"] == [[3, 4, 5, 6, 7]] and out["labels"] == [[IGNORED, 4, IGNORED, 6, 7]]
 
 
-def test_instructions_by_hand():
-    rows = {"instruction": ["a b", "a", "a"], "input": ["c", "", None], "output": ["d", "e", "f"]}
-    out = tokenize_completions(rows, letter_tokenizer(), 8)
-    assert out["input_ids"] == [[3, 4, 5, 6, 1], [3, 7, 1], [3, 8, 1]]
-    assert [[i for i in row if i != IGNORED] for row in out["labels"]] == [[6, 1], [7, 1], [8, 1]]
-
-
 @pytest.mark.parametrize(
     ("function", "rows"),
     [
@@ -238,13 +219,6 @@ def test_masked_rows_by_hand():
     assert out["input_ids"] == [[13, 3, 4, 5, 14], [13, 3, 14], [], [], [13, 2, 3, 14], [13, 2, 14]]
     assert out["num_targets"] == [3, 1, 0, 0, 1, 0] and out["was_cut"] == [True] + [False] * 5
     assert "token_type_ids" not in out and "label" not in out
-
-
-def test_texts_by_hand():
-    out = tokenize_texts({"text": ["a b c d", "a", "", None], "label": [1, 0, 1, 2]}, encoder_tokenizer(), 5)
-    assert out["input_ids"] == [[13, 3, 4, 5, 14], [13, 3, 14], [], []] and out["label"] == [1, 0, 1, 2]
-    assert out["num_targets"] == [1, 1, 0, 0] and out["was_cut"] == [True, False, False, False]
-    assert out["length"] == [5, 3, 0, 0] and "token_type_ids" not in out
 
 
 def test_pairs_by_hand():
@@ -297,11 +271,6 @@ def test_words_by_hand():
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
 
 
-def test_words_that_are_cut_off_have_no_target():
-    out = tokenize_words({"tokens": [["ab", "ab", "ab"]], "label": [[0, 1, 2]]}, piece_tokenizer(), 4)
-    assert out["label"] == [[IGNORED, 0, 1, IGNORED]] and out["num_targets"] == [2] and out["was_cut"] == [True]
-
-
 def test_words_without_labels_and_in_any_number():
     out = tokenize_words({"tokens": [["ab"], ["abc"]]}, piece_tokenizer(), 8)
     assert "label" not in out and out["num_targets"] == [1, 1]
@@ -327,34 +296,6 @@ def test_words_against_one_word_at_a_time(kind):
         assert ids == before + list(chain(*pieces)) + after
         marked = [[tag] + [IGNORED] * (len(piece) - 1) for tag, piece in zip(of_row, pieces, strict=True)]
         assert labels == [IGNORED] * len(before) + list(chain(*marked)) + [IGNORED] * len(after)
-
-
-# Blocks
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 100])
-@pytest.mark.parametrize("chosen", [None, [4, 0, 2], slice(2, 5)], ids=["all", "some", "a slice"])
-def test_blocks_keep_everything_in_order(chosen, size):
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 1000, n).tolist() for n in (3, 1, 9, 0, 4, 18)]
-    dataset = datasets.concatenate_datasets([Dataset.from_dict({"input_ids": part}) for part in (rows[:2], rows[2:])])
-    if chosen is not None:
-        dataset = dataset.select(chosen if isinstance(chosen, list) else range(chosen.start, chosen.stop))
-        rows = [rows[i] for i in chosen] if isinstance(chosen, list) else rows[chosen]
-    everything = list(chain(*rows))
-    blocks = cut_into_blocks(dataset, size)
-    assert blocks["input_ids"][:] == [everything[i : i + size] for i in range(0, len(everything), size)]
-    assert blocks["length"][:] == [len(block) for block in blocks["input_ids"]]
-    assert blocks["num_targets"][:] == [length - 1 for length in blocks["length"]]
-    assert blocks["was_cut"][:] == [False] * len(blocks)
-
-
-def test_blocks_that_come_out_even_and_none():
-    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]})
-    assert cut_into_blocks(dataset, 3)["input_ids"][:] == [[1, 2, 3], [4, 5, 6]]
-    assert cut_into_blocks(dataset, 6)["num_targets"][:] == [5]
-    empty = Dataset.from_dict({"input_ids": [[], []]}, features=datasets.Features(input_ids=datasets.List(datasets.Value("int64"))))
-    assert len(cut_into_blocks(empty, 3)) == 0
 
 
 # Targets

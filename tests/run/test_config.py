@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -11,68 +12,10 @@ from hf_ga.run.cli import finetune_main, parse_config
 from hf_ga.run.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
-# One other valid value for every flag, as a command line has it, and what it must become.
-OTHER = {
-    "model_name_or_path": ("gpt2", "gpt2"),
-    "trust_remote_code": ("true", True),
-    "gradient_checkpointing": ("yes", True),
-    "freeze": ("bert.embeddings.*", ["bert.embeddings.*"]),
-    "lora_r": ("8", 8),
-    "lora_alpha": ("12", 12.0),
-    "lora_dropout": ("0.1", 0.1),
-    "lora_target_modules": ("q_proj", ["q_proj"]),
-    "dataset_name": ("a.jsonl", "a.jsonl"),
-    "dataset_config_name": ("en", "en"),
-    "validation_file": ("v.csv", "v.csv"),
-    "test_file": ("t.csv", "t.csv"),
-    "validation_split_percentage": ("7.5", 7.5),
-    "task": ("text-classification", "text-classification"),
-    "text_column": ("body", "body"),
-    "text_pair_column": ("second", "second"),
-    "label_column": ("class", "class"),
-    "choices_column": ("options", "options"),
-    "target_column": ("summary", "summary"),
-    "max_length": ("64", 64),
-    "block_size": ("32", 32),
-    "mlm_probability": ("0.3", 0.3),
-    "label_smoothing_factor": ("0.1", 0.1),
-    "per_device_train_batch_size": ("3", 3),
-    "gradient_accumulation_steps": ("5", 5),
-    "global_batch_size": ("15", 15),
-    "max_tokens_per_micro_batch": ("4096", 4096),
-    "streaming": ("true", True),
-    "shuffle_buffer_size": ("64", 64),
-    "drop_last_window": ("1", True),
-    "dataloader_num_workers": ("2", 2),
-    "learning_rate": ("1e-4", 1e-4),
-    "weight_decay": ("0.1", 0.1),
-    "optim": ("sgd", "sgd"),
-    "lr_scheduler_type": ("linear", "linear"),
-    "warmup_steps": ("0.1", 0.1),
-    "num_train_epochs": ("0.5", 0.5),
-    "max_steps": ("9", 9),
-    "max_grad_norm": ("0", 0.0),
-    "fsdp_reduce_each_micro_batch": ("true", True),
-    "on_nonfinite": ("skip", "skip"),
-    "seed": ("12", 12),
-    "allow_split_dependent_randomness": ("t", True),
-    "full_determinism": ("True", True),
-    "per_device_eval_batch_size": ("6", 6),
-    "eval_steps": ("4", 4),
-    "eval_only": ("true", True),
-    "predict_file": ("p.jsonl", "p.jsonl"),
-    "predict_with_generate": ("true", True),
-    "num_beams": ("3", 3),
-    "max_new_tokens": ("7", 7),
-    "metric_for_best_model": ("accuracy", "accuracy"),
-    "early_stopping_patience": ("2", 2),
-    "report_to": ("tensorboard", "tensorboard"),
-    "save_steps": ("2", 2),
-    "save_total_limit": ("3", 3),
-    "output_dir": ("elsewhere", "elsewhere"),
-    "resume_with_changes": ("true", True),
-    "resume_from_checkpoint": ("auto", "auto"),
-}
+# By type: another value, as a command line has it, and what it must become.
+VALUES_OF = {bool: ("true", True), int: ("12", 12), float: ("0.3", 0.3), str: ("other", "other"), list[str]: ("a.*", ["a.*"])}
+HINTS = get_type_hints(FinetuneConfig)
+OTHER = {name: VALUES_OF[next(kind for kind in VALUES_OF if kind in (HINTS[name], *get_args(HINTS[name])))] for name in FIELDS}
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +42,10 @@ def test_flag_sets_its_field_and_no_other(name):
         assert type(getattr(config, name)) is type(value) and value != FIELDS[name].default
 
 
-def test_truth_values():
+def test_truth_values_and_defaults():
     assert parse_config(["--full_determinism"]).full_determinism is True
     assert parse_config(["--full_determinism", "false"]).full_determinism is False
     assert parse_config(["--full_determinism", "--seed", "3"]).seed == 3
-
-
-def test_defaults_are_valid():
     FinetuneConfig().check()
     assert parse_config([]) == FinetuneConfig()
 
@@ -123,12 +63,6 @@ def test_help_lists_all_flags_with_their_defaults(capsys):
             assert f"(default: {field.default})" in text, name
 
 
-def test_the_command_takes_the_flags(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["hf-ga", "--max-steps", "0"])
-    assert finetune_main() == 2
-    assert capsys.readouterr().err == "error: max_steps must be at least 1, got 0.\n"
-
-
 # Files
 
 VALUES = {
@@ -144,7 +78,6 @@ VALUES = {
     "label_column": "-dash",
 }
 YAML = """
-# a comment
 learning_rate: 2e-5   # PyYAML takes this for a string
 max_steps: 40
 weight_decay: 0
@@ -168,12 +101,6 @@ def test_file_gives_values_and_flags_win(name, tmp_path):
     assert changed == dataclasses.replace(expected, max_steps=7, gradient_checkpointing=False, seed=3)
 
 
-def test_file_takes_dashes_too(tmp_path):
-    (tmp_path / "run.yaml").write_text("max-steps: 3\nlearning-rate: 0.5\n")
-    config = parse_config([str(tmp_path / "run.yaml")])
-    assert (config.max_steps, config.learning_rate) == (3, 0.5)
-
-
 def test_saved_configuration_is_a_configuration_file(tmp_path):
     """The `config` of a summary.json starts the same run again."""
     config = FinetuneConfig(**{name: value for name, (_, value) in OTHER.items()})
@@ -190,7 +117,6 @@ def test_saved_configuration_is_a_configuration_file(tmp_path):
         ({}, 1, (8, DEFAULT_ACCUMULATION_STEPS, 8 * DEFAULT_ACCUMULATION_STEPS)),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 1, (4, 3, 12)),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 2, (4, 3, 24)),
-        ({"per_device_train_batch_size": 8, "global_batch_size": 64}, 1, (8, 8, 64)),
         ({"per_device_train_batch_size": 8, "global_batch_size": 64}, 4, (8, 2, 64)),
         ({"per_device_train_batch_size": 10, "global_batch_size": 64}, 1, (10, 7, 64)),
         ({"per_device_train_batch_size": 16, "global_batch_size": 5}, 1, (16, 1, 5)),
@@ -217,7 +143,6 @@ def test_accumulation_of_the_launcher_yields_to_the_flag(monkeypatch):
     assert FinetuneConfig(gradient_accumulation_steps=2).layout(1).accumulation_steps == 2
     with pytest.raises(hf_ga.ConfigError, match="cannot be reached"):
         FinetuneConfig(per_device_train_batch_size=8, global_batch_size=64).check()
-    FinetuneConfig(per_device_train_batch_size=8, global_batch_size=32).check()
 
 
 def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
@@ -239,12 +164,9 @@ def test_output_folder(tmp_path):
     FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
 
 
-def test_an_evaluation_needs_a_model(tmp_path):
-    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: set model_name_or_path"):
+def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
+    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: name it with model_name_or_path"):
         FinetuneConfig(eval_only=True).check()
-
-
-def test_an_evaluation_may_write_beside_a_run(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     FinetuneConfig(eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run")).check()

@@ -4,27 +4,22 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from runs import filled_place, lines_of, relative_distance, save_jobs, train, train_job
+from runs import lines_of, relative_distance, train, train_job
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
 from hf_ga.run import build, loop
+from hf_ga.run.run import Progress
 from hf_ga.run.trackers import tracker_names
 
 CONSTANT = {"lr_scheduler_type": "constant", "eval_steps": 1, "save_steps": 100}
 NAN = math.nan
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("habits")) as folder:
-        save_jobs(folder)
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +46,42 @@ STOPS = {
     "better once": ([3.0, 2.0, 2.5, 2.1, 1.0], 2, "loss", 4, 2),
     "equal is not better": ([2.0, 2.0, 2.0, 1.0], 2, "loss", 3, 1),
     "patience 1": ([2.0, 3.0, 1.0], 1, "loss", 2, 1),
-    "never": ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 2, "loss", 8, 8),
     "worse, better, worse": ([3.0, 4.0, 2.0, 4.0, 1.0, 4.0, 4.0, 0.0], 2, "loss", 7, 5),
-    "higher is better": ([0.1, 0.5, 0.4, 0.3, 0.9], 2, "accuracy", 4, 2),
-    "higher is better, by the name of the log": ([0.5, 0.4, 0.6, 0.5, 0.4, 0.3], 2, "eval_f1", 5, 3),
+    "higher is better": ([0.5, 0.4, 0.6, 0.5, 0.4, 0.3], 2, "accuracy", 5, 3),
     "no number first": ([NAN, 2.0, NAN, 1.5, 1.6, NAN, 0.0], 2, "loss", 6, 4),
-    "no number last": ([2.0, NAN, NAN, 1.0], 2, "loss", 3, 1),
     "no number higher": ([NAN, 0.5, 0.6, NAN, 0.4, 0.9], 2, "accuracy", 5, 3),
     "never a number": ([NAN, NAN, NAN, NAN], 3, "loss", 3, None),
-    "no patience given": ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None, "loss", 8, 1),
+    "no patience given": ([1.0, 2.0, 3.0, 4.0], None, "loss", 4, 1),
 }
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_early_stopping(name, scripted, step_by_step, place, tmp_path):
+def test_early_stopping(name, monkeypatch):
     values, patience, metric, evaluations, best = STOPS[name]
+    config = hf_ga.FinetuneConfig(task="text-classification", early_stopping_patience=patience, metric_for_best_model=metric)
+    left, kept, progress = iter(values), [], Progress()
+    accelerator = SimpleNamespace(is_main_process=False)
+    run = SimpleNamespace(config=config, accelerator=accelerator, evaluate=lambda: {metric: next(left)})
+    monkeypatch.setattr(loop, "save_best", lambda run: kept.append(progress.step))
+    while progress.step < len(values) and not loop.stopped_early(run, progress):
+        progress.step += 1
+        loop._evaluate(run, progress)
+    assert progress.step == evaluations and (kept[-1] if kept else None) == best
+    assert progress.best_metric == (None if best is None else values[best - 1])
+
+
+def test_a_run_stops_early_and_keeps_its_best_model(scripted, step_by_step, place, tmp_path):
+    values, patience, _, evaluations, best = STOPS["higher is better"]
     scripted([*values, 0.0])  # the last one is that of the test split
-    flags = {"early_stopping_patience": patience, "metric_for_best_model": metric, **CONSTANT}
+    flags = {"early_stopping_patience": patience, "metric_for_best_model": "eval_f1", **CONSTANT}  # as the log calls it
     summary = train_job(place, tmp_path / "out", "classes", **flags)
-    metric = metric.removeprefix("eval_")
     lines = lines_of(tmp_path / "out")
-    assert len(lines) == summary["steps"] == evaluations
-    assert summary["stopped_early"] == (evaluations < 8)
-    assert [line[f"eval_{metric}"] for line in lines] == pytest.approx(values[:evaluations], nan_ok=True)
-    assert summary[f"best_eval_{metric}"] == (None if best is None else values[best - 1])
-    assert (tmp_path / "out" / "best").is_dir() == (best is not None)
+    assert len(lines) == summary["steps"] == evaluations and summary["stopped_early"]
+    assert [line["eval_f1"] for line in lines] == values[:evaluations] and summary["best_eval_f1"] == values[best - 1]
     assert (tmp_path / "out" / f"checkpoint-{evaluations}").is_dir()
-    if best is not None:  # the weights as they were after that many steps, and not those of the end
-        assert relative_distance(tmp_path / "out" / "best", step_by_step / f"checkpoint-{best}") == 0
-        assert (relative_distance(tmp_path / "out", step_by_step / f"checkpoint-{best}") > 0) == (best < evaluations)
+    # The weights as they were after that many steps, and not those of the end.
+    assert relative_distance(tmp_path / "out" / "best", step_by_step / f"checkpoint-{best}") == 0
+    assert relative_distance(tmp_path / "out", step_by_step / f"checkpoint-{best}") > 0
 
 
 def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
@@ -99,67 +101,30 @@ def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
     assert [line["eval_loss"] for line in lines_of(tmp_path / "longer")] == [*values, 1.0, 2.0, 3.0, 4.0]
 
 
-class Stopped(Exception):
-    """Where a test interrupts a run."""
-
-
-def test_patience_is_kept_over_a_stop(scripted, place, tmp_path, monkeypatch):
-    """Interrupted after three evaluations, one behind the best; one more without a better one ends it."""
-    flags = {**CONSTANT, "save_steps": 1, "early_stopping_patience": 2}
-    scripted([3.0, 2.0, 2.5])
-
-    def step(*args, **kwargs):
-        if len(lines_of(tmp_path / "out")) == 3:
-            raise Stopped
-        return train_step(*args, **kwargs)
-
-    train_step = loop.train_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
-        with pytest.raises(Stopped):
-            train_job(place, tmp_path / "out", "classes", **flags)
-    scripted([2.2, 0.0, 0.0, 0.0, 0.0, 0.0])
-    summary = train_job(place, tmp_path / "out", "classes", **flags, resume_from_checkpoint="auto")
-    assert (summary["steps"], summary["best_eval_loss"], summary["stopped_early"]) == (4, 2.0, True)
-
-
 def test_the_best_by_accuracy_is_the_best(place, tmp_path):
     """Not scripted: at a rate that overshoots, `best/` is the model with the highest accuracy found on the way."""
-    flags = {"learning_rate": 3e-2, "eval_steps": 4, "max_steps": 40, "save_steps": 40, "metric_for_best_model": "accuracy"}
+    flags = {"learning_rate": 3e-2, "eval_steps": 4, "max_steps": 24, "save_steps": 24, "metric_for_best_model": "accuracy"}
     summary = train_job(place, tmp_path / "out", "classes", still=True, **flags)
     found = [line["eval_accuracy"] for line in lines_of(tmp_path / "out") if "eval_accuracy" in line]
-    assert len(found) == 10 and summary["best_eval_accuracy"] == max(found) > min(found)
+    assert len(found) == 6 and summary["best_eval_accuracy"] == max(found) > min(found)
     evaluated = {"eval_only": True, "model_name_or_path": str(tmp_path / "out" / "best")}
     assert train_job(place, tmp_path / "evaluated", "classes", **evaluated)["eval_accuracy"] == max(found)
 
 
-def test_evaluating_and_saving_leave_the_training_alone(place, tmp_path):
-    often = train_job(place, tmp_path / "often", "classes", eval_steps=1, save_steps=1, save_total_limit=1)
-    once = train_job(place, tmp_path / "once", "classes", eval_steps=8, save_steps=8)
-    assert often["weights_sha256"] == once["weights_sha256"]
-    assert sorted(p.name for p in (tmp_path / "often").glob("*checkpoint*")) == ["checkpoint-8"]
-
-
-# -- rates ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0.25, 2), (0.5, 4), (0.0, 0), (0.06, 0), (3, 3), (1.0, 1)])
-def test_warm_up_as_a_share_of_all_steps(warmup, steps, place, tmp_path):
-    train(place, tmp_path / "out", warmup_steps=warmup, lr_scheduler_type="constant_with_warmup", learning_rate=1e-3)
-    expected = [1e-3 * min(1.0, i / steps if steps else 1.0) for i in range(8)]
-    assert [line["learning_rate"] for line in lines_of(tmp_path / "out")] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("more", "rate"), [({}, 5e-5), ({"lora_r": 2}, 2e-4)])
-def test_default_learning_rates(more, rate, place, tmp_path):
-    assert train(place, tmp_path / "out", learning_rate=None, max_steps=1, **more)["learning_rate"] == rate
+def test_evaluating_and_saving_leave_the_training_alone(step_by_step, place, tmp_path):
+    """And so does whatever was drawn before in the process: new weights depend on the run's seed alone."""
+    torch.manual_seed(99)
+    once = train_job(place, tmp_path / "once", "classes", lr_scheduler_type="constant", eval_steps=8, save_steps=8)
+    assert once["weights_sha256"] == json.loads((step_by_step / "summary.json").read_text())["weights_sha256"]
+    assert [p.name for p in (tmp_path / "once").glob("*checkpoint*")] == ["checkpoint-8"]
+    assert not (tmp_path / "once" / "trackers").exists()
 
 
 # -- trackers ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
-    train(place, tmp_path / "out", report_to="tensorboard")
+    assert train(place, tmp_path / "out", report_to="tensorboard", learning_rate=None)["learning_rate"] == 5e-5  # the default
     folders = {path.parent for path in (tmp_path / "out" / "trackers").rglob("events.out.tfevents.*")}
     events = [EventAccumulator(str(folder)).Reload() for folder in folders]
     lines, compared = lines_of(tmp_path / "out"), 0
@@ -170,11 +135,6 @@ def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
         assert [s.value for s in scalars] == pytest.approx([value for _, value in expected], rel=1e-6)
         compared += len(scalars)
     assert compared == 4 * 8 + 2 * 3
-
-
-def test_no_tracker_leaves_no_files(place, tmp_path):
-    train(place, tmp_path / "out", max_steps=1)
-    assert not (tmp_path / "out" / "trackers").exists()
 
 
 def test_names_of_trackers(monkeypatch):
@@ -210,49 +170,45 @@ WORDS_OF = {
 }
 
 
-@pytest.mark.parametrize("precision", WORDS_OF)
-def test_precision_of_the_launcher(precision, launched, place, tmp_path, capsys):
-    """A whole run in each: real (its losses are not float32's to the last digit), close to float32, and told."""
-    launched("no")
-    train_job(place, tmp_path / "no", "classes", max_steps=6)
-    launched(precision)
-    summary = train_job(place, tmp_path / "out", "classes", max_steps=6)
-    lines, exact = lines_of(tmp_path / "out"), lines_of(tmp_path / "no")
-    assert summary["precision"] == WORDS_OF[precision] and f"\nprecision  {WORDS_OF[precision]}\n" in capsys.readouterr().out
-    scales = [line.get("loss_scale") for line in lines]
-    assert scales == ([65536.0] * len(lines) if precision == "fp16" else [None] * 6)
-    taken = [line for line in lines if not line["skipped"]]
-    assert len(taken) == 6
-    for line, other in zip(taken, exact, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=2e-2)
-    assert ([line["loss"] for line in taken] == [line["loss"] for line in exact]) == (precision == "no")
-    assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
-    assert summary["precision"] == WORDS_OF[precision]
+@pytest.fixture(scope="module")
+def in_precisions(place):
+    """Function of a precision: a whole run in it, and its folder."""
+    known = {}
+
+    def run(precision, launched):
+        launched(precision)
+        if precision not in known:
+            known[precision] = train_job(place, place / precision, "classes", eval_steps=8, save_total_limit=9), place / precision
+        return known[precision]
+
+    return run
 
 
-def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
-    launched("fp16")
-    whole = train_job(place, tmp_path / "whole", "classes", save_total_limit=9)
-    resumed = train_job(place, tmp_path / "out", "classes", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+def test_precision_of_the_launcher(in_precisions, launched, capsys):
+    """A whole run in each: real (its losses are not float32's to the last digit), close to float32, and logged."""
+    losses = {}
+    for precision, words in WORDS_OF.items():
+        summary, output = in_precisions(precision, launched)
+        assert summary["precision"] == words and f"\nprecision  {words}\n" in capsys.readouterr().out
+        lines = lines_of(output)
+        assert [line.get("loss_scale") for line in lines] == [65536.0 if precision == "fp16" else None] * 8
+        losses[precision] = [line["loss"] for line in lines if not line["skipped"]]
+        assert losses[precision] == pytest.approx(losses["no"], rel=2e-2)
+        assert (losses[precision] == losses["no"]) == (precision == "no")
+        assert {v.dtype for v in load_file(output / "model.safetensors").values()} == {torch.float32}
+
+
+def test_fp16_resumes_bit_for_bit_with_its_scale(in_precisions, launched, place, tmp_path):
+    whole, output = in_precisions("fp16", launched)
+    resumed = train_job(place, tmp_path / "out", "classes", eval_steps=8, resume_from_checkpoint=str(output / "checkpoint-3"))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    state = json.loads((tmp_path / "whole" / "checkpoint-3" / "state.json").read_text())
-    assert state["scaler"]["scale"] == 65536.0 and state["scaler"]["_growth_tracker"] == 3
+    states = [json.loads((folder / "checkpoint-8" / "state.json").read_text())["scaler"] for folder in (output, tmp_path / "out")]
+    assert states[0] == states[1] and (states[0]["scale"], states[0]["_growth_tracker"]) == (65536.0, 8)
 
 
-@pytest.mark.parametrize(("first", "then"), [("no", "bf16"), ("bf16", "no"), ("fp16", "bf16"), ("no", "fp16")])
-def test_resume_in_another_precision_is_refused(first, then, launched, place, tmp_path):
-    launched(first)
-    train_job(place, tmp_path / "out", "classes", max_steps=1)
+@pytest.mark.parametrize(("first", "then"), [("fp16", "no")])
+def test_resume_in_another_precision_is_refused(first, then, in_precisions, launched, place, tmp_path):
+    checkpoint = str(in_precisions(first, launched)[1] / "checkpoint-3")
     launched(then)
     with pytest.raises(hf_ga.CheckpointError, match=f"changed: mixed_precision '{first}' -> '{then}'"):
-        train_job(place, tmp_path / "out", "classes", max_steps=1, resume_from_checkpoint="auto")
-
-
-def test_the_seed_of_a_run_is_all_that_new_weights_depend_on(place, tmp_path):
-    """Whatever was drawn before in the process."""
-    weights = []
-    for number in (1, 2):
-        torch.manual_seed(number)
-        train_job(place, tmp_path / str(number), "classes", max_steps=1)
-        weights.append(load_file(tmp_path / str(number) / "model.safetensors"))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        train_job(place, tmp_path / "out", "classes", eval_steps=8, resume_from_checkpoint=checkpoint)

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from runs import (
-    TRAIN,
-    VALIDATION,
-    WINDOW,
-    filled_place,
-    lines_of,
-    ragged_rows,
-    relative_distance,
-    train,
-    write_rows,
-)
+from runs import TRAIN, WINDOW, lines_of, ragged_rows, relative_distance, train, write_rows
 from torch.nn import functional as F
 
 import hf_ga
@@ -28,12 +18,6 @@ from hf_ga.exact.order import epoch_order
 
 KEYS = {"step", "epoch", "loss", "grad_norm", "learning_rate", "num_targets", "tokens_per_second", "skipped"}
 EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_num_targets"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("runs")) as folder:
-        yield folder
 
 
 def causal_ids(folder: Path, file: Path, max_length: int) -> list[list[int]]:
@@ -84,24 +68,27 @@ def test_targets_of_a_run_are_those_of_its_rows(run, place):
     assert [line["num_targets"] for line in lines_of(run[1])] == expected
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
-def test_learning_rate_follows_optimizer_steps(schedule, place, tmp_path):
-    """As `get_scheduler` says for 8 steps, although 16 micro-batches were computed."""
-    train(place, tmp_path / "out", lr_scheduler_type=schedule)
+@pytest.mark.parametrize(("schedule", "warmup", "steps"), [("linear", 0.25, 2), ("cosine", 2, 2)])
+def test_learning_rate_follows_optimizer_steps(schedule, warmup, steps, run, place, tmp_path):
+    """As `get_scheduler` gives for 8 steps, although 16 micro-batches were computed; below 1 the warm-up is a share of them."""
+    output = run[1] if schedule == "cosine" else tmp_path / "out"
+    if schedule != "cosine":
+        train(place, output, lr_scheduler_type=schedule, warmup_steps=warmup, eval_steps=8, save_steps=8)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-    scheduler = tf.get_scheduler(schedule, optimizer, 2, 8)
+    scheduler = tf.get_scheduler(schedule, optimizer, steps, 8)
     expected = []
     for _ in range(8):
         expected.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert [line["learning_rate"] for line in lines_of(tmp_path / "out")] == pytest.approx(expected, rel=1e-12)
+    assert [line["learning_rate"] for line in lines_of(output)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_epochs_and_short_windows(place, tmp_path):
     """1.5 epochs are 6 of 4 windows each; without the short last window an epoch has 3, and each is full."""
-    assert train(place, tmp_path / "whole", max_steps=None, num_train_epochs=1.5)["steps"] == 6
-    summary = train(place, tmp_path / "cut", max_steps=None, num_train_epochs=2.0, drop_last_window=True)
+    seldom = {"max_steps": None, "eval_steps": 99, "save_steps": 99}
+    assert train(place, tmp_path / "whole", num_train_epochs=1.5, **seldom)["steps"] == 6
+    summary = train(place, tmp_path / "cut", num_train_epochs=2.0, drop_last_window=True, **seldom)
     lines = lines_of(tmp_path / "cut")
     assert summary["steps"] == len(lines) == 6
     assert [line["epoch"] for line in lines] == pytest.approx([k / 3 for k in range(1, 7)])
@@ -121,33 +108,33 @@ def write_with_empty(path: Path, rows: int, without_targets: list[int]) -> str:
     return write_rows(path, [{"text": value["text"]} for value in values])
 
 
-@pytest.mark.parametrize("without_targets", [[0, 4, 5, 9], [4, 5, 6, 29]], ids=["in between", "the last one"])
-def test_a_window_without_targets_makes_no_step(without_targets, place, tmp_path):
+def test_a_window_without_targets_makes_no_step(place, tmp_path):
     """Windows of one sample: those without targets are logged as skipped; steps and schedule do not move."""
-    file = write_with_empty(tmp_path / "rows.jsonl", 30, without_targets)
+    without_targets = [0, 4, 5, 19]  # the last one, too
+    file = write_with_empty(tmp_path / "rows.jsonl", 20, without_targets)
     settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0, "eval_steps": 10, "save_steps": 10}
     summary = train(place, tmp_path / "out", dataset_name=file, **settings)
     lines = lines_of(tmp_path / "out")
     assert [i for i, line in enumerate(lines) if line["skipped"]] == without_targets
-    assert (len(lines), summary["steps"], summary["skipped_windows"]) == (30, 26, 4)
+    assert (len(lines), summary["steps"], summary["skipped_windows"]) == (20, 16, 4)
     for i in without_targets:
         assert (lines[i]["loss"], lines[i]["num_targets"]) == (None, 0)
         assert lines[i]["step"] == (lines[i - 1]["step"] if i else 0)
         if i + 1 < len(lines):
             assert lines[i]["learning_rate"] == lines[i + 1]["learning_rate"]
     taken = [line for line in lines if not line["skipped"]]
-    assert [line["step"] for line in taken] == list(range(1, 27))
-    assert summary["train_loss"] == taken[-1]["loss"]
-    assert summary["eval_loss"] == lines[-1]["eval_loss"]
-    assert (tmp_path / "out" / "checkpoint-26").is_dir()
+    assert [line["step"] for line in taken] == list(range(1, 17))
+    assert summary["train_loss"] == taken[-1]["loss"] and summary["eval_loss"] == lines[-1]["eval_loss"]
+    assert (tmp_path / "out" / "checkpoint-16").is_dir()
 
 
 def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
-    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0}
-    nineteen = write_with_empty(tmp_path / "19.jsonl", 40, list(range(5, 24)))
-    twenty = write_with_empty(tmp_path / "20.jsonl", 40, list(range(5, 25)))
-    assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 19
-    with pytest.raises(hf_ga.DataError, match="20 consecutive windows made no step, up to window 24 of epoch 0"):
+    """The control: nineteen of them, and more later."""
+    settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0, "eval_steps": 99, "save_steps": 99}
+    nineteen = write_with_empty(tmp_path / "19.jsonl", 30, [*range(5, 24), 25, 26])
+    twenty = write_with_empty(tmp_path / "20.jsonl", 30, list(range(5, 25)))
+    assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 21
+    with pytest.raises(hf_ga.DataError, match="20 windows in a row made no step, up to window 24 of epoch 0"):
         train(place, tmp_path / "out20", dataset_name=twenty, **settings)
 
 
@@ -164,14 +151,6 @@ def test_best_is_the_model_of_the_lowest_validation_loss(place, tmp_path):
     for folder, loss in (("best", min(losses)), ("", losses[-1])):
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / folder)
         assert loss_by_hand(model, rows) == pytest.approx(loss, rel=1e-5)
-
-
-def test_saved_model_loads_and_generates(run):
-    _, output = run
-    model, tokenizer = tf.AutoModelForCausalLM.from_pretrained(output), tf.AutoTokenizer.from_pretrained(output)
-    prompt = tokenizer("the window", return_tensors="pt")
-    generated = model.generate(**prompt, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    assert generated.shape[0] == 1 and 1 <= generated.shape[1] - prompt["input_ids"].shape[1] <= 5
 
 
 def test_summary(run, place):
@@ -199,20 +178,12 @@ def test_weights_sha256_is_that_of_the_saved_model(run):
     assert summary["weights_sha256"] == digest.hexdigest()
 
 
-def test_curves_are_a_picture(run):
-    data = (run[1] / "curves.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR"
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    assert width > 400 and height > 200
-
-
 # The split does not matter
 
 
-@pytest.mark.parametrize("size", [3, 16, 1])
-def test_another_split_of_the_windows_is_the_same_run(size, run, place, tmp_path):
-    """With dropout on: 16 samples as 8 + 8 and in micro-batches of at most 3, 16, 1."""
-    train(place, tmp_path / "out", per_device_train_batch_size=size, per_device_eval_batch_size=5)
+def test_another_split_of_the_windows_is_the_same_run(run, place, tmp_path):
+    """With dropout on: 16 samples as 8 + 8 and in micro-batches of at most 3."""
+    train(place, tmp_path / "out", per_device_train_batch_size=3, per_device_eval_batch_size=5)
     for line, other in zip(lines_of(run[1]), lines_of(tmp_path / "out"), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=2e-6)
         if "eval_loss" in line:
@@ -222,39 +193,17 @@ def test_another_split_of_the_windows_is_the_same_run(size, run, place, tmp_path
 
 def test_another_seed_is_another_run(run, place, tmp_path):
     """The control of the test above: what it compares can differ, by far more than its tolerances."""
-    train(place, tmp_path / "out", seed=8)
+    train(place, tmp_path / "out", seed=8, eval_steps=8, save_steps=8)
     assert abs(lines_of(tmp_path / "out")[0]["loss"] / lines_of(run[1])[0]["loss"] - 1) > 1e-4
     assert relative_distance(tmp_path / "out", run[1]) > 1e-3
 
 
-def test_gradient_checkpointing_is_the_same_run(run, place, tmp_path):
-    train(place, tmp_path / "out", gradient_checkpointing=True)
+def test_checkpointed_activations_and_workers_are_the_same_run(run, place, tmp_path):
+    train(place, tmp_path / "out", gradient_checkpointing=True, dataloader_num_workers=1)
     assert relative_distance(tmp_path / "out", run[1]) <= 5e-5
 
 
-def test_workers_are_the_same_run(run, place, tmp_path):
-    assert train(place, tmp_path / "out", dataloader_num_workers=1)["weights_sha256"] == run[0]["weights_sha256"]
-
-
-# Classification
-
-
-def test_text_classification(place, tmp_path):
-    settings = {"model_name_or_path": str(place / "bert"), "task": "text-classification", "label_column": "label"}
-    files = {"test_file": write_rows(tmp_path / "test.jsonl", ragged_rows(11, seed=9))}
-    summary = train(place, tmp_path / "out", **settings, **files, learning_rate=2e-2, max_steps=60, eval_steps=30)
-    config = tf.AutoConfig.from_pretrained(tmp_path / "out")
-    assert (config.num_labels, config.id2label) == (3, {0: "blue", 1: "green", 2: "red"})
-    assert config.problem_type == "single_label_classification"
-    assert config.label2id == {"blue": 0, "green": 1, "red": 2} and summary["labels"] == ["blue", "green", "red"]
-    classify = tf.pipeline("text-classification", str(tmp_path / "out"), device="cpu")
-    rows = ragged_rows(VALIDATION, seed=2)
-    tokenizer = classify.tokenizer
-    assert tokenizer("a")["input_ids"][:1] == [tokenizer.cls_token_id]  # saved as it was trained
-    hits = [classify(row["text"], truncation=True, max_length=24)[0]["label"] == row["label"] for row in rows]
-    assert summary["eval_accuracy"] == pytest.approx(sum(hits) / VALIDATION) and summary["eval_accuracy"] > 0.6
-    assert (summary["eval_num_targets"], summary["test_num_targets"]) == (VALIDATION, 11)
-    assert {"test_accuracy", "test_f1", "test_loss"} <= set(summary)
+# Heads
 
 
 def entity_rows(count: int, seed: int) -> list[dict]:
@@ -280,7 +229,9 @@ def test_f1_of_whole_entities(place, tmp_path):
     files = {name: write_rows(tmp_path / f"{name}.jsonl", entity_rows(n, n)) for name, n in (("train", 60), ("validation", 13))}
     settings = {"model_name_or_path": str(place / "bert"), "task": "token-classification", "text_column": None}
     settings |= {"dataset_name": files["train"], "validation_file": files["validation"], "predict_file": files["validation"]}
-    summary = train(place, tmp_path / "out", **settings, learning_rate=1e-2, max_steps=15, metric_for_best_model="f1")
+    summary = train(
+        place, tmp_path / "out", **settings, learning_rate=1e-2, max_steps=15, eval_steps=15, metric_for_best_model="f1"
+    )
     rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     found, true = (
         [entities(tags) for tags in kind] for kind in zip(*((r["prediction"]["tags"], r["tags"]) for r in rows), strict=True)

@@ -1,9 +1,8 @@
-"""Metrics against plain Python loops and examples by hand, and what they are computed from."""
+"""Metrics against examples by hand, and what they are computed from."""
 
 import math
 import random
 
-import datasets
 import helpers as h
 import numpy as np
 import pytest
@@ -11,13 +10,6 @@ import pytest
 from hf_ga import FinetuneConfig
 from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, predictions_and_references
 from hf_ga.run.readers import are_entities
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_progress_bars():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def score(metric, references, predictions):
@@ -30,103 +22,22 @@ def computed(name, predictions, references):
     return score(METRICS[name], references, predictions)
 
 
-# -- one number at a time -------------------------------------------------------------------------------------------------------
-
-
-def accuracy(predictions, references):
-    return sum(p == r for p, r in zip(predictions, references, strict=True)) / len(references)
-
-
-def f1(predictions, references):
-    scores = []
-    for kind in set(predictions) | set(references):
-        hits = sum(p == r == kind for p, r in zip(predictions, references, strict=True))
-        false = sum(p == kind != r for p, r in zip(predictions, references, strict=True))
-        missed = sum(r == kind != p for p, r in zip(predictions, references, strict=True))
-        precision, recall = hits / max(1, hits + false), hits / max(1, hits + missed)
-        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
-    return sum(scores) / len(scores)
-
-
-def exact_match(predictions, references):
-    return sum(list(p) == list(r) for p, r in zip(predictions, references, strict=True)) / len(references)
-
-
-def micro_f1(predictions, references):
-    pairs = [(p, r) for row, other in zip(predictions, references, strict=True) for p, r in zip(row, other, strict=True)]
-    hits, predicted, true = sum(p and r for p, r in pairs), sum(p for p, _ in pairs), sum(r for _, r in pairs)
-    return 2 * (hits / predicted) * (hits / true) / (hits / predicted + hits / true) if hits else 0.0
-
-
-def mae(predictions, references):
-    return math.fsum(abs(p - r) for p, r in zip(predictions, references, strict=True)) / len(references)
-
-
-def pearson(predictions, references):
-    n = len(references)
-    mean_p, mean_r = math.fsum(predictions) / n, math.fsum(references) / n
-    above = math.fsum((p - mean_p) * (r - mean_r) for p, r in zip(predictions, references, strict=True))
-    below = math.fsum((p - mean_p) ** 2 for p in predictions) * math.fsum((r - mean_r) ** 2 for r in references)
-    return above / math.sqrt(below)
-
-
-LOOPS = {"accuracy": accuracy, "f1": f1, "exact_match": exact_match, "micro_f1": micro_f1, "mae": mae, "pearson": pearson}
-
-
-def random_pairs(name, size, seed):
-    rng = np.random.default_rng(seed)
-    if name in ("accuracy", "f1"):
-        references = rng.integers(0, 2 + 3 * (seed % 3), size)
-        return np.where(rng.random(size) < 0.5, references, rng.permutation(references)), references
-    if name in ("exact_match", "micro_f1"):
-        references = rng.integers(0, 2, (size, 1 + seed % 4))
-        return np.where(rng.random(references.shape) < 0.7, references, 1 - references), references
-    references = 10.0 ** (seed % 4) * rng.normal(size=size) + seed
-    return references * rng.normal() + rng.normal(size=size), references
-
-
-def test_every_metric_has_a_loop():
-    assert LOOPS.keys() == METRICS.keys()
-
-
-@pytest.mark.parametrize("name", METRICS)
-@pytest.mark.parametrize("size", [2, 3, 60])
-def test_against_plain_loops(name, size):
-    for seed in range(6):
-        predictions, references = random_pairs(name, size, seed)
-        expected = pytest.approx(LOOPS[name](predictions.tolist(), references.tolist()), rel=1e-9, abs=1e-12)
-        assert computed(name, predictions, references) == expected
-        assert computed(name, predictions.tolist(), references.tolist()) == expected
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_the_order_of_samples_does_not_matter(name):
-    predictions, references = random_pairs(name, 60, 7)
-    order = np.random.default_rng(0).permutation(60)
-    value = computed(name, predictions, references)
-    assert computed(name, predictions[order], references[order]) == pytest.approx(value, rel=1e-12)
-    assert computed(name, predictions[order], references) != pytest.approx(value, rel=1e-3)  # control: that of pairs does
-
-
 @pytest.mark.parametrize(
     ("name", "predictions", "references", "expected"),
     [
-        ("accuracy", [3], [3], 1.0),
-        ("accuracy", [3], [4], 0.0),
-        ("f1", [7], [7], 1.0),
-        ("f1", [7], [2], 0.0),
-        ("exact_match", [[0, 1, 0]], [[0, 1, 0]], 1.0),
+        ("accuracy", [1, 2, 3, 1], [1, 2, 1, 1], 0.75),
+        ("f1", [0, 0, 1, 2], [0, 1, 1, 1], (2 / 3 + 1 / 2 + 0) / 3),  # the mean over classes, whatever their sizes
+        ("f1", [10**9, 5, 5, 0], [10**9, 5, 0, 10**6], (1 + 2 / 3 + 0 + 0) / 4),
+        ("exact_match", [[1, 0], [1, 1], [0, 0]], [[1, 0], [1, 0], [0, 0]], 2 / 3),
         ("exact_match", [[0, 0]], [[0, 0]], 1.0),  # the empty set is right where it is asked for
-        ("exact_match", [[1]], [[0]], 0.0),
+        ("micro_f1", [[1, 1], [1, 0]], [[1, 0], [1, 1]], 2 / 3),  # of all labels together
         ("micro_f1", [[0, 0], [0, 0]], [[0, 0], [0, 0]], 0.0),  # nothing true or predicted
         ("micro_f1", [[1, 1]], [[0, 0]], 0.0),
         ("micro_f1", [[0, 0]], [[1, 0]], 0.0),
-        ("micro_f1", [[1]], [[1]], 1.0),
-        ("mae", [2.5], [1.0], 1.5),
-        ("mae", [-1.0, 1.0], [1.0, -1.0], 2.0),
+        ("mae", [1.0, 2.0, 3.5], [2.0, 2.0, 3.0], 0.5),
+        ("pearson", [1.0, 2.0, 3.0, 5.0], [2.0, 1.0, 4.0, 4.0], 5.75 / (8.75 * 6.75) ** 0.5),
         ("pearson", [0.1, 0.1, 0.1], [1.0, 2.0, 3.0], 0.0),  # constant
         ("pearson", [1.0, 2.0, 3.0], [0.7, 0.7, 0.7], 0.0),
-        ("pearson", [0.1] * 7, [0.3] * 7, 0.0),
         ("pearson", [5.0], [3.0], 0.0),
         ("pearson", [1.0, 2.0], [30.0, 20.0], -1.0),
     ],
@@ -145,20 +56,6 @@ def test_constant_floats_are_constant_whatever_their_digits():
         assert computed("pearson", constant, other) == 0.0
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e5, -1e6])
-def test_pearson_far_from_zero(offset):
-    rng = np.random.default_rng(0)
-    x = (offset + 10 * rng.normal(size=3000)).astype(np.float32)
-    y = (x + 10 * rng.normal(size=3000)).astype(np.float32)
-    assert computed("pearson", x, y) == pytest.approx(np.corrcoef(x.astype(float), y.astype(float))[0, 1], rel=1e-9)
-    assert computed("pearson", x, x) == pytest.approx(1.0) and computed("pearson", x, -x) == pytest.approx(-1.0)
-
-
-def test_many_classes_of_large_ids():
-    predictions, references = [10**9, 5, 5, 0], [10**9, 5, 0, 10**6]
-    assert computed("f1", predictions, references) == pytest.approx(f1(predictions, references))
-
-
 def test_their_documentation_is_right():
     import doctest
 
@@ -167,14 +64,13 @@ def test_their_documentation_is_right():
     assert doctest.testmod(metrics) == (0, 2) and doctest.testmod(readers) == (0, 1)
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_is_lower_better_as_measured(name):
+def test_is_lower_better_as_measured():
     """Perfect predictions against wrong ones."""
-    references = {"exact_match": [[0, 1], [1, 0]], "micro_f1": [[0, 1], [1, 0]]}.get(name, [0, 1])
-    wrong = [row[::-1] for row in references] if isinstance(references[0], list) else references[::-1]
-    assert (computed(name, references, references) < computed(name, wrong, references)) == FinetuneConfig(
-        metric_for_best_model=name
-    ).lower_is_better
+    for name in METRICS:
+        references = {"exact_match": [[0, 1], [1, 0]], "micro_f1": [[0, 1], [1, 0]]}.get(name, [0, 1])
+        wrong = [row[::-1] for row in references] if isinstance(references[0], list) else references[::-1]
+        is_lower = computed(name, references, references) < computed(name, wrong, references)
+        assert is_lower == FinetuneConfig(metric_for_best_model=name).lower_is_better
 
 
 # -- entities and texts ---------------------------------------------------------------------------------------------------------
@@ -191,36 +87,17 @@ def test_an_entity_is_right_as_a_whole():
     assert are_entities(["O", "B-PER", "I-PER"]) and not are_entities(["O", "noun"]) and not are_entities(["O"])
 
 
-@pytest.mark.parametrize(
-    ("predicted", "true", "same", "f1"),
-    [
+def test_answers_by_hand():
+    for predicted, true, same, f1 in [
         ("The Theory of an Apple.", "theory of apple", 1.0, 1.0),  # articles as whole words only
         ("U.S.A.", "usa", 1.0, 1.0),  # punctuation leaves no space behind; so "a" is no word of its own here
-        ("x", "y", 0.0, 0.0),
         ("x x x", "x", 0.0, 2 * (1 / 3) * 1 / (1 / 3 + 1)),  # a word counts as often as it is in both
-        ("x y z w", "z x", 0.0, 2 * 0.5 * 1 / 1.5),
         ("the", "", 1.0, 1.0),
         ("x", "", 0.0, 0.0),
         ("", "x", 0.0, 0.0),
-    ],
-)
-def test_answers_by_hand(predicted, true, same, f1):
-    for name, value in {"exact_match": same, "f1": f1}.items():
-        assert score(ANSWER_METRICS[name], [[true]], [predicted]) == pytest.approx(value, rel=1e-12)
-
-
-def test_rouge_by_hand():
-    """Lin's example of 2004: the same words in another order count less for rougeL, and not for rouge1."""
-    true = "police killed the gunman"
-    expected = {
-        "police kill the gunman": {"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.75},
-        "the gunman kill police": {"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.5},
-        "Police, KILLED: the gunman!": {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0},
-        "": {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0},
-    }
-    for given, values in expected.items():
-        found = {kind: score(TEXT_METRICS[kind], [true], [given]) for kind in values}
-        assert found == pytest.approx(values)
+    ]:
+        for name, value in {"exact_match": same, "f1": f1}.items():
+            assert score(ANSWER_METRICS[name], [[true]], [predicted]) == pytest.approx(value, rel=1e-12)
 
 
 def test_metrics_of_texts_are_means():
@@ -229,7 +106,7 @@ def test_metrics_of_texts_are_means():
     expected = {"exact_match": 2 / 4, "f1": (1 + 2 / 3 + 1 + 0) / 4}
     texts = ["return the list", "x  y", "return", ""]
     references = ["return a list", "x y", "the", "y"]
-    expected_of_texts = {"exact_match": 1 / 4, "rougeL": (4 / 6 + 1 + 0 + 0) / 4}
+    expected_of_texts = {"exact_match": 1 / 4, "rouge1": (4 / 6 + 1 + 0 + 0) / 4, "rougeL": (4 / 6 + 1 + 0 + 0) / 4}
     cases = ((ANSWER_METRICS, predictions, answers, expected), (TEXT_METRICS, texts, references, expected_of_texts))
     for table, given, right, results in cases:
         for name, value in results.items():
@@ -251,7 +128,7 @@ def largest(row):
     return max(range(len(row)), key=lambda i: row[i])
 
 
-@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("size", [1, 9])
 def test_one_class_a_sample(size):
     rng = np.random.default_rng(size)
     logits, labels = rng.normal(size=(size, 4)).astype(np.float32), rng.integers(0, 4, size)
@@ -261,7 +138,7 @@ def test_one_class_a_sample(size):
     assert list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
 
 
-@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("size", [1, 9])
 def test_one_tag_a_token(size):
     rng = np.random.default_rng(size)
     logits, labels = rng.normal(size=(size, 7, 5)).astype(np.float32), rng.integers(0, 5, (size, 7))
@@ -271,22 +148,18 @@ def test_one_tag_a_token(size):
         (largest(logits[i, j].tolist()), int(labels[i, j])) for i in range(size) for j in range(7) if labels[i, j] != h.IGNORED
     ]
     assert pairs and list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
-    assert computed("accuracy", predictions, references) == accuracy(*map(list, zip(*pairs, strict=True)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 9])
-def test_numbers(size):
-    rng = np.random.default_rng(size)
-    logits, labels = rng.normal(size=(size, 1)).astype(np.float32), rng.normal(size=size).astype(np.float32)
-    labels[0] = h.IGNORED  # a number like any other
-    predictions, references = compared(logits, labels)
-    assert predictions.shape == references.shape == (size,)
-    assert predictions.tolist() == [row[0] for row in logits.tolist()] and references.tolist() == labels.tolist()
-    assert computed("mae", predictions, references) == pytest.approx(mae(predictions.tolist(), labels.tolist()))
+def test_numbers():
+    for size in (1, 9):
+        rng = np.random.default_rng(size)
+        logits, labels = rng.normal(size=(size, 1)).astype(np.float32), rng.normal(size=size).astype(np.float32)
+        labels[0] = h.IGNORED  # a number like any other
+        predictions, references = compared(logits, labels)
+        assert predictions.tolist() == [row[0] for row in logits.tolist()] and references.tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("classes", [1, 3])
-@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize(("size", "classes"), [(1, 1), (9, 1), (9, 3)])
 def test_sets(size, classes):
     """A logit above 0 is a probability above one half."""
     rng = np.random.default_rng(size)
@@ -296,16 +169,13 @@ def test_sets(size, classes):
     predictions, references = compared(logits, labels)
     assert predictions.dtype.kind == references.dtype.kind == "i"
     assert predictions.tolist() == [[int(1 / (1 + math.exp(-v)) > 0.5) for v in row] for row in logits.tolist()]
-    assert references.tolist() == [[int(v) for v in row] for row in labels.tolist()]
-    for name in ("exact_match", "micro_f1"):
-        expected = LOOPS[name](predictions.tolist(), references.tolist())
-        assert computed(name, predictions, references) == pytest.approx(expected)
+    assert references.tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize(("logits", "labels"), [((3, 4), (3,)), ((3, 5, 4), (3, 5))], ids=["classes", "tags"])
-def test_all_ignored_is_nothing(logits, labels):
-    predictions, references = compared(np.ones(logits, np.float32), np.full(labels, h.IGNORED))
-    assert predictions.shape == references.shape == (0,)
+def test_all_ignored_is_nothing():
+    for logits, labels in [((3, 4), (3,)), ((3, 5, 4), (3, 5))]:
+        predictions, references = compared(np.ones(logits, np.float32), np.full(labels, h.IGNORED))
+        assert predictions.shape == references.shape == (0,)
 
 
 def test_any_batches_give_the_same_pairs():

@@ -41,30 +41,16 @@ def test_the_update_is_that_of_the_plain_loop(name):
     assert (trained(undecayed, plain(undecayed, name, 0.0), 5) - other).norm() > 1e-4 * other.norm(), "control"
 
 
+@pytest.mark.parametrize("earlier", ["plain", "fused"])
 @pytest.mark.parametrize("name", FUSED)
-def test_a_checkpoint_of_the_plain_loop_goes_on(name):
-    """As checkpoints of earlier versions do: in the way of the checkpoint, so bit for bit."""
+def test_a_checkpoint_goes_on_bit_for_bit(name, earlier):
+    """Of the fused optimizer, and of the plain loop, which wrote those of earlier versions. The control forgets its state."""
     straight = small_model()
-    optimizer = plain(straight, name)
+    optimizer = plain(straight, name) if earlier == "plain" else build_optimizer(straight, name, 1e-2, 0.1)
     trained(straight, optimizer, 3)
-    resumed = copy.deepcopy(straight)
-    again = build_optimizer(resumed, name, 1e-2, 0.1)
+    resumed, forgetful = copy.deepcopy(straight), copy.deepcopy(straight)
+    again, fresh = (build_optimizer(model, name, 1e-2, 0.1) for model in (resumed, forgetful))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert torch.equal(trained(resumed, again, 3, seed=1), trained(straight, optimizer, 3, seed=1))
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_resumed_fused_optimizer_is_the_straight_one_bit_for_bit(name):
-    straight = small_model()
-    optimizer = build_optimizer(straight, name, 1e-2, 0.1)
-    trained(straight, optimizer, 3)
-    resumed = copy.deepcopy(straight)
-    again = build_optimizer(resumed, name, 1e-2, 0.1)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert torch.equal(trained(resumed, again, 3, seed=1), trained(straight, optimizer, 3, seed=1))
-    straight, forgetful = small_model(), small_model()
-    optimizer = build_optimizer(straight, name, 1e-2, 0.1)
-    for model in (straight, forgetful):
-        trained(model, optimizer if model is straight else build_optimizer(model, name, 1e-2, 0.1), 3)
-    fresh = build_optimizer(forgetful, name, 1e-2, 0.1)
-    assert not torch.equal(trained(forgetful, fresh, 3, seed=1), trained(straight, optimizer, 3, seed=1)), "control"
+    expected = trained(straight, optimizer, 3, seed=1)
+    assert torch.equal(trained(resumed, again, 3, seed=1), expected)
+    assert not torch.equal(trained(forgetful, fresh, 3, seed=1), expected)

@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from matplotlib.figure import Figure
-from runs import filled_place, lines_of, save_jobs, saved_weights, small_config, train_job
+from runs import lines_of, saved_weights, train_job
 from safetensors.torch import load_file
 
 from hf_ga.run.cli import finetune_main
 from hf_ga.run.models import own_dtype
 from hf_ga.run.outputs import save_best
 from hf_ga.run.report import plot_curves
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("outputs")) as folder:
-        save_jobs(folder)
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +56,6 @@ def test_the_type_of_the_files_does_not_matter_for_the_training(half_run, place,
     for folder in (tmp_path / "out", tmp_path / "out" / "best"):
         assert dtypes(folder) == {torch.float32}
         assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_saving_the_best_leaves_the_training_in_float32(half_run, place, tmp_path):
-    often = {"eval_steps": 1, "model_name_or_path": str(place / "half")}
-    assert train_job(place, tmp_path / "out", "classes", **often)["weights_sha256"] == half_run[0]["weights_sha256"]
 
 
 def test_a_model_that_was_saved_in_another_type_is_what_it_was(place, tmp_path):

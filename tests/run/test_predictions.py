@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from runs import JOBS, filled_place, learn_job, save_jobs, train_job, write_rows
+from runs import JOBS, learn_job, train_job, write_rows
 
 import hf_ga
 from hf_ga.data.tasks import TASKS
@@ -26,13 +26,6 @@ COLUMNS = {
     "choices": lambda text: {"question": text, "choices": ["step red", "every", f"is {text}"]},
     "translations": lambda text: {"source": text},
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("predictions")) as folder:
-        save_jobs(folder)
-        yield folder
 
 
 def rows_to_predict(name):
@@ -134,7 +127,11 @@ class ByHand:
         return {"label": names[int(probabilities.argmax())], "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+OTHERS = ("classes", "pairs", "label sets", "tags", "choices", "translations", "causal LM, blocks", "masked LM")
+SLOW = pytest.mark.slow("a run and predictions of other heads")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in ("pairs", "label sets", "choices") else []) for n in COLUMNS])
 def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
     by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
@@ -150,6 +147,13 @@ def test_what_is_cut_off_has_no_prediction(trained):
     assert len(tags) == len(LONG.split()) == 23 and None not in tags[:22] and tags[22:] == [None]  # <cls>, 22 words, <sep>
 
 
+def test_a_file_without_rows_to_predict_from(place, trained, tmp_path):
+    """All texts empty: every row has None."""
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"text": ""}])
+    evaluate(place, tmp_path / "out", "classes", trained("classes")[1], predict_file=file)
+    assert read(tmp_path / "out") == [{"text": "", "prediction": None}] * 2
+
+
 # -- eval_only --------------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +165,7 @@ def evaluate(place, output, name, model, **more):
     return train_job(place, output, name, eval_only=True, model_name_or_path=str(model), **{"max_length": LENGTH, **more})
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "LoRA"])
+@pytest.mark.parametrize("name", ["numbers", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained, tmp_path):
     if name in COLUMNS:
         summary, output = trained(name)
@@ -177,7 +181,7 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
     assert content(output) == before | {output / "evaluation.json": (output / "evaluation.json").read_bytes()}
 
 
-@pytest.mark.parametrize("name", ["classes", "tags", "numbers", "label sets", "answers", "choices"])
+@pytest.mark.parametrize("name", ["classes", "answers"])
 def test_a_head_that_was_not_trained_is_not_evaluated(name, place, tmp_path):
     with pytest.raises(
         hf_ga.ConfigError, match=r"eval_only: .*job-bert has no trained head for .*(classifier|qa_outputs).bias.* Train it first"
@@ -209,7 +213,7 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
         evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
 
 
-@pytest.mark.parametrize("name", ["classes", "tags", "pairs", "answers", "choices", "translations"])
+@pytest.mark.parametrize("name", ["tags", pytest.param("translations", marks=SLOW)])
 def test_predictions_alone(name, place, trained, tmp_path):
     """No dataset is read; the labels are those of the trained head."""
     _, output = trained(name)
@@ -235,11 +239,3 @@ def test_predictions_of_a_head_without_names(place, trained, tmp_path):
     number = {"blue": "LABEL_0", "green": "LABEL_1", "red": "LABEL_2"}
     labels = [row["prediction"] and row["prediction"]["label"] for row in read(tmp_path / "out")]
     assert labels == [row["prediction"] and number[row["prediction"]["label"]] for row in read(output)]
-
-
-def test_a_file_without_rows_to_predict_from(place, trained, tmp_path):
-    """All texts empty: every row has None."""
-    _, output = trained("classes")
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"text": ""}])
-    evaluate(place, tmp_path / "out", "classes", output, predict_file=file)
-    assert read(tmp_path / "out") == [{"text": "", "prediction": None}] * 2

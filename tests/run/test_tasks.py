@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import COLOURS, JOBS, WINDOW, filled_place, job_config, learn_job, lines_of, save_jobs, train_job
+from runs import COLOURS, JOBS, WINDOW, job_config, learn_job, lines_of, train_job
 
 import hf_ga
 from hf_ga.data.data import prepare_data
@@ -23,15 +23,11 @@ from hf_ga.run.models import complete_config, known_labels, load_base_config, lo
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8}  # the relative error of one rounding
 IGNORED = -100
+# Those whose head and labels are another one's.
+OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
+HEADS = [name for name in JOBS if name not in OTHERS]
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("tasks")) as folder:
-        save_jobs(folder)
-        yield folder
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +61,8 @@ class Job:
         self.windows = {layout: self.windows_of(sizes) for layout, sizes in LAYOUTS.items()}
         self.which = -1 if name in SHORT_WINDOW else 0
         self.whole = self.windows["16x1"][self.which].micro_batches[0].batch
-        self.smoothing, self.is_float = (
-            config.label_smoothing_factor,
-            self.whole.get("labels", torch.zeros(0, dtype=int)).is_floating_point(),
-        )
+        self.smoothing = config.label_smoothing_factor
+        self.is_float = self.whole.get("labels", torch.zeros(0, dtype=int)).is_floating_point()
 
     def windows_of(self, sizes):
         self.run.windows.splitter = replace(self.run.windows.splitter, planner=partial(plan_by_sizes, sizes=sizes))
@@ -82,7 +76,7 @@ class Job:
             del model.forward, model._original_forward
         return model.to(dtype).train()
 
-    def gradient(self, layout, precision=None):
+    def gradient(self, layout):
         model, accelerator, window = self.run.model, self.accelerator, self.windows[layout][self.which]
         model.zero_grad()
         result = hf_ga.backward_window(accelerator, model, window, targets=self.run.proven, loss_fn=self.run.loss_fn)
@@ -177,8 +171,14 @@ def assert_promise_1(precision, grads, full, grads64):
         assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * size, name
 
 
-@pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("name", JOBS)
+def cases(*quick):
+    """Parameters: all jobs in float32, one of each head in bf16; those that are not named are slow."""
+    every = [(name, "no") for name in JOBS] + [(name, "bf16") for name in HEADS]
+    slow = pytest.mark.slow("about 1 s for each of 40 cases")
+    return pytest.mark.parametrize(("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every])
+
+
+@cases(*((name, "no") for name in HEADS), ("tags", "bf16"))
 def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     this = job(place, name, precision, dropout=False)
     loss64, grads64 = this.full_batch(torch.float64)
@@ -186,25 +186,19 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     seen = contents(this.windows["16x1"][this.which])
     for layout in LAYOUTS:
         result, grads = this.gradient(layout)
-        ours, theirs = h.relative_error(grads, grads64), h.relative_error(full, grads64)
-        print(f"MEASURED {precision} {name} {layout}: error {ours:.1e}, full batch {theirs:.1e}")
         assert_promise_1(precision, grads, full, grads64)
         assert abs(result.loss - loss64) <= 2 * abs(loss - loss64) + ROUNDING[precision] * abs(loss64)
         assert contents(this.windows[layout][this.which]) == seen
         if layout in ("4x4", "uneven"):
-            usual = this.usual(layout)
-            print(f"MEASURED {precision} {name} {layout}: the usual loop {h.relative_error(usual, grads64):.1e}")
             with pytest.raises(AssertionError, match="all parameters"):
-                assert_promise_1(precision, usual, full, grads64)
+                assert_promise_1(precision, this.usual(layout), full, grads64)
 
 
-ONE_TYPE = pytest.mark.xfail(h.BEFORE_5_23, reason="a regression head of transformers 5.17 has no float64", raises=RuntimeError)
-
-
-@pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[ONE_TYPE] * (name == "numbers")) for name in JOBS])
+@cases(("causal LM, row by row", "no"), ("tags", "no"), ("answers", "no"))
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
     """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
+    if name == "numbers" and h.BEFORE_5_23:
+        pytest.skip("a regression head of transformers 5.17 has no float64")
     this = job(place, name, precision, dropout=True)
     assert this.run.proven.dropout.sites
     _, full = this.gradient("16x1")
@@ -212,28 +206,14 @@ def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place
     allowed = 3 * (2 * h.relative_error(full, grads64) + h.FLOOR)
     for layout in LAYOUTS:
         _, grads = this.gradient(layout)
-        apart = h.relative_error(grads, full)
-        print(f"MEASURED {precision} {name} {layout}: {apart:.1e} apart, allowed {allowed:.1e}")
-        assert apart <= allowed
+        assert h.relative_error(grads, full) <= allowed
     torch.manual_seed(1)
     _, native = this.full_batch()
-    print(f"MEASURED {precision} {name}: native dropout {h.relative_error(native, full):.1e}")
     assert h.relative_error(native, full) > allowed
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------------
 
-METRICS = {
-    "causal-lm": {"perplexity"},
-    "masked-lm": {"perplexity"},
-    "text-classification": {"accuracy", "f1"},
-    "regression": {"mae", "pearson"},
-    "multi-label": {"exact_match", "micro_f1"},
-    "token-classification": {"accuracy", "f1"},
-    "question-answering": {"exact_match", "f1"},
-    "multiple-choice": {"accuracy"},
-    "seq2seq": {"perplexity"},
-}
 LABELS = {"label sets": ["blue", "green", "long", "red"]}
 LABELS |= {name: ["blue", "green", "red"] for name in ("classes", "pairs")}
 LABELS |= {name: ["blue", "green", "other", "red"] for name in ("tags", "smoothed tags")}
@@ -255,9 +235,7 @@ def best_labels(pipe, text):
 # job: what a pipeline is asked -> the answer that training must have made obvious
 ASKED = {
     "causal LM, row by row": lambda pipe: generated(pipe, "the window of samples").split()[:2] == ["is", "one"],
-    "causal LM, blocks": lambda pipe: bool(generated(pipe, "the window of samples").split()),
     "smoothed causal LM": lambda pipe: generated(pipe, "the window of samples").split()[:2] == ["is", "one"],
-    "LoRA": lambda pipe: isinstance(generated(pipe, "the window of"), str),
     "messages": lambda pipe: [answer_of_chat(pipe, f"{word} step") for word in COLOURS] == [[c] for c in COLOURS.values()],
     "prompt and completion": lambda pipe: [answer_of_chat(pipe, f"{word} step :")[0] for word in COLOURS] == list(COLOURS.values()),
     "instruction": lambda pipe: [generated(pipe, f"{word} step\n\n").split()[0] for word in COLOURS] == list(COLOURS.values()),
@@ -269,41 +247,18 @@ ASKED = {
     "numbers": lambda pipe: [round(pipe(t)[0]["score"]) for t in ("the samples", "window")] == [1, 3],
     "label sets": lambda pipe: best_labels(pipe, "window samples is one step every split") == {"green", "long"},
 }
+ASKED |= dict.fromkeys(("LoRA", "causal LM, blocks"), lambda pipe: bool(generated(pipe, "the window of samples").split()))
 ASKED |= dict.fromkeys(
     ("tags", "smoothed tags"),
     lambda pipe: [hit["entity"] for hit in pipe("window samples of one")] == ["green", "other", "blue", "other"],
 )
 
 
-@torch.no_grad()
-def span(model, tokenizer, context):
-    encoded = tokenizer("position", context, return_tensors="pt")
-    outputs = model(**{k: encoded[k] for k in ("input_ids", "attention_mask")})
-    first, last = int(outputs.start_logits.argmax()), int(outputs.end_logits.argmax())
-    return tokenizer.decode(encoded["input_ids"][0, first : last + 1]).strip()
+# Tasks that transformers has no pipeline for, whose predictions are those of test_predictions.py: what must be nearly 1.
+LEARNT = {"answers": "eval_exact_match", "choices": "eval_accuracy", "translations": "eval_exact_match"}
 
 
-@torch.no_grad()
-def chosen(model, tokenizer, *texts):
-    encoded = tokenizer(["position"] * len(texts), list(texts), padding=True, return_tensors="pt")
-    return int(model(**{k: encoded[k].unsqueeze(0) for k in ("input_ids", "attention_mask")}).logits.argmax())
-
-
-def written(model, tokenizer, text):
-    made = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False)
-    return tokenizer.decode(made[0], skip_special_tokens=True).strip()
-
-
-# The same for tasks that transformers has no pipeline for, by plain calls.
-ANSWERED = {
-    "answers": lambda *trained: [span(*trained, text) for text in ("one step red every", "green is one step")] == ["red", "green"],
-    "choices": lambda *trained: (
-        [chosen(*trained, "one red", "step", "every is"), chosen(*trained, "gives", "every is", "step green")] == [0, 2]
-    ),
-    "translations": lambda *trained: [written(*trained, word) for word in COLOURS] == list(COLOURS.values()),
-}
-
-
+@pytest.mark.slow("17 runs of 120 steps")
 @pytest.mark.parametrize("name", JOBS)
 def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     output, flags = tmp_path / "my model", JOBS[name][2]
@@ -311,7 +266,9 @@ def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     summary, lines = learn_job(place, output, name), lines_of(output)
     assert lines[-1]["loss"] < lines[0]["loss"] and summary["eval_loss"] < lines[0]["loss"]  # the first is from before any step
     for split in ("eval", "test"):
-        assert {f"{split}_{metric}" for metric in METRICS[task] | {"loss", "num_targets"}} <= summary.keys()
+        assert {
+            f"{split}_{metric}" for metric in ("loss", "num_targets", *(TASKS[task].metrics or ["perplexity"]))
+        } <= summary.keys()
     assert summary["labels"] == LABELS.get(name, [])
     config = tf.AutoConfig.from_pretrained(output)
     if labels := LABELS.get(name):
@@ -321,9 +278,8 @@ def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     assert getattr(config, "problem_type", None) == TASKS[task].problem_type
     if name in ASKED:
         assert ASKED[name](tf.pipeline(TASKS[task].pipeline, model=str(output), device="cpu"))
-    else:  # transformers has no pipeline for it
-        model = TASKS[task].auto_class.from_pretrained(output).eval()
-        assert ANSWERED[name](model, tf.AutoTokenizer.from_pretrained(output))
+    else:
+        assert summary[LEARNT[name]] > 0.9
 
 
 def short_run(place, output, name, **more):
@@ -334,19 +290,14 @@ def short_run(place, output, name, **more):
     return numbers, [line["loss"] for line in lines_of(output)]
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.slow("seven whole runs")
+@pytest.mark.parametrize("name", ["translations", "LoRA", "masked LM"])
 def test_another_split_is_the_same_whole_run(name, place, tmp_path):
-    """Windows of 16 samples at once, and in micro-batches of at most 5."""
+    """Windows of 16 samples at once, and in micro-batches of at most 5. The control: another seed."""
     whole, losses = short_run(place, tmp_path / "whole", name, per_device_train_batch_size=WINDOW)
     split, other = short_run(place, tmp_path / "split", name, per_device_train_batch_size=5, per_device_eval_batch_size=3)
-    assert split == {k: pytest.approx(v, rel=1e-5, abs=1e-5) for k, v in whole.items()}
-    assert other == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["classes", "masked LM", "LoRA"])
-def test_another_seed_is_another_whole_run(name, place, tmp_path):
-    """The control of the test above: what it compares can differ."""
-    whole, losses = short_run(place, tmp_path / "whole", name)
-    seed, other = short_run(place, tmp_path / "seed", name, seed=8)
-    assert seed != {k: pytest.approx(v, rel=1e-5, abs=1e-5) for k, v in whole.items()}
-    assert other != pytest.approx(losses, rel=1e-4)
+    expected = {k: pytest.approx(v, rel=1e-5, abs=1e-5) for k, v in whole.items()}
+    assert split == expected and other == pytest.approx(losses, rel=1e-5)
+    if name == "masked LM":
+        seed, other = short_run(place, tmp_path / "seed", name, seed=8)
+        assert seed != expected and other != pytest.approx(losses, rel=1e-4)

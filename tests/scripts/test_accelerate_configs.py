@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -47,24 +46,16 @@ def plugin_of(profile):
         return FullyShardedDataParallelPlugin()
 
 
-def test_the_profiles_are_these():
-    assert {profile.stem for profile in PROFILES} == LAUNCHED.keys()
-
-
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
 def test_accelerate_launches_it_as_meant(profile):
     """A key that Accelerate does not know raises there."""
+    assert len(LAUNCHED) == len(PROFILES)
     config, args = load_config_from_file(str(profile)), launched(profile)
     assert not unknown_fsdp_keys(profile)
     assert not (args.use_deepspeed or args.use_megatron_lm or args.tpu)
     found = (args.multi_gpu, args.use_fsdp, args.num_processes, args.num_machines, args.mixed_precision, bool(args.use_cpu))
     assert found == LAUNCHED[profile.stem]
     assert config.num_processes == args.num_processes and config.mixed_precision == args.mixed_precision
-
-
-def test_flags_win_over_the_profile():
-    args = launched(FOLDER / "multi_gpu.yaml", "--num_processes", "3", "--mixed_precision", "bf16")
-    assert (args.num_processes, args.mixed_precision, args.multi_gpu) == (3, "bf16", True)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
@@ -75,13 +66,6 @@ def test_every_key_is_explained(profile):
     keys = [line for line in lines if not line.startswith("#") and line.strip() != "fsdp_config:"]
     assert len(keys) >= 5
     assert [line for line in keys if len(line.partition(" # ")[2].strip()) < 5] == []
-
-
-def test_nodes_meet_at_the_first_machine():
-    environment = prepare_multi_gpu_env(args := launched(FOLDER / "multi_node.yaml", "--machine_rank", "1"))
-    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("8", "2", 1)
-    assert (args.rdzv_endpoint, args.rdzv_backend) == ("127.0.0.1:29500", "static")
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "fsdp2_offload"])
@@ -103,18 +87,8 @@ def test_what_fsdp_shards_with(name):
 
 
 def test_a_misspelt_key_is_found(tmp_path):
-    """The controls: at the top Accelerate raises by itself, in `fsdp_config` only the comparison with its flags sees it."""
+    """The control: Accelerate launches it; only the comparison with its flags sees it."""
     text = (FOLDER / "fsdp2.yaml").read_text()
-    (tmp_path / "top.yaml").write_text(text.replace("mixed_precision", "mixed_precison"))
-    with pytest.raises(ValueError, match="mixed_precison"):
-        load_config_from_file(str(tmp_path / "top.yaml"))
     (tmp_path / "inner.yaml").write_text(text.replace("fsdp_offload_params", "fsdp_offload_parameters"))
     assert launched(tmp_path / "inner.yaml").use_fsdp
     assert unknown_fsdp_keys(tmp_path / "inner.yaml") == ["fsdp_offload_parameters"]
-
-
-def test_half_precision_is_not_what_fsdp_would_sum_in_by_itself():
-    """What `prepare` changes of these profiles: Accelerate's own policy for bf16."""
-    plugin = plugin_of(FOLDER / "fsdp2.yaml")
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16

@@ -1,6 +1,6 @@
 """`finetune.py` with each of several lists of arguments, in processes of their own that have imported everything.
 
-    python tests/command_lines.py JOB.json
+    python tests/support/command_lines.py JOB.json
 
 JOB.json is a list of lists of arguments. Ends with code 1 at the first command that does not end well.
 """

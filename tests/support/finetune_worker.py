@@ -1,26 +1,22 @@
-"""hf_ga.finetune as `accelerate launch` starts it, and what each process had at the end; run by `test_finetune_processes.py`.
+"""hf_ga.finetune as `accelerate launch` starts it, and what each process had at the end; used by `pins.py` and the tests of runs.
 
-    accelerate launch ... tests/finetune_worker.py CONFIG.json RECORDS_DIR [FAILING_PROCESS]
+    accelerate launch ... tests/support/finetune_worker.py CONFIG.json RECORDS_DIR
 
-RECORDS_DIR gets a file for each process. A process that fails raises while it reads the third window.
+RECORDS_DIR gets a file for each process.
 """
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga.exact import fetch
 from hf_ga.exact.forward import unwrapped
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run import finetune
 from hf_ga.run.cli import parse_config
-
-MESSAGE = "this process cannot read its disk"
 
 
 def recorded(run) -> dict:
@@ -46,21 +42,8 @@ def record_the_end(records: dict) -> None:
     finetune._finish = finish_and_record
 
 
-def fail_on(process: str) -> None:
-    samples = fetch.Fetcher.samples
-
-    def read(self, request, offsets):
-        if os.environ["RANK"] == process and request.index == 2:
-            raise OSError(f"{MESSAGE} since {time.time():.1f}")
-        return samples(self, request, offsets)
-
-    fetch.Fetcher.samples = read
-
-
 if __name__ == "__main__":
     records: dict = {}
     record_the_end(records)
-    for process in sys.argv[3:]:
-        fail_on(process)
     summary = finetune.finetune(parse_config([sys.argv[1]]))
     Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps({**records, "summary": summary}))
