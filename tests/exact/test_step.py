@@ -169,15 +169,17 @@ def test_64_and_13_samples():
         h.assert_promise_1(naive, grads32, grads64)
 
 
-def test_loss_and_targets_of_a_result():
-    model, samples = h.gpt2(), h.token_samples(WINDOW)
+@pytest.mark.parametrize("case", ["GPT-2, tied weights", "plain module, weighted loss_fn"])
+def test_loss_and_targets_of_a_result(case):
+    build, make_samples, loss_fn, _ = CASES[case]
+    model, samples = build(), make_samples(WINDOW)
     (window,) = make_loader(samples)
-    result, _ = window_gradient(model, window)
-    whole = h.pad_right(samples)
+    result, _ = window_gradient(model, window, loss_fn=loss_fn)
+    whole = {k: v.double() if v.is_floating_point() else v for k, v in h.pad_right(samples).items()}
     with torch.no_grad():
-        expected = copy.deepcopy(model).double()(**whole).loss.item()
+        expected = h.mean_loss(copy.deepcopy(model).double(), whole, loss_fn).item()
     assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.num_targets == sum(v != h.IGNORED for s in samples for v in s["labels"][1:])
+    assert result.num_targets == pytest.approx(h.num_targets(model, whole, loss_fn))
     assert result.grad_norm is None and not result.skipped
 
 
@@ -244,9 +246,21 @@ def native_dropout_gradient(model, window, loss_fn):
     return {name: g / total for name, g in h.gradients(model).items()}
 
 
-def test_dropout_differs_between_windows_epochs_and_seeds():
+class SharedTable(nn.Module):
+    """Drops parts of a table that all samples share: its mask is the window's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = nn.Parameter(torch.ones(64)), nn.Dropout(0.5)
+
+    def forward(self, input_ids):
+        return (input_ids[:, :1] * self.dropout(self.table)).mean()
+
+
+@pytest.mark.parametrize("build", [partial(h.bert_classifier, dropout=0.1), SharedTable], ids=["of samples", "of the window"])
+def test_dropout_differs_between_windows_epochs_and_seeds(build):
     """Agreement would be cheap if all masks were one."""
-    model, samples = h.bert_classifier(dropout=0.1), [h.class_samples(1)[0]] * WINDOW * 2
+    model, samples = build(), [h.class_samples(1)[0]] * WINDOW * 2
     first, second = make_loader(samples)
     loader = make_loader(samples)
     loader.set_epoch(1)
