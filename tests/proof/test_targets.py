@@ -50,6 +50,10 @@ def the_same_for_all_samples(features, labels, mask):
     return 1 + 0 * features.sum()
 
 
+def of_the_first_sample(features, labels, mask):
+    return F.cross_entropy(pooled(features, mask)[:1], labels[:1])
+
+
 def summed(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels, reduction="sum")
 
@@ -241,6 +245,7 @@ REFUSED = {
     ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "no sample's": (lambda: head(the_same_for_all_samples), h.class_samples, "several ways of counting targets fit"),
+    "the first sample's": (lambda: head(of_the_first_sample), h.class_samples, "depends on the order of the samples"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
     "no loss": (lambda: head(no_loss), h.class_samples, "without one. Let it return.*labels, or pass loss_fn"),
     "no samples": (h.gpt2, lambda n: [], "needs samples"),

@@ -93,6 +93,21 @@ def third_of_three():
     return lambda: calls.append(1) or len(calls) == 3
 
 
+def test_buffers_count_no_sample_twice():
+    """As those of BatchNorm do: what a failed try wrote into them is undone."""
+
+    def count(module, args, batch):
+        module.seen += len(batch["input_ids"])
+
+    accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    device, window = Device(model, 60, chosen=third_of_three()), next(iter(windows_of(accelerator, samples)))
+    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
+
+
 def test_gradient_against_the_whole_window():
     """Promise 1, without dropout, cut down to single samples."""
     accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)

@@ -179,6 +179,15 @@ def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, 
     assert text.startswith("the gradient of window" if case == "gradient" else "the loss of window")
 
 
+def test_samples_are_named_by_their_rows():
+    """Not by their positions, which are others where the order is shuffled."""
+    model = Classifier("output")
+    rule, training = healthy_rule(model), Training(model)
+    with pytest.raises(NonFinite, match=r"it comes from (sample (10|13)|samples (10, 13|13, 10));"):
+        for window in windows_of(samples(), shuffle=True):
+            training.step(window, targets=rule)
+
+
 def test_without_the_check_the_weights_become_nan(monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr("hf_ga.exact.update._is_finite", lambda *args: True)
