@@ -69,13 +69,17 @@ def test_the_truth_is_that_of_plain_torch_in_float64(name):
 
 def test_one_wrong_parameter_fails_although_the_whole_passes():
     model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    truth = helpers.full_batch_gradient(model, helpers.pad_right(window))
+    batch = helpers.pad_right(window)
+    truth = helpers.full_batch_gradient(model, batch)
     name = "bert.encoder.layer.0.attention.self.query.weight"
-    floor = 1e-6 * helpers.norm(truth)
-    truth[name] = truth[name] + 1.4 * floor * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
+    own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
+    too_much = (1e-6 + 1.5 * own) * helpers.norm(
+        truth
+    )  # of all together 1e-6 + 2 x own is allowed, of this one hardly more than 1e-6
+    truth[name] = truth[name] + too_much * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
     row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
-    assert row.error <= 1.5e-6 and not row.passed
-    assert row.worst_parameter == name and row.worst_share == pytest.approx(1.4, rel=0.1)
+    assert row.error <= row.limit and not row.passed, (row.error, row.limit)
+    assert row.worst_parameter == name and row.worst_share > 1.05
 
 
 def test_a_nan_fails():

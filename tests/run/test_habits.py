@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
+from hf_ga.recovery.latest import newest
 from hf_ga.run import build, loop
 from hf_ga.run.trackers import tracker_names
 
@@ -235,8 +236,11 @@ def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
     whole = train_job(place, tmp_path / "whole", "classes", save_total_limit=9)
     resumed = train_job(place, tmp_path / "out", "classes", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    state = json.loads((tmp_path / "whole" / "checkpoint-3" / "state.json").read_text())
-    assert state["scaler"]["scale"] == 65536.0 and state["scaler"]["_growth_tracker"] == 3
+    first, last, last_resumed = (
+        json.loads((folder / "state.json").read_text())["scaler"]
+        for folder in (tmp_path / "whole" / "checkpoint-3", newest(tmp_path / "whole"), newest(tmp_path / "out"))
+    )
+    assert first["scale"] == 65536.0 and first["_growth_tracker"] == 3 and last_resumed == last
 
 
 @pytest.mark.parametrize(("first", "then"), [("no", "bf16"), ("bf16", "no"), ("fp16", "bf16"), ("no", "fp16")])
