@@ -65,6 +65,7 @@ def on_two_ranks(work: Callable[[], Any]) -> list[Any]:
     for rank in range(2):
         end, other = context.Pipe(duplex=False)
         context.Process(target=_be_rank, args=(rank, port, work, other), daemon=True).start()
+        other.close()  # so that the end of a rank is seen
         ends.append(end)
     assert all(end.poll(6 * LIMIT) for end in ends)
     return [pickle.loads(end.recv_bytes()) for end in ends]
