@@ -1,0 +1,189 @@
+"""What two ranks exchange in a window: forked from this process, so in seconds. `test_processes.py` launches real jobs."""
+
+import multiprocessing
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import helpers as h
+import pytest
+import torch
+from accelerate import PartialState
+from launching import PORTS
+from processes import make_accelerator, whole_gradients
+from torch import nn
+
+import hf_ga
+from hf_ga.errors import CheckpointError
+from hf_ga.parallel import prepare as preparing
+from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
+LIMIT = 20  # seconds in which a rank waits for the other
+
+
+class Halves(nn.Module):
+    """Samples 0 to 2 go through one layer, the others through another one: on two ranks, each has a gradient of one of them.
+
+    Attributes:
+        fails: what a forward of this rank raises, given the number of its samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        self.fails: Callable[[int], Exception | None] = lambda num_samples: None
+
+    def forward(self, x, second, labels):
+        if (error := self.fails(len(x))) is not None:
+            raise error
+        logits = x.new_zeros(len(x), 3)
+        for layer, rows in zip(self.layers, (~second, second), strict=True):
+            if rows.any():
+                logits = logits.index_put((rows,), layer(x[rows]))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def points() -> list[dict]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(4), "second": torch.tensor(i > 2), "labels": torch.tensor(i % 3)} for i in range(5)]
+
+
+def stack(samples: list[dict]) -> dict:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def on_two_ranks(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns on each of two ranks; the text of what it raises."""
+    context, port, ends = multiprocessing.get_context("fork"), next(PORTS), []
+    for rank in range(2):
+        end, other = context.Pipe(duplex=False)
+        context.Process(target=_be_rank, args=(rank, port, work, other), daemon=True).start()
+        other.close()  # so that the end of a rank is seen
+        ends.append(end)
+    assert all(end.poll(6 * LIMIT) for end in ends)
+    return [pickle.loads(end.recv_bytes()) for end in ends]
+
+
+def _be_rank(rank: int, port: int, work: Callable[[], Any], end: Connection) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
+    PartialState._reset_state()
+    PartialState(cpu=True, timeout=timedelta(seconds=LIMIT))
+    end.send_bytes(pickle.dumps(_outcome(work)))
+    os._exit(0)
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def assert_full_batch(found: list[Any], model: nn.Module, batch: dict) -> None:
+    """Each rank has the gradient and the loss of one forward and backward of the whole window."""
+    truth = h.full_batch_gradient(model, batch)
+    loss = h.mean_loss(model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}).item()
+    for gradients, result in found:
+        assert h.relative_error({n: gradients.get(n, torch.zeros_like(g)) for n, g in truth.items()}, truth) < 1e-6
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+def ddp_window(size: int = 5, fails: Callable[[int], Exception | None] | None = None) -> tuple[h.Gradients, hf_ga.StepResult]:
+    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1."""
+    accelerator, plain = make_accelerator("ddp"), Halves()
+    rule = hf_ga.prove_targets(plain, points(), stack)
+    model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+    (window,) = hf_ga.WindowLoader(
+        points()[:size], stack, accelerator=accelerator, per_device_batch_size=2, global_batch_size=size, shuffle=False
+    )
+    if fails is not None and accelerator.process_index == 1:
+        plain.fails = fails
+    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    return whole_gradients(model), result
+
+
+@pytest.mark.parametrize("size", [5, 1], ids=["3 samples and 2", "1 sample and none"])
+def test_replicas_have_the_gradient_of_the_full_batch(size):
+    """Also of a parameter that only the other rank used. Control: neither rank's share alone is near to it."""
+    found = on_two_ranks(lambda: ddp_window(size))
+    assert_full_batch(found, Halves(), stack(points()[:size]))
+    assert [result.num_targets for _, result in found] == [size, size]
+    assert (
+        h.relative_error(h.full_batch_gradient(Halves(), stack(points()[:3])), h.full_batch_gradient(Halves(), stack(points())))
+        > 0.1
+    )
+
+
+def test_both_ranks_know_of_a_failure():
+    def work() -> list[Any]:
+        failed = _outcome(lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose")))
+        return [failed, ddp_window()]
+
+    (first, after), (second, _) = on_two_ranks(work)
+    assert second == "ZeroDivisionError: on purpose" and first == f"ProcessFailed: process 1 failed: {second}"
+    assert_full_batch([after], Halves(), stack(points()))
+
+
+def test_both_ranks_compute_again_where_one_ran_out_of_memory():
+    def out_of_memory(num_samples: int) -> Exception | None:
+        return torch.OutOfMemoryError("on purpose") if num_samples > 1 else None
+
+    found = on_two_ranks(lambda: ddp_window(fails=out_of_memory))
+    assert [result.retries for _, result in found] == [1, 1]
+    assert_full_batch(found, Halves(), stack(points()))
+
+
+def test_shards_have_the_gradient_of_the_full_batch():
+    """FSDP2. Rank 1 has a micro-batch less and repeats one, which must not count; the norm is that of all shards."""
+    samples = h.token_samples(5)
+
+    def work() -> tuple[h.Gradients, hf_ga.StepResult, float]:
+        accelerator, plain = make_accelerator("fsdp2", "GPT2Block"), h.gpt2()
+        rule = hf_ga.prove_targets(plain, samples, h.pad_right)
+        model, optimizer = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+        (window,) = hf_ga.WindowLoader(
+            samples, h.pad_right, accelerator=accelerator, planner=h.by_number(2), global_batch_size=5, shuffle=False
+        )
+        result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+        gradients = whole_gradients(model)
+        stepped = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
+        return gradients, result, stepped.grad_norm
+
+    found = on_two_ranks(work)
+    assert_full_batch([of_rank[:2] for of_rank in found], h.gpt2(), h.pad_right(samples))
+    assert [norm for *_, norm in found] == [pytest.approx(h.norm(found[0][0]), rel=1e-5)] * 2
+
+
+def test_errors_and_values_are_those_of_all_ranks():
+    def work() -> list[Any]:
+        accelerator = make_accelerator("ddp")
+        rank = accelerator.process_index
+
+        def write() -> None:
+            with raise_on_all_ranks(accelerator):
+                if rank == 1:
+                    raise CheckpointError("the disk of rank 1 is full")
+
+        agree = _outcome(lambda: check_agreement(accelerator, "rows", str(rank)))
+        return [
+            _outcome(write),
+            agree,
+            _outcome(lambda: check_agreement(accelerator, "rows", "3")),
+            broadcast_from_main(accelerator, rank),
+        ]
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[0] == "CheckpointError: the disk of rank 1 is full"
+    assert first[1].startswith("ConfigError: all processes must have the same rows, but they have process 0: 0, process 1: 1")
+    assert first[2:] == [None, 0]

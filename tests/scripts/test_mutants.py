@@ -1,0 +1,38 @@
+"""The list of mutants stays in step with the code, and scripts/mutants.py tells a fault from none."""
+
+from collections import Counter
+from dataclasses import replace
+
+import mutants
+import pytest
+
+MUTANTS = mutants.all_mutants()
+ROOMS = {"exact", "proof", "speed", "parallel", "recovery", "training", "data", "run", "check", "trainer"}
+
+
+def test_every_room_has_mutants():
+    counts = Counter(mutant.room for mutant in MUTANTS)
+    assert counts.keys() == ROOMS and min(counts.values()) >= 5 and len(MUTANTS) >= 60
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.number}: {mutant.reason}")
+def test_mutants_apply_and_their_tests_exist(mutant):
+    """Their tests are those of the room; training.py has none of its own."""
+    assert (mutants.ROOT / "hf_ga" / mutant.file).read_text().count(mutant.old) == 1 and mutant.new != mutant.old
+    for test in mutant.tests.split():
+        file, _, name = test.partition("::")
+        assert mutant.room in (file.partition("/")[0], "training")
+        assert f"def {name}(" in (mutants.ROOT / "tests" / file).read_text() if name else (mutants.ROOT / "tests" / file).is_file()
+
+
+@pytest.mark.slow("imports the libraries twice")
+def test_a_fault_is_killed_and_a_change_of_nothing_survives():
+    fault = replace(MUTANTS[0], tests="exact/test_order.py::test_order_is_the_permutation_of_the_oracle")
+    assert mutants.judge(fault) == (mutants.KILLED, fault.tests)
+    assert mutants.judge(replace(fault, new=f"({fault.old})")) == (mutants.SURVIVED, fault.tests)
+
+
+def test_what_gives_no_verdict():
+    verdict, why = mutants.judge(replace(MUTANTS[0], old="no such text"))
+    assert (verdict, why) == (mutants.DOES_NOT_APPLY, "the text occurs 0 times in hf_ga/exact/order.py")
