@@ -64,19 +64,7 @@ def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
     assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_one_wrong_parameter_fails_although_the_whole_passes():
-    model, window = helpers.bert_classifier(), helpers.class_samples(12)
-    batch = helpers.pad_right(window)
-    truth = helpers.full_batch_gradient(model, batch)
-    name = "bert.encoder.layer.0.attention.self.query.weight"
-    own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
-    too_much = (1e-6 + 1.5 * own) * helpers.norm(
-        truth
-    )  # of all together 1e-6 + 2 x own is allowed, of this one hardly more than 1e-6
-    truth[name] = truth[name] + too_much * nn.functional.normalize(torch.ones(16, 16).flatten().double(), dim=0).view(16, 16)
-    row = check(model, window, {"halves": [6, 6]}, steps={"step": leaving(truth)}).arm("step").rows[0]
-    assert row.error <= row.limit and not row.passed, (row.error, row.limit)
-    assert row.worst_parameter == name and row.worst_share > 1.05
+NAME = "bert.encoder.layer.0.attention.self.query.weight"
 
 
 def raising(model, micro_batches):

@@ -128,66 +128,8 @@ def test_every_layout_is_the_full_batch(case):
     model, samples = build(), make_samples(WINDOW + 13)
     whole = h.pad_right(samples[:WINDOW] if which == 0 else samples[WINDOW:])
     grads32, grads64 = (h.full_batch_gradient(model, whole, t, loss_fn) for t in (torch.float32, torch.float64))
-    _, grads = window_gradient(model, window, loss_fn=loss_fn)
-    assert "frozen" not in case or all((p.grad is None) != p.requires_grad for p in model.parameters())
-    naive = naive_control(model, windows, window, loss_fn)
-    ours, full, control = (h.relative_error(g, grads64) for g in (grads, grads32, naive))
-    print(f"MEASURED {case} | {layout}: error {ours:.1e}, full batch in float32 {full:.1e}, naive {control:.1e}")
-    h.assert_promise_1(grads, grads32, grads64)
-    with pytest.raises(AssertionError):
-        h.assert_promise_1(naive, grads32, grads64)
-
-
-def test_64_and_13_samples():
-    """The short last window has the weight of its own 13 samples."""
-    model, samples = h.bert_classifier(), h.class_samples(64 + 13)
-    windows = list(make_loader(samples, "one by one"))
-    assert [w.num_samples for w in windows] == [16, 16, 16, 16, 13]
-    whole = h.pad_right(samples[64:])
-    grads32, grads64 = (h.full_batch_gradient(model, whole, t) for t in (torch.float32, torch.float64))
-    result, grads = window_gradient(model, windows[-1])
-    h.assert_promise_1(grads, grads32, grads64)
-    assert result.num_targets == 13
-    naive = naive_control(model, windows, windows[-1])  # equal micro-batches: only the divisor, 16 for 13, is wrong
-    assert h.relative_error(naive, grads64) == pytest.approx(3 / 16, rel=1e-4)
-    with pytest.raises(AssertionError):
-        h.assert_promise_1(naive, grads32, grads64)
-
-
-@pytest.mark.parametrize("case", ["GPT-2, tied weights", "plain module, weighted loss_fn"])
-def test_loss_and_targets_of_a_result(case):
-    build, make_samples, loss_fn, _ = CASES[case]
-    model, samples = build(), make_samples(WINDOW)
-    (window,) = make_loader(samples)
-    result, _ = window_gradient(model, window, loss_fn=loss_fn)
-    whole = {k: v.double() if v.is_floating_point() else v for k, v in h.pad_right(samples).items()}
     with torch.no_grad():
-        expected = h.mean_loss(copy.deepcopy(model).double(), whole, loss_fn).item()
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.num_targets == pytest.approx(h.num_targets(model, whole, loss_fn))
-    assert result.grad_norm is None and not result.skipped
-
-
-def test_a_micro_batch_without_targets_is_left_out():
-    """Its mean would be NaN; the naive loop shows that."""
-    model, samples = h.bert_masked_lm(), some_without_targets(WINDOW)
-    (window,) = make_loader(samples)
-    assert [int((m.batch["labels"] != h.IGNORED).sum()) == 0 for m in window.micro_batches].count(True) == 1
-    result, grads = window_gradient(model, window)
-    assert math.isfinite(result.loss) and math.isfinite(h.norm(grads))
-    assert math.isnan(sum(h.mean_loss(model, m.batch).item() for m in window.micro_batches))
-
-
-# -- promise 2 --------------------------------------------------------------------------------------------------------------
-
-DROPOUT_CASES = [case for case in CASES if "weighted" in case or CASES[case][2] is None]
-
-
-@pytest.mark.parametrize("case", DROPOUT_CASES)
-def test_layouts_agree_with_dropout(case):
-    build, make_samples, loss_fn, which = CASES[case]
-    model, samples = build(dropout=0.1), make_samples(WINDOW + 13)
-    found, naive = {}, {}
+        loss = float(h.mean_loss(model, whole, loss_fn))
     for layout in LAYOUTS:
         windows = list(make_loader(samples, layout))
         grads, result = window_gradient(model, windows[which], loss_fn=loss_fn)
@@ -236,21 +178,9 @@ def native_dropout_gradient(model, window, loss_fn):
     return {name: g / total for name, g in h.gradients(model).items()}
 
 
-class SharedTable(nn.Module):
-    """Drops parts of a table that all samples share: its mask is the window's."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.dropout = nn.Parameter(torch.ones(64)), nn.Dropout(0.5)
-
-    def forward(self, input_ids):
-        return (input_ids[:, :1] * self.dropout(self.table)).mean()
-
-
-@pytest.mark.parametrize("build", [partial(h.bert_classifier, dropout=0.1), SharedTable], ids=["of samples", "of the window"])
-def test_dropout_differs_between_windows_epochs_and_seeds(build):
+def test_dropout_differs_between_windows_epochs_and_seeds():
     """Agreement would be cheap if all masks were one."""
-    model, samples = build(), [h.class_samples(1)[0]] * WINDOW * 2
+    model, samples = h.bert_classifier(dropout=0.1), [h.class_samples(1)[0]] * WINDOW * 2
     first, second = make_loader(samples)
     loader = make_loader(samples)
     loader.set_epoch(1)
@@ -437,7 +367,7 @@ def test_another_loss_fn_than_that_of_the_proof_is_refused():
     model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
     (window,) = make_loader(samples)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn differs from the one of the proof.* pass it to prove_targets"):
+    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn is not the one that targets were proven with.* pass it to prove_targets"):
         hf_ga.backward_window(Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from runs import lines_of, saved_weights, train_job
+from matplotlib.figure import Figure
+from runs import lines_of, saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
 from hf_ga.run.cli import finetune_main
