@@ -20,15 +20,16 @@ INTRODUCTION = f"""# All flags
 Made by `python docs/generate_cli.py` from the options in `hf_ga/run/config.py` and `hf_ga/data/options.py`.
 
 `accelerate launch scripts/finetune.py` takes these flags, with dashes or underscores. The first argument may be a YAML or JSON file
-with the same names; flags on the command line win over the file. A switch (default: off) takes no value. Mixed precision and the
-number of processes are flags of `accelerate launch`. [Fine-tuning](finetune.md) shows the flags in use.
+with the same names; flags on the command line win over the file. A switch (default: off) takes no value; a list takes its values
+with spaces between. Mixed precision and the number of processes are flags of `accelerate launch`. [Fine-tuning](finetune.md) shows
+the flags in use.
 
 {EXIT_CODES}
 """
 CHECKER = """
 ## Flags of the checker
 
-`python scripts/check_equivalence.py` takes the flags above, of which those about training and output files have no effect, and these:
+`python scripts/check_equivalence.py` takes the flags above and these; flags about training and output files have no effect.
 """
 
 
@@ -43,7 +44,7 @@ def groups() -> dict[str, list[Field]]:
 
 
 def table(options: list[Field]) -> str:
-    rows = [f"| `{flag(option)}` | {default(option)} | {option.metadata['help'].replace('|', chr(92) + '|')} |" for option in options]
+    rows = [f"| `{flag(option)}` | {default(option)} | {option.metadata['help']} |" for option in options]
     return "\n".join(["", "| flag | default | meaning |", "|---|---|---|", *rows, ""])
 
 
