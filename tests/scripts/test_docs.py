@@ -107,7 +107,7 @@ def test_the_messages_are_real(kind, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(kind) as caught:
         run()
-    assert without_numbers(str(caught.value)) in without_numbers(TROUBLES)
+    assert without_numbers(str(caught.value)) in without_numbers(TROUBLES), str(caught.value)
 
 
 def without_numbers(text):
