@@ -20,7 +20,7 @@ INTRODUCTION = f"""# All flags
 Made by `python docs/generate_cli.py` from the options in `hf_ga/run/config.py` and `hf_ga/data/options.py`.
 
 `accelerate launch scripts/finetune.py` takes these flags, with dashes or underscores. The first argument may be a YAML or JSON file
-with the same names; flags on the command line win over the file. A switch (default: off) takes no value; a list takes its values
+with the same names; flags on the command line override the file. A switch (default: off) takes no value; a list takes its values
 with spaces between. Mixed precision and the number of processes are flags of `accelerate launch`. [Fine-tuning](finetune.md) shows
 the flags in use.
 

@@ -14,12 +14,15 @@ log = logging.getLogger("mkdocs.hooks")  # with `strict` a warning fails the bui
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The Markdown files of the top level, with links as they are from docs/."""
+    """The Markdown files of the top level, with links as from docs/, and the notebooks, for links to them."""
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for source, target in PAGES.items():
             text = text.replace(f"]({source}", f"]({target}")
         files.append(File.generated(config, page, content=text.replace("](docs/", "](")))
+    for notebook in ROOT.glob("notebooks/*.ipynb"):
+        name = notebook.relative_to(ROOT).as_posix()
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 

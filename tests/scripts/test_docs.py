@@ -128,7 +128,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "hf_ga"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "notebooks", "hf_ga"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n")

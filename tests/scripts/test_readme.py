@@ -23,7 +23,8 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     for line in block.splitlines()
 ]
-INLINE = [" ".join(code.split()) for page in PAGES if page != "log" for code in re.findall(r"`([^`]+)`", PAGES[page])]
+PROSE = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items() if page != "log"]
+INLINE = [" ".join(code.split()) for text in PROSE for code in re.findall(r"`([^`]+)`", text)]
 
 
 def starting(*words: str) -> list[str]:
@@ -37,8 +38,9 @@ CHECKS, PLANS = (
 )
 LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
 RUNS = list(dict.fromkeys(line for line in LAUNCHES if "scripts/finetune.py" in line))
-OF_OTHER_PROGRAMS = {  # accelerate launch, pytest
-    *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--full"),
+OF_OTHER_PROGRAMS = {  # accelerate launch; pytest and ruff
+    *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--quiet"),
+    *("--full", "--check"),
 }
 # Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py.
 ELSEWHERE = starting("python scripts/kill_test.py", "python scripts/benchmark.py", "python scripts/sweep_heads.py")
