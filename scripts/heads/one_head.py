@@ -205,7 +205,7 @@ def relative_error(gradient: Gradient, reference: Gradient) -> float:
 def described(error: Exception) -> str:
     """Type, message and last line of the source, short enough for a table."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" [{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}]" if frames else ""
+    place = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
 
 

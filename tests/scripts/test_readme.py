@@ -1,4 +1,6 @@
-"""README and docs are true: their Python blocks run, their commands run (shortened), and CI runs the README's test command."""
+"""README and docs are true: their Python blocks run, their commands run (shortened), their flags exist, and CI runs the test
+command.
+"""
 
 import json
 import re
@@ -12,7 +14,8 @@ import pytest
 from transformers import Trainer
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = {path.stem: path.read_text() for path in FILES}
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}
 COMMANDS = [
     line.partition("  #")[0].strip()
@@ -20,6 +23,8 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     for line in block.splitlines()
 ]
+PROSE = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items() if page != "log"]
+INLINE = [" ".join(code.split()) for text in PROSE for code in re.findall(r"`([^`]+)`", text)]
 
 
 def starting(*words: str) -> list[str]:
@@ -33,6 +38,10 @@ CHECKS, PLANS = (
 )
 LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
 RUNS = list(dict.fromkeys(line for line in LAUNCHES if "scripts/finetune.py" in line))
+OF_OTHER_PROGRAMS = {  # accelerate launch; pytest and ruff
+    *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--quiet"),
+    *("--full", "--check"),
+}
 # Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py.
 ELSEWHERE = starting("python scripts/kill_test.py", "python scripts/benchmark.py", "python scripts/sweep_heads.py")
 
@@ -47,11 +56,28 @@ def test_every_block_and_command_is_tried():
     assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
         "README": 3,
         "checker": 1,
-        "library": 1,
+        "library": 2,
+        "processes": 1,
         "trainer": 1,
     }
     tried = {*CHECKS, *PLANS, *ELSEWHERE, *RUNS}
     assert {line for line in COMMANDS if line not in tried and "pip install" not in line} == set()
+
+
+def test_commands_and_flags_in_the_text_exist():
+    """Flags are those of the configuration (cli.md), of our scripts, and those of `accelerate launch` and pytest that are used
+    here.
+    """
+    sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
+    known = {*re.findall(r"--\w+", PAGES["cli"] + sources), *OF_OTHER_PROGRAMS}
+    used = {flag for text in [*COMMANDS, *INLINE] for flag in re.findall(r"(?<!\S)--\w+", text)}
+    assert used - known == set() and len(used) > 40
+    named = {
+        word
+        for text in [*COMMANDS, *INLINE]
+        for word in re.findall(r"(?:scripts|tests|accelerate_configs|notebooks)/[\w./]+", text)
+    }
+    assert [word for word in sorted(named) if not (ROOT / word).exists()] == []
 
 
 def test_the_demonstration_fails_and_then_passes(capsys):
@@ -62,10 +88,21 @@ def test_the_demonstration_fails_and_then_passes(capsys):
     assert ours < 1e-6
 
 
-@pytest.mark.parametrize(("page", "index"), [("README", 1), ("library", 0)])
-def test_the_loops_run(page, index, capsys):
-    _, printed = execute(BLOCKS[page][index], capsys)
+def test_the_loop_runs(capsys):
+    _, printed = execute(BLOCKS["README"][1], capsys)
     assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
+
+
+def test_the_loop_of_the_library_resumes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, printed = execute("".join(BLOCKS["library"]), capsys)
+    assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
+    assert "same weights after resuming: True" in printed
+
+
+def test_the_stream_gives_windows(capsys):
+    _, printed = execute(BLOCKS["processes"][0], capsys)
+    assert printed == "[32, 32, 32, 4]\n"
 
 
 @pytest.mark.parametrize(("page", "index"), [("README", 2), ("trainer", 0)])
@@ -97,7 +134,7 @@ def test_the_commands_run(tmp_path):
         result = subprocess.run([*words, *SHORTER], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
     (tmp_path / "job.json").write_text(json.dumps([[*c.removeprefix(PLAIN).split(), *SHORTER] for c in others[1:]]))
-    words = [sys.executable, str(ROOT / "tests" / "command_lines.py"), "job.json"]
+    words = [sys.executable, str(ROOT / "tests/support/command_lines.py"), "job.json"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=480)
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "outputs/finetune/summary.json").exists() and (tmp_path / "outputs/safe/summary.json").exists()
@@ -140,7 +177,7 @@ def test_ci_runs_the_test_command():
 def test_links_lead_somewhere():
     """Relative links of README and docs."""
     for page, text in PAGES.items():
-        folder = ROOT if page == "README" else ROOT / "docs"
+        folder = ROOT if page.isupper() else ROOT / "docs"
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             assert link.startswith("http") or (folder / link).exists(), f"{page}: {link}"
 

@@ -1,0 +1,139 @@
+"""The pages that are generated or collected are complete and true, and the site builds without a warning."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import generate_cli
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import hf_ga
+from hf_ga import errors
+from hf_ga.exact.memory import too_large_for
+from hf_ga.recovery.manifest import verify, write_manifest
+from hf_ga.run.cli import parse_config
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
+
+
+def test_the_flags_are_those_of_the_configuration():
+    """After a change of an option: python docs/generate_cli.py"""
+    page = generate_cli.page()
+    assert page == (DOCS / "cli.md").read_text()
+    assert "## Model\n" in page and "| `--assert` | off |" in page and page.count("`--output_dir`") == 2
+
+
+def test_every_error_is_explained():
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type) and name != "HfGaError"]
+    assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 9
+
+
+class Net(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 8), middle, nn.Linear(8, 2))
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def collate(rows):
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
+def rows(number=16):
+    return [{"x": torch.randn(5), "labels": i % 2} for i in range(number)]
+
+
+def missing_column():
+    Path("reviews.jsonl").write_text("".join(json.dumps({"review": "good", "stars": i % 5}) + "\n" for i in range(9)))
+    task = {"task": "text-classification", "dataset_name": "reviews.jsonl", "label_column": "star"}
+    hf_ga.finetune(hf_ga.FinetuneConfig(**task, output_dir="outputs/reviews"))
+
+
+def damaged_checkpoint():
+    folder = Path("outputs/safe/checkpoint-50")
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    write_manifest(folder, 50, {})
+    (folder / "state.json").write_text("[]")
+    verify(folder)
+
+
+def long_sample():
+    ids = torch.ones(1, 4096, dtype=torch.long)
+    raise too_large_for(0, hf_ga.MicroBatch({"input_ids": ids, "attention_mask": ids}, np.array([0]), np.array([1834])))
+
+
+def infinite_sample():
+    accelerator, model, data = Accelerator(), Net(nn.ReLU()), rows()
+    targets = hf_ga.prove_targets(model, data, collate)
+    data[5]["x"] = torch.full((5,), torch.inf)
+    sizes = {"per_device_batch_size": 4, "global_batch_size": 16}
+    (window,) = hf_ga.WindowLoader(data, collate, accelerator=accelerator, **sizes)
+    hf_ga.train_step(accelerator, model, torch.optim.SGD(model.parameters()), window, targets=targets)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        (errors.ConfigError, lambda: parse_config(["--num_epochs", "3"])),
+        (errors.DataError, missing_column),
+        (errors.LossNotAdditive, lambda: hf_ga.prove_targets(Net(nn.BatchNorm1d(8)), rows(), collate)),
+        (errors.UnkeyedRandomness, lambda: hf_ga.prove_targets(Net(Noise()), rows(), collate)),
+        (errors.CheckpointError, damaged_checkpoint),
+        (errors.OutOfMemory, long_sample),
+        (errors.NonFinite, infinite_sample),
+    ],
+)
+def test_the_messages_are_real(kind, run, tmp_path, monkeypatch):
+    """Word for word, but for the numbers in them."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as caught:
+        run()
+    assert without_numbers(str(caught.value)) in without_numbers(TROUBLES), str(caught.value)
+
+
+def without_numbers(text):
+    return re.sub(r"\d[\d.e+-]*", "N", text)
+
+
+def build(root, site):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=root, env=os.environ | {"NO_COLOR": "1"}, capture_output=True, text=True, timeout=120)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    result = build(ROOT, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    api = (tmp_path / "api/index.html").read_text()
+    assert [name for name in hf_ga.__all__ if f'id="hf_ga.{name}"' not in api] == []
+    assert "Any split of a global batch is the full batch" in (tmp_path / "index.html").read_text()
+
+
+def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "notebooks", "hf_ga"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n")
+    api = tmp_path / "docs/api.md"
+    api.write_text(api.read_text().replace("::: hf_ga.train_step\n", ""))
+    result = build(tmp_path, tmp_path / "site")
+    assert result.returncode == 1
+    assert "missing.md" in result.stderr and "hf_ga.train_step is missing or has no docstring" in result.stderr, result.stderr
