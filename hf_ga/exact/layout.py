@@ -65,6 +65,5 @@ class Layout:
     def __str__(self) -> str:
         processes = f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
         micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
-        is_even = self.num_processes * self.accumulation_steps * self.micro_batch_size == self.window_size
-        size = f"{'' if is_even else 'at most '}{self.micro_batch_size}"
-        return f"window of {self.window_size} samples = {processes} x {micro_batches} x {size}"
+        most = "" if self.num_processes * self.accumulation_steps * self.micro_batch_size == self.window_size else "at most "
+        return f"window of {self.window_size} samples = {processes} x {micro_batches} x {most}{self.micro_batch_size}"

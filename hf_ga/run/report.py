@@ -97,8 +97,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     radius = len(losses) // 40
     ends = [min(radius, i, len(losses) - 1 - i) for i in range(len(losses))]  # less at both ends, where it would be biased
     smooth = [losses[i - r : i + r + 1].mean() for i, r in enumerate(ends)]
-    upper.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each window")
-    upper.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of {2 * radius + 1} windows")
+    upper.plot(steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window")
+    upper.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"training, mean of {2 * radius + 1} windows")
     measured = [(line["step"], line["eval_loss"]) for line in metrics if "eval_loss" in line]
     if measured:
         upper.plot(*zip(*measured, strict=True), color="tab:orange", linewidth=1.5, marker="o", label="validation")

@@ -130,7 +130,11 @@ def test_curves(monkeypatch, tmp_path):
     middle = np.convolve(losses, np.ones(5) / 5, "valid")
     expected = [losses[0], losses[:3].mean(), *middle, losses[-3:].mean(), losses[-1]]
     assert smooth == pytest.approx(np.c_[steps, expected])
-    assert [text.get_text() for text in upper.get_legend().texts] == ["each window", "mean of 5 windows", "validation"]
+    assert [text.get_text() for text in upper.get_legend().texts] == [
+        "training, each window",
+        "training, mean of 5 windows",
+        "validation",
+    ]
     labels = (upper.get_title(), upper.get_ylabel(), lower.get_ylabel(), lower.get_xlabel())
     assert labels == ("a title", "loss (nats per target)", "learning rate", "optimizer step")
     assert (tmp_path / "curves.png").stat().st_size > 10_000 and len(list(tmp_path.iterdir())) == 1
