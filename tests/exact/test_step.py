@@ -178,9 +178,21 @@ def native_dropout_gradient(model, window, loss_fn):
     return {name: g / total for name, g in h.gradients(model).items()}
 
 
-def test_dropout_differs_between_windows_epochs_and_seeds():
+class SharedTable(nn.Module):
+    """Drops parts of a table that all samples share: its mask is the window's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = nn.Parameter(torch.ones(64)), nn.Dropout(0.5)
+
+    def forward(self, input_ids):
+        return (input_ids[:, :1] * self.dropout(self.table)).mean()
+
+
+@pytest.mark.parametrize("build", [partial(h.bert_classifier, dropout=0.1), SharedTable], ids=["of samples", "of the window"])
+def test_dropout_differs_between_windows_epochs_and_seeds(build):
     """Agreement would be cheap if all masks were one."""
-    model, samples = h.bert_classifier(dropout=0.1), [h.class_samples(1)[0]] * WINDOW * 2
+    model, samples = build(), [h.class_samples(1)[0]] * WINDOW * 2
     first, second = make_loader(samples)
     loader = make_loader(samples)
     loader.set_epoch(1)

@@ -37,6 +37,7 @@ def train(model, data, rule, wrong=1.0):
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]), shapes
 
 
+@pytest.mark.slow("compiles layers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing looks at it
 def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
     model, data = h.gpt2(), h.token_samples(32)

@@ -1,4 +1,4 @@
-"""Under every plan each speed-up, alone and with all others, is the same update; the proof uses those that it should, no wrong
+"""Under every plan each speed-up, alone and with others, is the same update; the proof uses those that it should, no wrong
 one.
 """
 
@@ -123,12 +123,13 @@ def gradient(accelerator, model, rule, samples, plan="one"):
 
 
 def rules(model, samples, not_used):
-    """The rule without speed-ups first, then with each alone, then with all."""
+    """The rule without speed-ups first, then with each alone, with all but one, and with all."""
     names = [name for name in ALL if name not in not_used]
-    for chosen in ((), *((name,) for name in names), names):
-        rule = proven(model, samples, [ALL[name]() for name in chosen])
-        assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
-        yield rule
+    for number in sorted({0, 1, len(names) - 1, len(names)}):
+        for chosen in itertools.combinations(names, number):
+            rule = proven(model, samples, [ALL[name]() for name in chosen])
+            assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
+            yield rule
 
 
 @pytest.mark.parametrize("name", MODELS)
