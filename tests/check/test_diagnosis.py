@@ -106,7 +106,8 @@ def mistakes():
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named(mistake, mistakes):
+def test_wrong_weights_are_named(mistake, mistakes):
+    """And other wrong numbers."""
     _, cause, says = MISTAKES[mistake]
     assert_only(mistakes, mistake, cause, says=says)
 
@@ -137,19 +138,6 @@ def test_dropout_that_is_not_keyed_or_switched_off_is_named():
     assert_only(report, "off", "dropout")
 
 
-class Normalised(nn.Module):
-    """A classifier of bags of tokens with a BatchNorm over samples and tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(helpers.VOCABULARY, 8, padding_idx=0), nn.BatchNorm1d(8)
-        self.output = nn.Linear(8, helpers.NUM_CLASSES)
-
-    def forward(self, input_ids, labels):
-        logits = self.output(torch.tanh(self.norm(self.embedding(input_ids).transpose(1, 2))).mean(2))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 def bag_samples(count):
     """Of one length, so that padding plays no part."""
     return [{"input_ids": s["input_ids"][:4], "labels": s["labels"]} for s in helpers.class_samples(count)]
@@ -163,11 +151,12 @@ def loop(model, micro_batches):
 
 
 def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
-    model = helpers.seeded(Normalised)()
+    model, norm = helpers.bert_classifier(), nn.BatchNorm1d(helpers.WIDTH)
+    model.classifier = nn.Sequential(norm, model.classifier)
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused and not report.passed
-    model.norm.eval()
+    norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
 
 
