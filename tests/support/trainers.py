@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers as tf
 from helpers import Gradients, gradients
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers.trainer_callback import PrinterCallback
 
 gc.freeze()  # Trainer collects garbage before each training; looking at all the imported libraries takes a third of a second
@@ -73,6 +76,17 @@ def trained(trainer_class: type, model: torch.nn.Module, args: tf.TrainingArgume
     trainer = make_trainer(trainer_class, model, args, samples, **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer.run
+
+
+WORDS = [f"w{i}" for i in range(35)]
+
+
+def word_tokenizer() -> tf.PreTrainedTokenizerFast:
+    """Of 40 tokens: `WORDS` and five special ones."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate([*special.values(), *WORDS])}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def weight_error(run: Run, reference: Run) -> float:

@@ -3,38 +3,18 @@
 import copy
 import random
 
+import helpers as h
 import pytest
-from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers import full_batch_gradient, gpt2, llama, mixtral, pad_right, relative_error
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import LAYOUTS, make_trainer, settings, weight_error
-from transformers import PreTrainedTokenizerFast
+from trainers import LAYOUTS, WORDS, make_trainer, settings, weight_error, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from hf_ga import ConfigError, ExactTrainerMixin
 
 
-@pytest.fixture(autouse=True)
-def _state_of_its_own():
-    """The precision of one trainer's Accelerate would be that of every test behind it."""
-    yield
-    AcceleratorState._reset_state(True)
-
-
 class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):
     """What a user writes."""
-
-
-WORDS = [f"w{i}" for i in range(36)]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *WORDS])}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
@@ -51,29 +31,28 @@ def sft(folder, trainer_class, model, layout, **more):
     """A finished run of a copy of the model."""
     args = SFTConfig(**settings(folder, layout, **more), bf16=False)
     dataset = Dataset.from_list(rows())
-    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=tokenizer())
+    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer())
     trainer.train()
     return trainer.run
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
-def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path, build):
+def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     """TRL divides right, but its dropout masks depend on the layout."""
-    full, *split = [sft(tmp_path, ExactSFTTrainer, build(0.1), layout) for layout in LAYOUTS]
+    full, *split = [sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), layout) for layout in LAYOUTS]
     for run in split:
-        assert relative_error(run.gradients[0], full.gradients[0]) < CLOSE
+        assert h.relative_error(run.gradients[0], full.gradients[0]) < CLOSE
         assert weight_error(run, full) < CLOSE
         assert run.losses == pytest.approx(full.losses, rel=CLOSE)
         assert [log["num_tokens"] for log in run.logs] == [log["num_tokens"] for log in full.logs]
-    plain_full, plain = (sft(tmp_path, SFTTrainer, build(0.1), layout) for layout in LAYOUTS[:2])
-    assert relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
+    plain_full, plain = (sft(tmp_path, SFTTrainer, h.gpt2(0.1), layout) for layout in LAYOUTS[:2])
+    assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
     assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
     """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by hand."""
-    model, encode = llama(0.0), tokenizer()
+    model, encode = h.llama(0.0), word_tokenizer()
     samples = []
     for row in rows()[:WINDOW]:
         prompt, completion = (encode(row[name]).input_ids for name in ("prompt", "completion"))
@@ -87,19 +66,20 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
         right = losses.gather(1, batch["labels"][:, 1:][chosen][:, None])[:, 0]
         return ((1 - smoothing) * right + smoothing * losses.mean(1)).sum(), len(right)
 
-    reference = full_batch_gradient(model, pad_right(samples), loss_fn=smoothed)
+    reference = h.full_batch_gradient(model, h.pad_right(samples), loss_fn=smoothed)
     run = sft(tmp_path, ExactSFTTrainer, model, (4, 4), label_smoothing_factor=smoothing, **STILL)
-    assert relative_error(run.gradients[0], reference) < CLOSE
+    assert h.relative_error(run.gradients[0], reference) < CLOSE
 
 
 def test_the_balancing_loss_of_experts(tmp_path):
-    model = mixtral(0.5)
-    full, split = (sft(tmp_path, ExactSFTTrainer, model, layout) for layout in ((16, 1), (1, 16)))
+    model, layouts, one = h.mixtral(0.5), ((16, 1), (1, 16)), {"num_train_epochs": 1}
+    full, split = (sft(tmp_path, ExactSFTTrainer, model, layout, **one) for layout in layouts)
     assert weight_error(split, full) < CLOSE
-    plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout) for layout in ((16, 1), (1, 16)))
-    assert weight_error(plain, plain_full) > 100 * CLOSE
+    plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout, **one) for layout in layouts)
+    assert h.relative_error(split.gradients[0], full.gradients[0]) < CLOSE
+    assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 100 * CLOSE
 
 
 def test_joined_rows_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="padding_free"):
-        sft(tmp_path, ExactSFTTrainer, gpt2(0.0), (4, 4), padding_free=True, max_length=None)
+        sft(tmp_path, ExactSFTTrainer, h.gpt2(0.0), (4, 4), padding_free=True, max_length=None)

@@ -3,46 +3,23 @@
 import copy
 import pickle
 
+import helpers as h
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from helpers import (
-    IGNORED,
-    bert_classifier,
-    bert_token_classifier,
-    class_samples,
-    full_batch_gradient,
-    gpt2,
-    llama,
-    mixtral,
-    norm,
-    pad_right,
-    relative_error,
-    t5,
-    tag_samples,
-    token_samples,
-)
 from peft import LoraConfig, get_peft_model
-from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn, word_tokenizer
+from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn
 from torch import nn
 from torch.utils.data import IterableDataset
-from trainers import arguments, distance, make_trainer, settings, weight_error
+from trainers import arguments, distance, make_trainer, settings, weight_error, word_tokenizer
 
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
-
-
-@pytest.fixture(autouse=True)
-def _state_of_its_own():
-    """The precision of one trainer's Accelerate would be that of every test behind it."""
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture
@@ -55,7 +32,7 @@ def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
 
 
 def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     usual = {"eval_dataset": given.samples[:10], "compute_metrics": accuracy}
     scheduled = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "non_padding", **STILL}
     exact, plain = (given.run(c, trainer=usual, **scheduled).trainer for c in (ExactTrainer, tf.Trainer))
@@ -70,7 +47,7 @@ def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
 
 
 def test_the_best_checkpoint_is_loaded_and_the_saved_model_is_the_trained_one(case):
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "epoch", "save_strategy": "epoch"}
     trainer = given.run(trainer={"eval_dataset": given.samples}, **best, save_total_limit=1).trainer
     trainer.save_model(str(given.folder / "saved"))
@@ -80,8 +57,10 @@ def test_the_best_checkpoint_is_loaded_and_the_saved_model_is_the_trained_one(ca
 
 
 def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
-    rows = [{"input_ids": s["input_ids"][:4], "attention_mask": [1] * 4, "label": s["labels"]} for s in class_samples(NUM_SAMPLES)]
-    given = case(bert_classifier, Dataset.from_list([{**row, "text": "not for the model"} for row in rows]))
+    rows = [
+        {"input_ids": s["input_ids"][:4], "attention_mask": [1] * 4, "label": s["labels"]} for s in h.class_samples(NUM_SAMPLES)
+    ]
+    given = case(h.bert_classifier, Dataset.from_list([{**row, "text": "not for the model"} for row in rows]))
     by_dataset = given.run(trainer={"data_collator": None})
     given.samples = rows
     by_list = given.run(trainer={"data_collator": None})
@@ -92,9 +71,9 @@ def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
 
 def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     """As many as Trainer's, each window sorted by length; what the model is proven with is what trains."""
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     args = arguments(given.folder, (4, 4), train_sampling_strategy="sequential")
-    trainer = make_trainer(ExactTrainer, given.model, args, given.samples, data_collator=pad_right)
+    trainer = make_trainer(ExactTrainer, given.model, args, given.samples, data_collator=h.pad_right)
     loader = trainer.get_train_dataloader()
     batches = list(loader)
     assert len(loader) == len(batches) == 6
@@ -120,7 +99,7 @@ class DependsOnEpoch(list):
 
 
 def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied(case):
-    given = case(bert_classifier, DependsOnEpoch(class_samples(NUM_SAMPLES)))
+    given = case(h.bert_classifier, DependsOnEpoch(h.class_samples(NUM_SAMPLES)))
     trainer = given.run(save_strategy="steps", save_steps=3).trainer
     assert trainer.train_dataset.epochs == (0, 1)
     given.run(trainer={"resume": str(given.folder / "checkpoint-3")})
@@ -132,15 +111,17 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
 
 def test_training_again_and_models_from_model_init(case):
     """A model comes in evaluation mode from the hub. The second training proves again what Accelerate has prepared for bf16."""
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given, one = case(h.bert_classifier, h.class_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
     given.model.eval()
-    trainer = given.run(bf16=True, num_train_epochs=1).trainer
+    trainer = given.run(bf16=True, **one).trainer
     trainer.train()
     assert trainer.state.global_step == 2
-    args = arguments(given.folder, (4, 4))
-    made = make_trainer(ExactTrainer, None, args, given.samples, data_collator=pad_right, model_init=lambda: bert_classifier(0.1))
+    args = arguments(given.folder, (4, 4), **one)
+    made = make_trainer(
+        ExactTrainer, None, args, given.samples, data_collator=h.pad_right, model_init=lambda: h.bert_classifier(0.1)
+    )
     made.train()
-    assert distance(made.run.weights[-1], given.run().weights[-1]) == 0
+    assert distance(made.run.weights[-1], given.run(**one).weights[-1]) == 0
 
 
 class GeneratingTrainer(ExactTrainerMixin, tf.Seq2SeqTrainer):
@@ -148,11 +129,12 @@ class GeneratingTrainer(ExactTrainerMixin, tf.Seq2SeqTrainer):
 
 
 def test_the_sequence_to_sequence_trainer_generates(case):
-    given = case(t5, token_samples(NUM_SAMPLES))
-    args = tf.Seq2SeqTrainingArguments(**settings(given.folder, (4, 4)), predict_with_generate=True)
-    trainer = make_trainer(GeneratingTrainer, copy.deepcopy(given.model), args, given.samples, data_collator=pad_right)
+    given = case(h.t5, h.token_samples(NUM_SAMPLES))
+    one = {"num_train_epochs": 1}
+    args = tf.Seq2SeqTrainingArguments(**settings(given.folder, (4, 4), **one), predict_with_generate=True)
+    trainer = make_trainer(GeneratingTrainer, copy.deepcopy(given.model), args, given.samples, data_collator=h.pad_right)
     trainer.train()
-    assert distance(trainer.run.weights[-1], given.run().weights[-1]) == 0
+    assert distance(trainer.run.weights[-1], given.run(**one).weights[-1]) == 0
     assert len(trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
 
 
@@ -160,39 +142,34 @@ def test_adapters_and_activation_checkpointing(case):
     def adapted(dropout):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            return get_peft_model(llama(0.1), LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
+            model = get_peft_model(h.llama(0.1), LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
+        model.enable_input_require_grads()  # what PEFT's documentation asks for under reentrant checkpointing
+        return model
 
-    given = case(adapted, token_samples(NUM_SAMPLES))
-    full, split = given.run(layout=(16, 1)), given.run(layout=(1, 16))
-    checkpointed = given.run(gradient_checkpointing=True, trainer={"callbacks": [WithInputGradients()]})
+    given, one = case(adapted, h.token_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
+    full, split = given.run(layout=(16, 1), **one), given.run(layout=(1, 16), **one)
+    checkpointed = given.run(gradient_checkpointing=True, **one)
     assert weight_error(split, full) < CLOSE
     assert weight_error(checkpointed, full) < CLOSE
     assert distance(full.weights[-1], full.weights[0]) > 1e-6
 
 
-class WithInputGradients(tf.TrainerCallback):
-    """What PEFT's documentation asks for under reentrant checkpointing."""
-
-    def on_init_end(self, args, state, control, model=None, **kwargs):
-        model.enable_input_require_grads()
-
-
 @pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-8), ("fp16", 2**-11)])
 def test_mixed_precision(case, precision, rounding):
     """The layouts differ by roundings only; the full batch in this precision differs from float32 by more than nothing."""
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
 
     def first_gradient(layout, trainer_class=ExactTrainer):
-        args = arguments(given.folder, layout, **{precision: True})
-        trainer = make_trainer(trainer_class, copy.deepcopy(given.model), args, given.samples, data_collator=pad_right)
+        args = arguments(given.folder, layout, max_steps=1, **{precision: True})
+        trainer = make_trainer(trainer_class, copy.deepcopy(given.model), args, given.samples, data_collator=h.pad_right)
         enable_fp16_on_cpu(trainer.accelerator)
         trainer.train()
         return trainer.run.gradients[0]
 
     exact_full, exact_split = first_gradient((16, 1)), first_gradient((1, 16))
-    assert relative_error(exact_split, exact_full) < 4 * rounding
-    assert relative_error(exact_full, given.run(layout=(16, 1)).gradients[0]) > rounding / 100
-    assert norm(first_gradient((1, 16), tf.Trainer)) > 10 * norm(exact_full)
+    assert h.relative_error(exact_split, exact_full) < 4 * rounding
+    assert h.relative_error(exact_full, given.run(layout=(16, 1), max_steps=1).gradients[0]) > rounding / 100
+    assert h.norm(first_gradient((1, 16), tf.Trainer)) > 10 * h.norm(exact_full)
 
 
 def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
@@ -207,23 +184,25 @@ def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
         def on_substep_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = self.epochs == 1
 
-    given = case(gpt2, token_samples(WINDOW), dropout=0.0)
-    reference = full_batch_gradient(given.model, pad_right(given.samples))
+    given = case(h.gpt2, h.token_samples(WINDOW), dropout=0.0)
+    reference = h.full_batch_gradient(given.model, h.pad_right(given.samples))
     twice = {**STILL, "num_train_epochs": 2}
     run, plain = (given.run(c, trainer={"callbacks": [StopsFirstEpoch()]}, **twice) for c in (ExactTrainer, tf.Trainer))
     assert len(run.gradients) == len(plain.gradients) == 1
-    assert relative_error(run.gradients[0], reference) < CLOSE
-    assert relative_error(plain.gradients[0], reference) > 0.1
+    assert h.relative_error(run.gradients[0], reference) < CLOSE
+    assert h.relative_error(plain.gradients[0], reference) > 0.1
 
 
 def test_the_balancing_loss_of_experts_is_the_windows(case):
-    given = case(lambda _: mixtral(0.02), token_samples(NUM_SAMPLES))
-    full, split, plain = given.run(layout=(16, 1)), given.run(layout=(1, 16)), given.run(tf.Trainer, (1, 16))
+    given = case(lambda _: h.mixtral(0.02), h.token_samples(NUM_SAMPLES))
+    kinds = ((ExactTrainer, (16, 1)), (ExactTrainer, (1, 16)), (tf.Trainer, (1, 16)))
+    full, split, plain = (given.run(*kind, num_train_epochs=1) for kind in kinds)
     assert weight_error(split, full) < CLOSE
     with torch.no_grad():
         model = given.model.train()
-        assert model(**pad_right(given.samples)).aux_loss > 1
-    assert weight_error(plain, full) > 1e-3
+        assert model(**h.pad_right(given.samples)).aux_loss > 1
+    assert h.relative_error(split.gradients[0], full.gradients[0]) < CLOSE
+    assert h.relative_error(plain.gradients[0], full.gradients[0]) > 100 * CLOSE
 
 
 # --- refusals ---
@@ -241,9 +220,9 @@ REFUSED_ARGUMENTS = {
 
 
 def prepared(case, trainer_class=ExactTrainer, **more):
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     args = arguments(given.folder, (4, 4))
-    return make_trainer(trainer_class, given.model, args, given.samples, **{"data_collator": pad_right, **more})
+    return make_trainer(trainer_class, given.model, args, given.samples, **{"data_collator": h.pad_right, **more})
 
 
 @pytest.mark.parametrize("message", REFUSED_ARGUMENTS)
@@ -266,18 +245,18 @@ def test_several_processes_and_sharded_models_are_refused(case, kind, monkeypatc
 
 
 def test_fp16_that_would_be_float32_is_refused(case):
-    given = case(bert_classifier, class_samples(NUM_SAMPLES))
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     with pytest.raises(ConfigError, match="mixed precision fp16 is not supported"):
         given.run(fp16=True)
 
 
 class Streaming(IterableDataset):
     def __iter__(self):
-        yield from class_samples(NUM_SAMPLES)
+        yield from h.class_samples(NUM_SAMPLES)
 
 
 def test_streaming_datasets_are_refused(case):
-    given = case(bert_classifier, Streaming())
+    given = case(h.bert_classifier, Streaming())
     with pytest.raises(DataError, match=r"a Streaming has no length or no random access.*load the dataset without streaming"):
         given.run(max_steps=2)
 
@@ -285,68 +264,45 @@ def test_streaming_datasets_are_refused(case):
 def test_collate_functions_that_make_two_rows_of_a_sample_are_refused(case):
     """As those of preference data do: chosen and rejected texts below each other."""
     with pytest.raises(DataError, match=r"shape .4, 11. for 2 samples and .6, 11. for 3: .* one row a sample"):
-        prepared(case, data_collator=lambda samples: pad_right([*samples, *samples])).train()
+        prepared(case, data_collator=lambda samples: h.pad_right([*samples, *samples])).train()
 
 
-class OwnLoader(tf.Trainer):
-    def get_train_dataloader(self):
-        raise AssertionError("refused before")
-
-
-class OwnSampler(tf.Trainer):
-    def _get_train_sampler(self, train_dataset=None):
-        raise AssertionError("refused before")
-
-
-class OwnBatches(tf.Trainer):
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        raise AssertionError("refused before")
-
-
-@pytest.mark.parametrize(
-    ("base", "method"),
-    [(OwnLoader, "get_train_dataloader"), (OwnSampler, "_get_train_sampler"), (OwnBatches, "get_batch_samples")],
-)
-def test_loaders_and_samplers_of_ones_own_are_refused(case, base, method):
+@pytest.mark.parametrize("method", ["get_train_dataloader", "_get_train_sampler", "get_batch_samples"])
+def test_loaders_and_samplers_of_ones_own_are_refused(case, method):
+    base = type("Own", (tf.Trainer,), {method: lambda *_, **__: pytest.fail("refused before")})
     mixed = type("Mixed", (ExactTrainerMixin, base), {})
-    with pytest.raises(ConfigError, match=f"{base.__name__}.{method} brings an order of samples of its own"):
+    with pytest.raises(ConfigError, match=f"Own.{method} brings an order of samples of its own"):
         prepared(case, mixed).train()
 
 
-class DividesAgain(tf.Trainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / 4
-        self.accelerator.backward(loss)
-        return loss.detach()
+def divides_again(self, model, inputs, num_items_in_batch=None):
+    loss = self.compute_loss(model, self._prepare_inputs(inputs)) / 4
+    self.accelerator.backward(loss)
+    return loss.detach()
 
 
-class NeverAsksForHelp(ExactTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        self.accelerator.backward(loss)
-        return loss.detach()
+def never_asks_for_help(self, model, inputs, num_items_in_batch=None):
+    loss = self.compute_loss(model, self._prepare_inputs(inputs))
+    self.accelerator.backward(loss)
+    return loss.detach()
 
 
-class TrainsTwice(ExactTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, inputs) + super().training_step(model, inputs)
-
-
-class MixedDividesAgain(ExactTrainerMixin, DividesAgain):
-    pass
+def trains_twice(self, model, inputs, num_items_in_batch=None):
+    return ExactTrainer.training_step(self, model, inputs) + ExactTrainer.training_step(self, model, inputs)
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "message"),
+    ("step", "mixed", "message"),
     [
-        (MixedDividesAgain, "was multiplied by 0.25: an overridden training_step scales it again"),
-        (NeverAsksForHelp, "must call super"),
-        (TrainsTwice, "called once for each micro-batch"),
+        (divides_again, True, "was multiplied by 0.25: an overridden training_step scales it again"),
+        (never_asks_for_help, False, "must call super"),
+        (trains_twice, False, "called once for each micro-batch"),
     ],
 )
-def test_overridden_steps_that_would_not_be_exact_are_found(case, trainer_class, message):
+def test_overridden_steps_that_would_not_be_exact_are_found(case, step, mixed, message):
+    base = type("Own", (tf.Trainer if mixed else ExactTrainer,), {"training_step": step})
     with pytest.raises(ConfigError, match=message):
-        prepared(case, trainer_class).train()
+        prepared(case, type("Mixed", (ExactTrainerMixin, base), {}) if mixed else base).train()
 
 
 class PutsIntoEvaluationMode(tf.TrainerCallback):
@@ -378,7 +334,7 @@ class Noisy(tf.Trainer):
 
 
 def test_losses_that_do_not_add_up_or_draw_are_refused(case):
-    given = case(bert_token_classifier, tag_samples(NUM_SAMPLES))
+    given = case(h.bert_token_classifier, h.tag_samples(NUM_SAMPLES))
     with pytest.raises(LossNotAdditive, match="not the mean over its targets") as refusal:
         given.run(type("Mixed", (ExactTrainerMixin, ClassWeights), {}))
     assert "compute_loss" in refusal.value.__notes__[0]
@@ -404,27 +360,23 @@ def test_randomness_that_begins_after_the_proof_is_found(case):
         prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
 
 
-class Normalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.norm, self.out = nn.Embedding(40, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
-
-    def forward(self, input_ids, labels=None):
-        logits = self.out(self.norm(self.table(input_ids).mean(1)))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 def test_batch_norm_is_refused(case):
-    samples = [{"input_ids": s["input_ids"][:4], "labels": s["labels"]} for s in class_samples(NUM_SAMPLES)]
+    def normalised(dropout):
+        model = h.bert_classifier(dropout)
+        model.classifier = nn.Sequential(nn.BatchNorm1d(h.WIDTH), model.classifier)
+        return model
+
     with pytest.raises(LossNotAdditive, match="BatchNorm1d"):
-        case(lambda _: Normalised(), samples).run()
+        case(normalised, h.class_samples(NUM_SAMPLES), dropout=0.0).run()
 
 
 def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):
-    samples = [{**s, "labels": [IGNORED] * len(s["labels"])} if i < WINDOW else s for i, s in enumerate(tag_samples(NUM_SAMPLES))]
-    given = case(bert_token_classifier, samples)
+    samples = [
+        {**s, "labels": [h.IGNORED] * len(s["labels"])} if i < WINDOW else s for i, s in enumerate(h.tag_samples(NUM_SAMPLES))
+    ]
+    given = case(h.bert_token_classifier, samples)
     args = arguments(given.folder, (4, 4), fp16=True, train_sampling_strategy="sequential")
-    trainer = make_trainer(ExactTrainer, given.model, args, samples, data_collator=pad_right)
+    trainer = make_trainer(ExactTrainer, given.model, args, samples, data_collator=h.pad_right)
     enable_fp16_on_cpu(trainer.accelerator)
     with pytest.raises(DataError, match="no target at all"):
         trainer.train()
