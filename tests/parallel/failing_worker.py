@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from processes import h, make_accelerator, make_windows, prepare, save, whole_gradients
+from accelerate import Accelerator
+from processes import h, make_accelerator, make_windows, prepare, save
 from torch import nn
 
 import hf_ga
@@ -27,7 +29,7 @@ class Bomb(nn.Module):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         if self.armed == "forward":
-            raise Fails("a forward of process 1 went wrong in row \udc80")  # a text that cannot be encoded
+            raise Fails("a forward of process 1 went wrong")
         return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
     def collate(self, samples: list[dict]) -> dict:
@@ -35,56 +37,41 @@ class Bomb(nn.Module):
             raise Fails("row 7 cannot be decoded")
         return h.pad_right(samples)
 
-    def sum_of_loss(self, outputs, batch) -> tuple[torch.Tensor, int]:
-        if self.armed == "loss_fn":
-            raise Fails("labels beyond the vocabulary")
-        total = nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
-        return total, len(batch["labels"])
+
+def survives_in_collate(folder: Path) -> None:
+    """The step collates again where a window must have one width."""
+    accelerator, bomb = make_accelerator("ddp"), Bomb()
+    model, _, rule = prepare(accelerator, "ddp", bomb, h.class_samples(SAMPLES), collate=bomb.collate)
+    (window,) = make_windows(accelerator, h.class_samples(SAMPLES), bomb.collate, global_batch_size=SAMPLES)
+    bomb.armed = "collate" if accelerator.process_index == 1 else ""
+    backward = partial(hf_ga.backward_window, accelerator, model, window, targets=replace(rule, pad_to_window=True))
+    survives(accelerator, folder, "collate", backward, lambda: setattr(bomb, "armed", ""))
 
 
-def survived(folder: Path, kind: str) -> None:
-    """Every process raises in the same window, keeps the gradients it had, and can go on."""
-    accelerator, bomb = make_accelerator(kind), Bomb()
-    model, _, rule = prepare(accelerator, kind, bomb, h.class_samples(SAMPLES), collate=bomb.collate)
-    own = hf_ga.prove_targets(bomb, h.class_samples(SAMPLES), bomb.collate, loss_fn=bomb.sum_of_loss)
-    for stage in ("forward", "loss_fn", "collate"):
-        (window,) = make_windows(accelerator, h.class_samples(SAMPLES), bomb.collate, global_batch_size=SAMPLES)
-        options = {"targets": own, "loss_fn": bomb.sum_of_loss} if stage == "loss_fn" else {"targets": rule}
-        if stage == "collate":  # the step collates again: one width for the window
-            options = {"targets": replace(rule, pad_to_window=True)}
-        bomb.armed = stage if accelerator.process_index == 1 else ""
-        try:
-            hf_ga.backward_window(accelerator, model, window, **options)
-            said = "nothing"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        bomb.armed = ""
-        model.zero_grad(set_to_none=True)
-        after = hf_ga.backward_window(accelerator, model, window, **options)
-        save(accelerator, folder, f"survived {stage}", whole_gradients(model), said=said, loss=after.loss)
-
-
-def survived_in_the_router(folder: Path) -> None:
+def survives_in_the_router(folder: Path) -> None:
     """The pass in which experts are counted ends in another sum than that of the status."""
-    accelerator, samples = make_accelerator("ddp"), h.token_samples(SAMPLES)
-    base = h.mixtral(0.5)
+    accelerator, samples, base = make_accelerator("ddp"), h.token_samples(SAMPLES), h.mixtral(0.5)
     model, _, rule = prepare(accelerator, "ddp", base, samples)
     (window,) = make_windows(accelerator, samples, global_batch_size=SAMPLES)
     handle = base.register_forward_pre_hook(fail_on_one(accelerator.process_index))
+    survives(accelerator, folder, "router", partial(hf_ga.backward_window, accelerator, model, window, targets=rule), handle.remove)
+
+
+def survives(accelerator: Accelerator, folder: Path, name: str, backward: Callable, disarm: Callable) -> None:
+    """What each process raises in the window, and the loss of the same window after that."""
     try:
-        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        backward()
         said = "nothing"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    handle.remove()
-    loss = hf_ga.backward_window(accelerator, model, window, targets=rule).loss
-    save(accelerator, folder, "survived router", None, said=said, loss=loss)
+    disarm()
+    save(accelerator, folder, name, None, said=said, loss=backward().loss)
 
 
 def fail_on_one(process_index: int) -> Callable:
     def hook(module: nn.Module, inputs: tuple) -> None:
         if process_index == 1:
-            raise Fails("an expert is missing")
+            raise Fails("an expert is missing in row \udc80")  # a text that cannot be encoded
 
     return hook
 
@@ -103,6 +90,6 @@ def ends(folder: Path, kind: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[2] == "ddp":
-        survived(Path(sys.argv[1]), "ddp")
-        survived_in_the_router(Path(sys.argv[1]))
+        survives_in_collate(Path(sys.argv[1]))
+        survives_in_the_router(Path(sys.argv[1]))
     ends(Path(sys.argv[1]), sys.argv[2])

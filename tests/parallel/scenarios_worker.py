@@ -1,4 +1,7 @@
-"""Run by `accelerate launch`: python scenarios.py OUTPUT_DIR SCENARIO ... Each writes what every process found."""
+"""Scenarios of 2 and of 3 processes, forked from one that has imported everything: python scenarios_worker.py JOB.json
+
+JOB.json: {"folder": with a folder for each number of processes, in which each writes what it found}.
+"""
 
 import json
 import sys
@@ -10,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers as tf
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
+from forked import together
 from processes import (
     LAST,
     SEED,
     WINDOW,
     Collectives,
-    end_process,
     h,
     make_accelerator,
     make_windows,
@@ -35,8 +38,8 @@ from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
 from hf_ga.recovery.checkpoint import state_sha256
 
-STEPS, MAX_NORM = 30, 0.1
-MICRO_BATCHES = {2: (1, 4, 16)}  # a process, whose collectives are counted
+STEPS, MAX_NORM = 30, 0.1  # as the README says
+MICRO_BATCHES = (1, 4)  # a process, whose collectives are counted
 KINDS = ("ddp", "fsdp1", "fsdp2")
 CASES = {
     "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),
@@ -58,13 +61,13 @@ def gradients(folder: Path, kind: str) -> None:
 
 
 def added(folder: Path, kind: str) -> None:
-    """The gradients of two windows, one added to the other."""
+    """The gradients of two windows, one added to the other, and of one without targets."""
     build, make_samples, layer = CASES["GPT-2"]
     accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, build(0.1), samples)
-    for window in make_windows(accelerator, samples):
-        hf_ga.backward_window(accelerator, model, window, targets=rule)
-    save(accelerator, folder, f"added {kind}", whole_gradients(model))
+    windows = [*make_windows(accelerator, samples), *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]])]
+    skipped = [hf_ga.backward_window(accelerator, model, window, targets=rule).skipped for window in windows]
+    save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
 def buckets(folder: Path, kind: str) -> None:
@@ -81,7 +84,7 @@ def buckets(folder: Path, kind: str) -> None:
 
 
 def steps(folder: Path, kind: str) -> None:
-    """Thirty steps of AdamW with clipping."""
+    """Steps of AdamW with clipping, over several epochs."""
     build, make_samples, layer = CASES["GPT-2"]
     accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
     model, optimizer, rule = prepare(accelerator, kind, build(0.1), samples)
@@ -93,21 +96,13 @@ def steps(folder: Path, kind: str) -> None:
 
 
 def naive(folder: Path, kind: str) -> None:
-    """Two controls: DDP's average of local means (Accelerate's usual loop), and what `even_batches` puts into the tail."""
+    """The control: DDP's average of local means (Accelerate's usual loop)."""
     accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
     for window in make_windows(accelerator, samples, planner=h.by_number(WINDOW)):
         model.zero_grad(set_to_none=True)
         accelerator.backward(model(**window.micro_batches[0].batch).loss * 2)  # undo the division by accumulation steps
         save(accelerator, folder, f"naive means {window.index}", whole_gradients(model))
-    model.zero_grad(set_to_none=True)
-    tail = torch.utils.data.DataLoader(samples[WINDOW:], batch_size=4, collate_fn=h.pad_right)  # 13 samples
-    rows = []
-    for batch in accelerator.prepare(tail):  # rightly weighted by targets: only the repeated rows are wrong
-        count = int((batch["labels"][:, 1:] != h.IGNORED).sum())
-        accelerator.backward(model(**batch).loss * count * 2 * accelerator.num_processes)
-        rows.append([len(batch["labels"]), count])
-    save(accelerator, folder, "naive tail", whole_gradients(model), rows=rows)
 
 
 def larger() -> nn.Module:
@@ -119,7 +114,7 @@ def larger() -> nn.Module:
 def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1, 4 and 16 micro-batches a process."""
     samples = h.class_samples(WINDOW)
-    for micro_batches in MICRO_BATCHES[PartialState(cpu=True).num_processes]:
+    for micro_batches in MICRO_BATCHES:
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator = make_accelerator(kind)
             model, _, rule = prepare(accelerator, kind, larger(), samples)
@@ -151,7 +146,7 @@ class OverflowingBias(nn.Linear):
 
 
 def overflow(folder: Path, kind: str) -> None:
-    """fp16: in the second window a gradient of process 1 (of the only one, where there is one) is infinite."""
+    """fp16: in the second window a gradient of the last process is infinite."""
     samples = h.class_samples(WINDOW)
     accelerator = make_accelerator(kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)])
     enable_fp16_on_cpu(accelerator)
@@ -176,21 +171,6 @@ def digest(model: nn.Module) -> str:
     else:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return state_sha256(nn.ParameterList(whole).state_dict())
-
-
-def few_samples(folder: Path, kind: str) -> None:
-    """Windows of 3, 1 and 6 samples, of which some have no targets; the last window is one sample."""
-    samples = h.token_samples(7)
-    samples[1] = h.without_targets(samples[1])
-    samples[4] = h.without_targets(samples[4])
-    for size in (3, 1, 6):
-        accelerator = make_accelerator(kind, "GPT2Block")
-        model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), h.token_samples(8))
-        for window in make_windows(accelerator, samples, global_batch_size=size, planner=h.by_number(1), shuffle=False):
-            model.zero_grad(set_to_none=True)
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule)
-            facts = {"loss": result.loss, "targets": result.num_targets, "own": len(window.micro_batches)}
-            save(accelerator, folder, f"few {kind} {size} {window.index}", whole_gradients(model), skipped=result.skipped, **facts)
 
 
 def options(folder: Path, kind: str) -> None:
@@ -321,20 +301,20 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {
-    f.__name__: f for f in (gradients, steps, naive, counted, overflow, few_samples, heads, options, subset, added, buckets)
-}
+SCENARIOS = {2: [steps, naive, counted, overflow, options, subset, added, buckets], 3: [gradients, heads]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    tf.logging.set_verbosity_error()
-    folder, kinds, names = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
-    for name in names:
-        for kind in kinds:
-            SCENARIOS[name](folder, kind)
-    end_process()
+def run(folder: Path, num_processes: int) -> None:
+    for scenario in SCENARIOS[num_processes]:
+        for kind in KINDS:
+            scenario(folder, kind)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    tf.logging.set_verbosity_error()
+    for num_processes in SCENARIOS:
+        folder = Path(json.loads(Path(sys.argv[1]).read_text())["folder"]) / str(num_processes)
+        folder.mkdir()
+        if together(partial(run, folder, num_processes), "ddp", num_processes) != {0}:
+            sys.exit(f"a scenario of {num_processes} processes failed")

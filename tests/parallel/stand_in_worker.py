@@ -25,8 +25,6 @@ from hf_ga.trainer.exact_trainer import WindowLoss
 CPU, DROPOUT = torch.device("cpu"), 0.3
 CASES = {  # model, samples, own loss
     "GPT-2": (h.gpt2, h.token_samples, None),
-    "Llama": (h.llama, h.token_samples, None),
-    "BERT": (h.bert_masked_lm, h.token_samples, None),
     "classes": (h.bert_classifier, h.class_samples, None),
     "T5": (h.t5, h.token_samples, None),
     "router": (lambda dropout: h.mixtral(0.5), h.token_samples, None),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import helpers as h
 import pytest
+import steps
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
+from steps import same
 from torch import nn
 
 import hf_ga
@@ -76,29 +78,9 @@ def regression():
     return Regression()
 
 
-class Training:
-    """A prepared model with optimizer and schedule, and what it consists of at any time."""
-
-    def __init__(self, accelerator, model=None, fused=False, rate=1e-2):
-        self.accelerator = accelerator
-        model = model or regression()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=fused)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-
-    def step(self, window, **options):
-        return hf_ga.train_step(self.accelerator, self.model, self.optimizer, window, scheduler=self.scheduler, **options)
-
-    def snapshot(self):
-        states = self.optimizer.state_dict()["state"]
-        tensors = [*self.model.parameters(), *(states[i][name] for i in states for name in sorted(states[i]))]
-        return [t.detach().clone() for t in tensors], self.scheduler.state_dict()
-
-
-def same(snapshot, other):
-    (tensors, schedule), (tensors_other, schedule_other) = snapshot, other
-    equal = len(tensors) == len(tensors_other) and all(map(torch.equal, tensors, tensors_other))
-    return equal and schedule == schedule_other
+class Training(steps.Training):
+    def __init__(self, accelerator, model=None, **more):
+        super().__init__(accelerator, model or regression(), **more)
 
 
 # -- overflow ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from launching import PORTS
 from hf_ga.run import finetune, loop
 from hf_ga.run.config import FinetuneConfig
 
-LIMIT = 150  # seconds for all phases of one call
+LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on an idle machine
 STOPPED = 9  # exit code of a process that was stopped where a phase says so
 KINDS: dict[str, dict[str, str]] = {
     "ddp": {},

@@ -1,4 +1,4 @@
-"""What tests/test_processes*.py launch: models, wrappers and the windows of the scenarios in `scenarios.py`.
+"""Models, wrappers and windows of the scenarios of several processes.
 
 Everything is small: what counts is the split, the process group and the wrapper, which are real.
 """
