@@ -1,9 +1,8 @@
-"""Run by `accelerate launch`: python full_disk.py CONFIG.json RECORDS_DIR. What two processes say where one cannot write."""
+"""What two processes say where one cannot write its shards or finish a checkpoint. Run by `pairs_worker.py`."""
 
 import json
 import os
 import shutil
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,9 @@ def said(config: hf_ga.FinetuneConfig) -> str:
         return str(error)
 
 
-if __name__ == "__main__":
-    rank, config = int(os.environ["RANK"]), parse_config([sys.argv[1]])
-    again = replace(config, resume_from_checkpoint="auto")
-    copy = Path(config.output_dir) / "copy"
+def run(folder: Path) -> None:
+    rank, config = int(os.environ["RANK"]), parse_config([str(folder / "run.json")])
+    again, copy = replace(config, resume_from_checkpoint="auto"), Path(config.output_dir) / "copy"
     records = {}
     with limit_at(checkpoint, "save_shards", call=2, size=1_000) if rank == 1 else nullcontext():
         records["shards of process 1"] = said(config)
@@ -36,4 +34,4 @@ if __name__ == "__main__":
         (copy / "shards" / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"")
     records["damaged"] = said(replace(config, resume_from_checkpoint=str(copy)))
     records["room"] = said(again)  # last: the processes part at the end of a run
-    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(records))
+    (folder / f"{rank}.json").write_text(json.dumps(records))

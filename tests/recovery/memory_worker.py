@@ -1,7 +1,6 @@
-"""A device whose memory runs out on command, for tests/test_memory.py; and what tests/test_memory_processes.py launches:
+"""A device whose memory runs out on command, for test_memory.py; and what two processes do with it, for `pairs_worker.py` and
 
-accelerate launch ... tests/recovery/memory_worker.py OUTPUT_DIR windows
-accelerate launch ... tests/recovery/memory_worker.py CONFIG.json FITS FIRST_FAILING_WINDOW
+accelerate launch ... tests/recovery/memory_worker.py CONFIG.json FIRST_FAILING_FORWARD
 """
 
 import random
@@ -20,11 +19,6 @@ from hf_ga.run import build as building
 from hf_ga.run.cli import finetune_main
 
 SAMPLES, WINDOW, MICRO_BATCH, LONG = 53, 24, 8, 40  # LONG: a sample that is longer than the others
-CASES = {  # model, samples, own loss
-    "GPT-2": (lambda: h.gpt2(0.1), h.token_samples, None),
-    "own loss": (lambda: h.plain_tagger(0.1), h.weighted_samples, h.weighted_token_loss),
-    "router": (lambda: h.mixtral(0.5), h.token_samples, None),
-}
 ERRORS = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
@@ -81,28 +75,24 @@ def of_sample(tokens: list[int]) -> tuple[int, ...]:
     return tuple(token for token in tokens if token)
 
 
+def run(folder: Path) -> None:
+    run_windows(folder)
+    run_long_sample(folder)
+
+
 def run_windows(folder: Path) -> None:
-    """Two epochs of updates for each case, while memory runs out on either process at random, and at first on both."""
-    for name, (build, make_samples, loss_fn) in CASES.items():
-        accelerator, model, samples = make_accelerator("ddp"), build(), make_samples(SAMPLES)
-        rng, retries = random.Random(accelerator.process_index), []
-        wrapped, optimizer, rule = prepare(accelerator, "ddp", model, samples, loss_fn)
-        device = Device(model, 20, chosen=lambda rng=rng, retries=retries: not retries or rng.random() < 0.2)
-        windows = make_windows(accelerator, samples, global_batch_size=WINDOW)
-        losses, seen = [], []
-        for window in (window for _ in range(2) for window in windows):
-            result = hf_ga.train_step(accelerator, wrapped, optimizer, window, targets=rule, loss_fn=loss_fn, max_grad_norm=0.5)
-            losses.append(result.loss)
-            retries.append(result.retries)
-            seen.append([[*tokens, times] for tokens, times in device.take().items()])
-        facts = {
-            "losses": losses,
-            "retries": retries,
-            "failed": len(device.failures),
-            "seen": seen,
-            "limit": windows.state.max_elements,
-        }
-        save(accelerator, folder, name, None, **facts)
+    """Two epochs of updates while memory runs out on either process at random, and at first on both. A router's forwards are done
+    twice.
+    """
+    accelerator, model, samples = make_accelerator("ddp"), h.mixtral(0.5), h.token_samples(SAMPLES)
+    rng, results = random.Random(accelerator.process_index), []
+    wrapped, optimizer, rule = prepare(accelerator, "ddp", model, samples)
+    device = Device(model, 20, chosen=lambda: not results or rng.random() < 0.2)
+    windows = make_windows(accelerator, samples, global_batch_size=WINDOW)
+    for window in (window for _ in range(2) for window in windows):
+        results.append(hf_ga.train_step(accelerator, wrapped, optimizer, window, targets=rule, max_grad_norm=0.5))
+    facts = {"losses": [r.loss for r in results], "retries": [r.retries for r in results], "failed": len(device.failures)}
+    save(accelerator, folder, "windows", None, **facts, limit=windows.state.max_elements)
 
 
 def run_long_sample(folder: Path) -> None:
@@ -138,8 +128,4 @@ def run_finetune(config: Path, first_failing: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[2] == "windows":
-        run_windows(Path(sys.argv[1]))
-        run_long_sample(Path(sys.argv[1]))
-    else:
-        run_finetune(Path(sys.argv[1]), int(sys.argv[2]))
+    run_finetune(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,20 +1,21 @@
-"""Run by `accelerate launch`: python nonfinite.py OUTPUT_DIR KIND... A layer makes NaN of two samples that only process 1 has."""
+"""On two processes: a layer makes NaN of two samples that only process 1 has. Run by `pairs_worker.py`."""
 
 import hashlib
 import json
-import sys
 import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
-from processes import end_process, h, make_accelerator, make_windows, prepare
+from processes import h, make_accelerator, make_windows, prepare
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_ga
 from hf_ga.errors import NonFinite
 
+KINDS = ("ddp", "fsdp2")
 SAMPLES, WINDOW, BAD_WINDOW, BAD_TOKEN = 96, 32, 1, h.VOCABULARY - 1
 
 
@@ -91,9 +92,6 @@ def scenario(kind: str, where: str) -> dict:
     }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = {f"{kind} {where}": scenario(kind, where) for kind in sys.argv[2:] for where in ("forward", "backward")}
-    process = make_accelerator("ddp").process_index
-    Path(sys.argv[1], f"{process}.json").write_text(json.dumps(found))
-    end_process()
+def run(folder: Path) -> None:
+    found = {f"{kind} {where}": scenario(kind, where) for kind in KINDS for where in ("forward", "backward")}
+    (folder / f"{PartialState().process_index}.json").write_text(json.dumps(found))

@@ -8,19 +8,19 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 from accelerate.state import AcceleratorState
-from runs import checkpointed, filled_place, lines_of, ragged_rows, saved_weights, train, write_rows
+from runs import checkpointed, lines_of, ragged_rows, train, write_rows
 from safetensors.torch import load_file
+from stops import content
 
 import hf_ga
-from hf_ga import training as step
 from hf_ga.data.shuffle_buffer import shuffled
-from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.order import epoch_order
 from hf_ga.run import finetune, loop
 from hf_ga.run.saving import resume
@@ -30,14 +30,14 @@ STOP = 6  # the checkpoint: two windows into the second epoch
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("changes")) as folder:
-        write_rows(folder / "more.jsonl", ragged_rows(90, seed=5))
-        write_rows(folder / "fewer.jsonl", ragged_rows(24, seed=5))
-        wide = tf.GPT2Config.from_pretrained(folder / "gpt", n_embd=32)
-        tf.GPT2LMHeadModel(wide).save_pretrained(folder / "wide")
-        tf.AutoTokenizer.from_pretrained(folder / "gpt").save_pretrained(folder / "wide")
-        yield folder
+def place(place):
+    """With other rows and a wider model, too."""
+    write_rows(place / "more.jsonl", ragged_rows(90, seed=5))
+    write_rows(place / "fewer.jsonl", ragged_rows(24, seed=5))
+    wide = tf.GPT2Config.from_pretrained(place / "gpt", n_embd=32)
+    tf.GPT2LMHeadModel(wide).save_pretrained(place / "wide")
+    tf.AutoTokenizer.from_pretrained(place / "gpt").save_pretrained(place / "wide")
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +62,10 @@ def checkpoint(old):
 BY_EPOCHS = {"max_steps": None, "num_train_epochs": 2.0}
 
 
-class Seen:
-    """What a resumed run did.
-
-    Attributes:
-        ids, epochs, how: of each window that was trained on: its samples, its epoch, the arguments of its step.
-        before: where the run stood when it was resumed. optimizer: as it is at the end.
-    """
-
-    def __init__(self):
-        self.ids, self.epochs, self.how = [], [], []
-        self.before = self.optimizer = None
-
-
 @contextmanager
 def watched():
-    """Looks over the shoulder of the run that is started within."""
-    seen, train_step = Seen(), loop.train_step
+    """What a resumed run does: samples, epoch and arguments of each step, where it stood before (`before`), its optimizer."""
+    seen, train_step = SimpleNamespace(ids=[], epochs=[], how=[], before=None, optimizer=None), loop.train_step
 
     def step(accelerator, model, optimizer, window, **how):
         seen.ids.append(window.sample_ids.tolist())
@@ -113,31 +100,29 @@ def cosine(step: int, rate: float = RATE, warmup: int = WARMUP, steps: int = STE
 # Refused, with what changed and the remedy
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"learning_rate": 1e-4}, ["learning_rate 0.0003 -> 0.0001"]),
-        ({"weight_decay": 0.5}, ["weight_decay 0.01 -> 0.5"]),
-        ({"lr_scheduler_type": "linear", "warmup_steps": 3}, ["lr_scheduler_type 'cosine' -> 'linear'", "warmup_steps 2 -> 3"]),
-        ({"max_steps": 9}, ["max_steps 8 -> 9"]),
-        ({"max_grad_norm": 0.1}, ["max_grad_norm 1.0 -> 0.1"]),
-        ({"seed": 8}, ["seed 7 -> 8"]),
-        ({"global_batch_size": 8}, ["window_size 16 -> 8"]),
-        ({"optim": "sgd"}, ["optim 'adamw' -> 'sgd'"]),
-        ({"dataset_name": "more.jsonl"}, ["dataset_name", "more.jsonl", "data '"]),
-        ({"max_length": 20, "drop_last_window": True}, ["max_length 24 -> 20", "drop_last_window False -> True"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_refused_without_the_flag(change, words, place, checkpoint, tmp_path):
-    """Nothing is written, and the remedy is named."""
-    if "dataset_name" in change:
-        change = {"dataset_name": str(place / change["dataset_name"])}
+def test_refused_without_the_flag(place, checkpoint, tmp_path):
+    """All that changed and the remedy are named; nothing is written."""
+    changes = {
+        "learning_rate": 1e-4,
+        "weight_decay": 0.5,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 3,
+        "max_steps": 9,
+        "max_grad_norm": 0.1,
+        "seed": 8,
+        "optim": "sgd",
+        "max_length": 20,
+        "drop_last_window": True,
+    }
+    windows = {"per_device_train_batch_size": 4, "global_batch_size": None, "gradient_accumulation_steps": 2}
+    before = content(checkpoint)
     with pytest.raises(hf_ga.CheckpointError) as error:
-        train(place, tmp_path / "out", resume_from_checkpoint=str(checkpoint), **change)
-    for word in [f"checkpoint-{STOP} is of another run", *words, "--resume_with_changes"]:
+        more = changes | windows | {"dataset_name": str(place / "more.jsonl")}
+        train(place, tmp_path / "out", resume_from_checkpoint=str(checkpoint), **more)
+    words = [f"checkpoint-{STOP} is of another run", *changes, "learning_rate 0.0003 -> 0.0001", "window_size 16 -> 8"]
+    for word in [*words, "optim 'adamw' -> 'sgd'", "more.jsonl", "data '", "--resume_with_changes"]:
         assert word in str(error.value)
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert not (tmp_path / "out" / "metrics.jsonl").exists() and content(checkpoint) == before
 
 
 # Allowed: the optimizer and its schedule
@@ -151,11 +136,8 @@ def linear(step: int, warmup: int, steps: int) -> float:
     ("change", "rate_of"),
     [
         ({"learning_rate": 1e-4}, lambda step: cosine(step, rate=1e-4)),
-        ({"max_steps": 12}, lambda step: cosine(step, steps=12)),
         ({"warmup_steps": 5, "lr_scheduler_type": "linear", "max_steps": 10}, lambda step: linear(step, 5, 10)),
-        ({"warmup_steps": 9, "max_steps": 20}, lambda step: cosine(step, warmup=9, steps=20)),
-        ({"lr_scheduler_type": "constant"}, lambda step: RATE),
-        ({"weight_decay": 0.5}, cosine),
+        ({"warmup_steps": 9, "max_steps": 12}, lambda step: cosine(step, warmup=9, steps=12)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -167,47 +149,24 @@ def test_the_new_schedule_acts(change, rate_of, place, old, checkpoint, tmp_path
     assert [line["learning_rate"] for line in lines] == pytest.approx([rate_of(step) for step in range(STOP, steps)], rel=1e-12)
     assert lines[0]["loss"] == lines_of(old)[STOP]["loss"]
     assert {float(state["step"]) for state in seen.optimizer.state.values()} == {steps}
-    if change.keys() != {"weight_decay"}:  # the control: the old schedule says something else
-        assert lines[0]["learning_rate"] != pytest.approx(cosine(STOP), rel=1e-3)
+    assert lines[0]["learning_rate"] != pytest.approx(cosine(STOP), rel=1e-3)  # the control: the old schedule
+    assert seen.before.best_metric is not None
 
 
-def test_the_new_decay_acts(place, checkpoint, tmp_path):
-    """One step with and without decay from the same weights: matrices differ by rate x decay of themselves, nothing else does."""
-    more = {"max_steps": STOP + 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
-    for name, decay in (("with", 0.9), ("without", 0.0)):
-        go_on(place, tmp_path / name, checkpoint, weight_decay=decay, **more)
-    folders = (checkpoint, tmp_path / "with", tmp_path / "without")
-    before, with_decay, without = (saved_weights(folder) for folder in folders)
-    for name in without:
-        weight = before[name]
-        expected = 1e-2 * 0.9 * weight if weight.dim() >= 2 else torch.zeros_like(weight)
-        torch.testing.assert_close(without[name] - with_decay[name], expected, atol=2e-7, rtol=1e-4)
+def test_the_new_decay_and_clipping_act_and_the_best_of_another_metric_is_forgotten(place, checkpoint, tmp_path):
+    changes = {"weight_decay": 0.5, "max_grad_norm": 0.125, "metric_for_best_model": "perplexity"}
+    seen, _, _ = go_on(place, tmp_path / "out", checkpoint, **changes)
+    assert [group["weight_decay"] for group in seen.optimizer.param_groups] == [0.5, 0.0]
+    assert [how["max_grad_norm"] for how in seen.how] == [0.125] * 2 and seen.before.best_metric is None
 
 
-def test_the_new_clipping_acts(place, checkpoint, tmp_path):
-    seen, _, _ = go_on(place, tmp_path / "out", checkpoint, max_grad_norm=0.125)
-    assert [how["max_grad_norm"] for how in seen.how] == [0.125] * 2
-
-
-def test_moments_are_kept(place, checkpoint, tmp_path, monkeypatch):
-    """Against a step by hand from the checkpoint's moments, of one parameter that has no decay."""
-    gradients = []
-    update_of = step.update
-
-    def update(accelerator, model, optimizer, max_grad_norm, result):
-        gradients.append({n: p.grad.clone() for n, p in unwrapped(model).named_parameters()})
-        return update_of(accelerator, model, optimizer, None, result)
-
-    monkeypatch.setattr(step, "update", update)
-    rate, name = 2e-3, "transformer.ln_f.bias"
-    more = {"max_steps": STOP + 1, "learning_rate": rate, "lr_scheduler_type": "constant"}
-    go_on(place, tmp_path / "out", checkpoint, **more)
-    weight, after = (saved_weights(f)[name] for f in (checkpoint, tmp_path / "out"))
-    first, second = (checkpointed(checkpoint)["optimizer"][f"{name}.{k}"] for k in ("exp_avg", "exp_avg_sq"))
-    gradient, steps = gradients[0][name], STOP + 1
-    first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-    expected = weight - rate * first / (1 - 0.9**steps) / ((second / (1 - 0.999**steps)).sqrt() + 1e-8)
-    torch.testing.assert_close(after, expected, atol=1e-7, rtol=1e-5)
+def test_moments_and_schedule_are_kept(place, old, checkpoint, tmp_path):
+    """With another validation file the training is bit for bit that of the old run. Its best model is another one."""
+    more = {"validation_file": str(place / "fewer.jsonl")}
+    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, **more)
+    assert seen.before.changes and seen.before.best_metric is None
+    assert summary["weights_sha256"] == json.loads((old / "summary.json").read_text())["weights_sha256"]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in lines_of(old)[STOP:]]
 
 
 # Allowed: another order
@@ -220,31 +179,29 @@ def windows_of(order: np.ndarray, size: int, consumed: int = 0) -> list[list[int
 @pytest.mark.parametrize(
     ("change", "rows", "size", "consumed"),
     [
-        ({"seed": 8}, 60, 16, 32),
-        ({"global_batch_size": 8}, 60, 8, 32),
-        ({"global_batch_size": 24}, 60, 24, 24),
-        ({"global_batch_size": 40}, 60, 40, 0),
+        ({"seed": 8, "global_batch_size": 8}, 60, 8, 32),
         ({"global_batch_size": 24, "drop_last_window": True}, 60, 24, 24),
+        ({"global_batch_size": 40}, 60, 40, 0),
         ({"dataset_name": "more.jsonl"}, 90, 16, 32),
         ({"dataset_name": "fewer.jsonl"}, 24, 16, 24),
     ],
-    ids=["seed", "smaller", "larger", "larger than what was consumed", "no short window", "more rows", "fewer rows"],
+    ids=["smaller", "larger, no short window", "larger than what was consumed", "more rows", "fewer rows"],
 )
 def test_the_rest_of_the_epoch_is_visited(change, rows, size, consumed, place, checkpoint, tmp_path, capsys):
     """Behind the samples that were consumed, in the new order; then the next epoch. The old position was window 2 of 16 samples."""
     if "dataset_name" in change:
         change = {"dataset_name": str(place / change["dataset_name"])}
-    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, max_steps=20, **change)
+    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, max_steps=12, **change)
     orders = [epoch_order(rows, change.get("seed", 7), epoch) for epoch in range(1, 12)]
     expected = windows_of(orders[0], size, consumed) + [window for order in orders[1:] for window in windows_of(order, size)]
     if "drop_last_window" in change:
         expected = [window for window in expected if len(window) == size]
-    assert seen.ids == expected[: 20 - STOP]
+    assert seen.ids == expected[: 12 - STOP]
     assert seen.before.num_windows == num_windows_before(rows, size, consumed, "drop_last_window" in change)
-    assert [line["step"] for line in lines] == list(range(STOP + 1, 21)) and summary["steps"] == 20
+    assert [line["step"] for line in lines] == list(range(STOP + 1, 13)) and summary["steps"] == 12
     said = [line for line in capsys.readouterr().out.splitlines() if "resumed with changes" in line]
     assert len(said) == 1 and f"after step {STOP}, window {math.ceil(consumed / size)} of epoch 1: " in said[0]
-    assert "max_steps 8 -> 20" in said[0] and all(name in said[0] for name in change if name != "global_batch_size")
+    assert "max_steps 8 -> 12" in said[0] and all(name in said[0] for name in change if name != "global_batch_size")
 
 
 def num_windows_before(rows: int, size: int, consumed: int, drops: bool) -> int:
@@ -268,18 +225,11 @@ def test_behind_a_whole_epoch_of_fewer_rows(place, old, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "in_epoch", "position"),
-    [
-        ({"global_batch_size": 8}, 8, 12),
-        ({"global_batch_size": 32}, 2, 3),
-        ({"dataset_name": "more.jsonl"}, 6, 8),
-        ({"num_train_epochs": 3.0}, 4, 6),
-    ],
-    ids=["smaller windows", "larger windows", "more rows", "more epochs"],
+    [({"global_batch_size": 8}, 8, 12), ({"global_batch_size": 32, "num_train_epochs": 3.0}, 2, 3)],
+    ids=["smaller windows", "larger windows, more epochs"],
 )
 def test_a_run_by_epochs_ends_with_its_last_epoch(change, in_epoch, position, place, old_epochs, tmp_path):
     """The schedule stands where it would with such windows from the beginning, and ends with the last epoch."""
-    if "dataset_name" in change:
-        change = {"dataset_name": str(place / change["dataset_name"])}
     seen, lines, summary = go_on(place, tmp_path / "out", old_epochs / f"checkpoint-{STOP}", **BY_EPOCHS | change)
     total = in_epoch * int(change.get("num_train_epochs", 2))
     assert len(seen.ids) == len(lines) == total - position and summary["steps"] == STOP + total - position
@@ -289,12 +239,13 @@ def test_a_run_by_epochs_ends_with_its_last_epoch(change, in_epoch, position, pl
 
 
 def test_a_changed_run_is_resumed_as_any_other(place, old_epochs, tmp_path):
-    """Without further changes it is bit for bit the changed run that was not stopped."""
+    """Without further changes it is bit for bit the changed run that was not stopped; the summary keeps what changed."""
     more = {**BY_EPOCHS, "global_batch_size": 32, "num_train_epochs": 4.0, "save_steps": 1, "save_total_limit": 9}
     _, _, summary = go_on(place, tmp_path / "changed", old_epochs / f"checkpoint-{STOP}", **more)
     resumed = train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "changed" / f"checkpoint-{STOP + 2}"), **more)
     assert resumed["weights_sha256"] == summary["weights_sha256"] and resumed["steps"] == STOP + 5
     assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(tmp_path / "changed")[2:]]
+    assert summary["changes"] == resumed["changes"] == ["num_train_epochs 2.0 -> 4.0", "window_size 16 -> 32"]
 
 
 def test_a_stream_with_another_buffer(place, tmp_path):
@@ -304,24 +255,6 @@ def test_a_stream_with_another_buffer(place, tmp_path):
     seen, _, _ = go_on(place, tmp_path / "out", tmp_path / "old" / f"checkpoint-{STOP}", **changes)
     orders = [np.array(list(shuffled(iter(range(60)), 9, seed=7, epoch=epoch))) for epoch in (1, 2)]
     assert [sorted(ids) for ids in seen.ids] == [sorted(ids) for ids in windows_of(orders[0], 8, 32)]
-
-
-# Allowed: what is measured
-
-
-@pytest.mark.parametrize(("change", "kept"), [({"metric_for_best_model": "perplexity"}, False), ({"learning_rate": 1e-4}, True)])
-def test_the_best_of_another_metric_is_forgotten(change, kept, place, checkpoint, tmp_path):
-    seen, _, _ = go_on(place, tmp_path / "out", checkpoint, **change)
-    assert (seen.before.best_metric is not None) == kept
-
-
-def test_what_changed_is_kept(place, checkpoint, tmp_path):
-    """In the summary, that of a later resume too."""
-    expected = ["learning_rate 0.0003 -> 0.0001", "seed 7 -> 8"]
-    _, _, summary = go_on(place, tmp_path / "out", checkpoint, learning_rate=1e-4, seed=8, save_steps=1)
-    more = {"learning_rate": 1e-4, "seed": 8, "resume_from_checkpoint": str(tmp_path / "out" / f"checkpoint-{STOP + 1}")}
-    resumed = train(place, tmp_path / "again", **more)
-    assert summary["changes"] == resumed["changes"] == expected
 
 
 def test_without_changes_the_flag_does_nothing(place, old, checkpoint, tmp_path, capsys):
@@ -355,8 +288,6 @@ def test_another_precision(before, after, launched, place, tmp_path):
     train(place, tmp_path / "old", max_steps=3)
     launched(after)
     saved = tmp_path / "old" / "checkpoint-3"
-    with pytest.raises(hf_ga.CheckpointError, match=f"mixed_precision '{before}' -> '{after}'"):
-        train(place, tmp_path / "out", max_steps=3, resume_from_checkpoint=str(saved))
     seen, lines, _ = go_on(place, tmp_path / "out", saved, max_steps=5)
     assert seen.before.changes == ["max_steps 3 -> 5", f"mixed_precision '{before}' -> '{after}'"]
     assert [line.get("loss_scale") for line in lines] == ([65536.0] * 2 if after == "fp16" else [None] * 2)
@@ -389,9 +320,8 @@ def test_adapters_on_another_base(place, tmp_path):
         ({"optim": "sgd"}, ["cannot go on with optim 'adamw' -> 'sgd', not even with --resume_with_changes"]),
         ({"freeze": ["transformer.wpe"], "seed": 8}, ["cannot go on with freeze None -> ['transformer.wpe']"]),
         ({"model_name_or_path": "wide"}, ["does not fit this model"]),
-        ({"task": "text-classification"}, ["does not fit this model"]),
     ],
-    ids=["optimizer", "frozen", "shapes", "head"],
+    ids=["optimizer", "frozen", "shapes"],
 )
 def test_refused_with_the_flag(change, words, place, checkpoint, tmp_path):
     if "model_name_or_path" in change:

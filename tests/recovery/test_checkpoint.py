@@ -1,80 +1,35 @@
 """Stop and resume: bit for bit on the same layout, close on another one, and refused where the run would be another one."""
 
-import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import helpers as h
 import pytest
 import torch
-from runs import filled_place, lines_of, ragged_rows, relative_distance, small_config, train, write_rows
+from runs import lines_of, ragged_rows, relative_distance, small_config, train, write_rows
+from stops import Stopped, content, interrupted, without_speed
 
 import hf_ga
 from hf_ga.parallel import shards
-from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
-from hf_ga.recovery.manifest import verify, write_manifest
+from hf_ga.recovery.manifest import write_manifest
 from hf_ga.run import build, loop, saving
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that saving needs of an Accelerator
-SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
-
-
-class Stopped(Exception):
-    """Where a test interrupts a run."""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("runs")) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(place):
-    return train(place, place / "undisturbed", save_total_limit=9), place / "undisturbed"
-
-
-def interrupted(place, output, windows, **more):
-    """A run that is stopped while it computes the window after the given number."""
-    done = 0
-
-    def step(*args, **kwargs):
-        nonlocal done
-        if done == windows:
-            raise Stopped
-        done += 1
-        return train_step(*args, **kwargs)
-
-    train_step = loop.train_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
-        with pytest.raises(Stopped):
-            train(place, output, **more)
-    assert len(lines_of(output)) == windows and not (output / "summary.json").exists()
-
-
-def without_speed(output):
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
-
-
-def content(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # Stop and resume
 
 
-@pytest.mark.parametrize("windows", [3, 5, 6, 7], ids=lambda n: f"after {n} steps")
+@pytest.mark.parametrize("windows", [3, 7], ids=lambda n: f"after {n} steps")
 def test_resumed_run_is_the_undisturbed_run(windows, place, undisturbed, tmp_path):
-    """Stopped right after a checkpoint (3, 6) and some steps behind it (5, 7), in the first and in the second epoch; dropout on."""
+    """Stopped right after a checkpoint and a step behind one, in the first and in the second epoch; dropout on."""
     interrupted(place, tmp_path / "out", windows)
+    assert len(lines_of(tmp_path / "out")) == windows and not (tmp_path / "out" / "summary.json").exists()
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
@@ -82,10 +37,9 @@ def test_resumed_run_is_the_undisturbed_run(windows, place, undisturbed, tmp_pat
     assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
 
 
-@pytest.mark.parametrize("save_steps", [4, 2], ids=["at the end of an epoch", "within an epoch"])
-def test_resume_at_other_places(save_steps, place, undisturbed, tmp_path):
-    interrupted(place, tmp_path / "out", 5, save_steps=save_steps)
-    summary = train(place, tmp_path / "out", save_steps=save_steps, resume_from_checkpoint="auto")
+def test_resume_at_the_end_of_an_epoch(place, undisturbed, tmp_path):
+    interrupted(place, tmp_path / "out", 5, save_steps=4)
+    summary = train(place, tmp_path / "out", save_steps=4, resume_from_checkpoint="auto")
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
 
@@ -106,10 +60,9 @@ def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, m
     assert relative_distance(tmp_path / "out", undisturbed[1]) > 1e-4
 
 
-@pytest.mark.parametrize("size", [3, 16])
-def test_resume_with_another_micro_batch(size, place, undisturbed, tmp_path):
+def test_resume_with_another_micro_batch(place, undisturbed, tmp_path):
     interrupted(place, tmp_path / "out", 5)
-    settings = {"per_device_train_batch_size": size, "gradient_checkpointing": True, "per_device_eval_batch_size": 5}
+    settings = {"per_device_train_batch_size": 3, "gradient_checkpointing": True, "per_device_eval_batch_size": 5}
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", **settings)
     assert summary["eval_loss"] == pytest.approx(undisturbed[0]["eval_loss"], rel=1e-5)
     assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5
@@ -144,7 +97,14 @@ def test_resume_of_a_finished_run_changes_nothing(place, undisturbed, tmp_path):
 def test_skipped_windows_and_best_loss_survive_a_stop(place, tmp_path):
     rows = [{"text": "<eos>"} if 20 <= i < 44 else row for i, row in enumerate(ragged_rows(60, seed=1))]
     file = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows])
-    settings = {"dataset_name": file, "global_batch_size": 2, "max_steps": None, "num_train_epochs": 1.0, "save_steps": 5}
+    settings = {
+        "dataset_name": file,
+        "global_batch_size": 2,
+        "max_steps": None,
+        "num_train_epochs": 1.0,
+        "save_steps": 5,
+        "eval_steps": 10,
+    }
     whole = train(place, tmp_path / "whole", **settings)
     assert whole["skipped_windows"] > 2
     interrupted(place, tmp_path / "out", 19, **settings)
@@ -154,58 +114,13 @@ def test_skipped_windows_and_best_loss_survive_a_stop(place, tmp_path):
     assert without_speed(tmp_path / "out") == without_speed(tmp_path / "whole")
 
 
-# Another run is refused
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"seed": 8}, ["seed 7 -> 8"]),
-        ({"learning_rate": 1e-4}, ["learning_rate 0.0003 -> 0.0001"]),
-        ({"seed": 8, "warmup_steps": 3}, ["seed 7 -> 8", "warmup_steps 2 -> 3"]),
-        ({"max_steps": 9}, ["max_steps 8 -> 9"]),
-        ({"global_batch_size": 12}, ["window_size 16 -> 12"]),
-        ({"per_device_train_batch_size": 4, "global_batch_size": None, "gradient_accumulation_steps": 2}, ["window_size 16 -> 8"]),
-    ],
-    ids=["seed", "rate", "two", "steps", "window", "derived window"],
-)
-def test_changed_settings_are_refused(change, words, place, undisturbed, tmp_path):
-    shutil.copytree(undisturbed[1], tmp_path / "out")
-    before = content(tmp_path / "out")
-    with pytest.raises(hf_ga.CheckpointError) as error:
-        train(place, tmp_path / "out", resume_from_checkpoint="auto", **change)
-    for word in ["checkpoint-8", *words]:
-        assert word in str(error.value)
-    assert content(tmp_path / "out") == before
-
-
-def test_changed_data_are_refused(place, undisturbed, tmp_path):
-    """The same path, other rows."""
-    file = place / "train.jsonl"
-    original = file.read_text()
-    try:
-        write_rows(file, ragged_rows(60, seed=4))
-        with pytest.raises(hf_ga.CheckpointError, match="changed: data"):
-            train(place, undisturbed[1], resume_from_checkpoint="auto")
-    finally:
-        file.write_text(original)
-
-
-def test_same_data_written_again_are_accepted(place, undisturbed, tmp_path):
-    """A file that was copied or touched has the same rows: the run goes on."""
-    interrupted(place, tmp_path / "out", 5)
-    (place / "train.jsonl").write_text((place / "train.jsonl").read_text())
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-
-
 # Files
 
 
 def test_checkpoints_to_keep(place, undisturbed, tmp_path):
     assert [folder.name for folder in list_checkpoints(undisturbed[1])] == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
-    train(place, tmp_path / "out", save_steps=1, save_total_limit=2)
-    assert sorted(p.name for p in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-7", "checkpoint-8"]
+    train(place, tmp_path / "out", save_steps=1, save_total_limit=2, max_steps=4)
+    assert sorted(p.name for p in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_newest_is_by_number(tmp_path):
@@ -214,31 +129,11 @@ def test_newest_is_by_number(tmp_path):
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
 
 
-def test_a_crash_within_a_save_leaves_the_older_checkpoint(place, undisturbed, tmp_path):
-    """Stopped between two files of checkpoint-6: the run goes on from checkpoint-3, and nothing partial is left in the end."""
-
-    def save(model, optimizer, folder, **how):
-        save_shards(model, optimizer, folder, **how)
-        if "checkpoint-6" in str(folder):
-            next(folder.iterdir()).unlink()
-            raise Stopped
-
-    save_shards = checkpoint.save_shards
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save_shards", save)
-        with pytest.raises(Stopped):
-            train(place, tmp_path / "out")
-    assert [folder.name for folder in list_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
-    assert (tmp_path / "out" / "partial-checkpoint-6").is_dir()
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert not list((tmp_path / "out").glob("partial-*"))
-
-
 def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_path, monkeypatch):
-    """Before a model is built; nothing is changed. tests/test_damaged_checkpoints.py damages all files in all ways."""
+    """Before a model is built; nothing is changed. test_damaged_checkpoints.py damages all files in all ways."""
     shutil.copytree(undisturbed[1], tmp_path / "out")
-    damage(tmp_path / "out" / "checkpoint-8" / "shards" / "shard-00001-model-00001-of-00001.safetensors")
+    shard = tmp_path / "out" / "checkpoint-8" / "shards" / "shard-00001-model-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
     before = content(tmp_path / "out")
     with (
         pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/shards/shard-00001-model-00001-of-00001\.safetensors is damaged"),
@@ -247,26 +142,6 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_p
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
         train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert content(tmp_path / "out") == before
-
-
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_auto_passes_over_what_is_damaged(place, undisturbed, tmp_path, capsys):
-    """From checkpoint-3, though 6 and 8 are newer: the same run again, and the damaged ones are replaced."""
-    shutil.copytree(undisturbed[1], tmp_path / "out")
-    for file in ("checkpoint-8/shards/shard-00001-model-00001-of-00001.safetensors", "checkpoint-6/state.json"):
-        damage(tmp_path / "out" / file)
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=9)
-    said = capsys.readouterr().out
-    for folder, file in (("checkpoint-8", "shards/shard-00001-model-00001-of-00001.safetensors"), ("checkpoint-6", "state.json")):
-        assert f"{folder} is passed over for checkpoint-3" in said and f"{folder}/{file} is damaged" in said
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
-    assert [verify(folder)["step"] for folder in list_checkpoints(tmp_path / "out")] == [3, 6, 8]
 
 
 def test_auto_starts_anew_where_there_is_no_checkpoint(place, undisturbed, tmp_path, capsys):
@@ -327,31 +202,20 @@ def test_lost_lines(place, undisturbed, tmp_path):
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
 
 
-@pytest.mark.slow("long")
-@pytest.mark.slow("starts processes")
-def test_killed_process_is_resumed(place, tmp_path):
-    """SIGKILL at an unknown place behind a checkpoint, other processes, other hash seeds of Python: the same bits."""
-
-    def start(output, *more):
-        config = small_config(place, tmp_path / output, max_steps=300, save_steps=40, eval_steps=150).to_dict()
-        (tmp_path / f"{output}.json").write_text(json.dumps(config))
-        command = [sys.executable, str(SCRIPT), str(tmp_path / f"{output}.json"), *more]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    killed = start("killed")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed" / "checkpoint-80").is_dir() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    killed.kill()
-    killed.communicate()
-    assert killed.returncode == -9 and not (tmp_path / "killed" / "summary.json").exists()
-    for output, more in (("killed", ["--resume_from_checkpoint", "auto"]), ("whole", [])):
-        process = start(output, *more)
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
-    summaries = [json.loads((tmp_path / output / "summary.json").read_text()) for output in ("killed", "whole")]
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
-    assert without_speed(tmp_path / "killed") == without_speed(tmp_path / "whole")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
+def test_killed_process_is_resumed(place, undisturbed, tmp_path):
+    """SIGKILL in the middle of a window behind a checkpoint: the process that goes on makes the same bits."""
+    child = os.fork()  # imports take most of the time of a new process
+    if not child:
+        try:
+            interrupted(place, tmp_path / "out", 5, killed=True)
+        finally:
+            os._exit(1)  # it was not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(lines_of(tmp_path / "out")) == 5 and not (tmp_path / "out" / "summary.json").exists()
+    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
+    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
 
 
 def test_state_of_another_kind(place, undisturbed, tmp_path):
@@ -377,21 +241,15 @@ def test_save_and_load_by_hand(tmp_path):
         optimizer.step()
     folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {"best": math.inf, "note": "é"}, step=3, keep=1)
     other, other_optimizer = small()
+    other_optimizer.param_groups[0]["lr"] = 9.0
     assert not torch.equal(other.weight, model.weight)
     assert load_checkpoint(folder, other, other_optimizer) == {"step": 3, "best": math.inf, "note": "é"}
     assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
     for mine, theirs in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     with pytest.raises(hf_ga.CheckpointError, match="checkpoint-3"):
         load_checkpoint(folder, *small(width=4))
-
-
-def test_save_again_replaces(tmp_path):
-    model, optimizer = small()
-    save_checkpoint(ALONE, tmp_path, model, optimizer, {"try": 1}, step=1, keep=2)
-    folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {"try": 2}, step=1, keep=2)
-    assert json.loads((folder / "state.json").read_text())["try"] == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
 
 
 def test_the_sha256_sees_every_bit():

@@ -6,7 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from runs import filled_place, lines_of, small_config, train
+from runs import lines_of, small_config, train
+from stops import content
 
 import hf_ga
 from hf_ga.recovery import lock
@@ -23,12 +24,6 @@ lock.acquire()
 print("held", flush=True)
 time.sleep(300)
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("lock")) as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -50,10 +45,6 @@ def holder():
         process.stdout.close()
 
 
-def content(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def test_the_second_run_is_refused(tmp_path):
     out = tmp_path / "a" / "out"
     with only_run_in(out, ALONE):
@@ -68,21 +59,19 @@ def test_the_second_run_is_refused(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("more", [{}, {"resume_from_checkpoint": "auto"}], ids=["new", "resumes"])
-def test_a_run_in_a_folder_that_is_in_use(more, place, tmp_path, holder):
-    """By a process of its own. Without the lock, the second run would delete or continue what is there."""
-    out = tmp_path / "out"
-    if more:
-        train(place, out, max_steps=3)
+def test_a_run_in_a_folder_that_is_in_use(place, tmp_path, holder):
+    """By a process of its own. Without the lock, the second run would continue what is there."""
+    out, more = tmp_path / "out", {"max_steps": 3, "resume_from_checkpoint": "auto"}
+    train(place, out, max_steps=3)
     before = content(out)
     process = holder(out)
     with pytest.raises(hf_ga.ConfigError, match="is in use by another run"):
-        train(place, out, max_steps=3, **more)
+        train(place, out, **more)
     assert {path: data for path, data in content(out).items() if path.name != LOCK} == before
     process.kill()
     process.wait()
     assert (out / LOCK).exists(), "the killed process has left its file"
-    train(place, out, max_steps=3, **more)
+    train(place, out, **more)
     assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
 
 

@@ -4,55 +4,29 @@ import shutil
 import signal
 
 import pytest
-from runs import filled_place, lines_of, saved_weights, train
+from runs import lines_of, saved_weights, train
+from stops import interrupted
 
 import hf_ga
 from hf_ga.run import loop
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("places")) as folder:
-        yield folder
-
-
-def killed(place, out, windows, **more):
-    """A run that is gone after so many windows."""
-    calls, step = [], loop.train_step
-
-    def train_step(*args, **kwargs):
-        calls.append(0)
-        if len(calls) > windows:
-            raise Killed
-        return step(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(loop, "train_step", train_step)
-        train(place, out, **more)
 
 
 def steps(out):
     return [line["step"] for line in lines_of(out)]
 
 
-def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, tmp_path):
-    killed(place, tmp_path / "a", 4)
-    path, out = str(tmp_path / "a" / "checkpoint-3"), tmp_path / "b"
-    killed(place, out, 1, resume_from_checkpoint=path)
-    killed(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
+def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, undisturbed, tmp_path):
+    path, out = str(undisturbed[1] / "checkpoint-3"), tmp_path / "out"
+    interrupted(place, out, 1, resume_from_checkpoint=path)
+    interrupted(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
     with pytest.raises(hf_ga.ConfigError, match="holds checkpoints of its own"):
         train(place, out, resume_from_checkpoint=path)
     train(place, out, resume_from_checkpoint="auto")
     assert steps(out) == list(range(4, 9))
 
 
-def test_best_is_not_of_a_future_that_was_given_up(place, tmp_path):
-    out = tmp_path / "out"
-    train(place, out, save_total_limit=5)
+def test_best_is_not_of_a_future_that_was_given_up(place, undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed[1], tmp_path / "out")
     before = saved_weights(out / "best")
     summary = train(place, out, resume_from_checkpoint=str(out / "checkpoint-3"), learning_rate=30.0, resume_with_changes=True)
     measured = {line["step"]: line["eval_loss"] for line in lines_of(out) if "eval_loss" in line}
@@ -60,8 +34,8 @@ def test_best_is_not_of_a_future_that_was_given_up(place, tmp_path):
     assert not all(weight.equal(before[name]) for name, weight in saved_weights(out / "best").items())
 
 
-def test_the_same_files_elsewhere_are_the_same_run(place, tmp_path):
-    killed(place, tmp_path / "out", 4)
+def test_the_same_files_elsewhere_are_the_same_run(place, undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "out")
     shutil.copytree(place / "gpt", tmp_path / "gpt")
     moved = {"model_name_or_path": str(tmp_path / "gpt")}
     for key, name in {"dataset_name": "train.jsonl", "validation_file": "validation.jsonl"}.items():
@@ -70,16 +44,16 @@ def test_the_same_files_elsewhere_are_the_same_run(place, tmp_path):
 
 
 def test_a_checkpoint_may_be_a_link(place, tmp_path):
-    killed(place, tmp_path / "out", 4)
+    interrupted(place, tmp_path / "out", 4)
     shutil.move(tmp_path / "out" / "checkpoint-3", tmp_path / "checkpoint-3")
     (tmp_path / "out" / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
     train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
     assert {path.name for path in (tmp_path / "out").glob("*checkpoint-*")} == {"checkpoint-8"}
 
 
-def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, tmp_path):
+def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, undisturbed, tmp_path):
     """Killed behind its last checkpoint, before older ones went: no other checkpoint will be saved."""
-    train(place, tmp_path / "out", save_total_limit=5)
+    shutil.copytree(undisturbed[1], tmp_path / "out")
     train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
     shutil.move(tmp_path / "out" / "checkpoint-8", tmp_path / "out" / "backup")

@@ -9,14 +9,16 @@ import threading
 
 import pytest
 from launching import launch
-from runs import filled_place, lines_of, relative_distance, small_config, train
+from runs import lines_of, relative_distance, small_config, train, write_rows
+from stops import without_speed
 
 import hf_ga
 from hf_ga.errors import RunStopped
 from hf_ga.exact import workers
+from hf_ga.exact.order import epoch_order
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
-from hf_ga.run import cli, finetune, loop, saving
+from hf_ga.run import cli, loop
 
 # Two processes; the first one, in its fifth window, signals what the arguments name.
 WORKER = """
@@ -38,17 +40,6 @@ sys.exit(cli.finetune_main([sys.argv[1]]))
 """
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with filled_place(tmp_path_factory.mktemp("signals")) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(place):
-    return train(place, place / "undisturbed"), place / "undisturbed"
-
-
 @pytest.fixture(autouse=True)
 def sigint_is_taken():
     """Also where the tests run in the background of a shell, which ignores it there."""
@@ -61,10 +52,6 @@ def sigint_is_taken():
 def at_once(monkeypatch):
     """Signals of one kind are two requests however close they are."""
     monkeypatch.setattr(signals, "SAME_REQUEST", -1.0)
-
-
-def without_speed(output):
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
 
 
 def signalled(patch, where, call, *numbers):
@@ -157,10 +144,8 @@ def test_in_another_thread_nothing_changes():
     ("where", "call", "name", "step"),
     [
         ("train_step", 5, "SIGTERM", 5),
-        ("train_step", 3, "SIGINT", 3),  # whose checkpoint is due anyway
         ("_evaluate", 1, "SIGUSR1", 4),  # finished first, as is the next window
-        ("save", 1, "SIGUSR2", 4),
-        ("save", 3, "SIGTERM", 8),  # behind the last window: what follows it is left to the resumed run
+        ("save", 3, "SIGINT", 8),  # behind the last window: what follows it is left to the resumed run
     ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, place, undisturbed, tmp_path):
@@ -171,10 +156,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, p
         with pytest.raises(RunStopped) as stopped:
             train(place, out)
     assert handlers() == before
-    expected = (
-        f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; go on with --resume_from_checkpoint auto"
-    )
-    assert str(stopped.value) == expected
+    said = f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; go on with --resume_from_checkpoint auto"
+    assert str(stopped.value) == said
     assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (out / "summary.json").exists()
     assert without_speed(out) == without_speed(undisturbed[1])[:step]
     summary = train(place, out, resume_from_checkpoint="auto")
@@ -184,36 +167,16 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, p
     assert relative_distance(out / "best", undisturbed[1] / "best") == 0
 
 
-def test_without_the_optimizer_it_would_be_another_run(place, undisturbed, tmp_path, monkeypatch):
-    """The control of the test above."""
-    with pytest.MonkeyPatch.context() as patch:
-        signalled(patch, "train_step", 5, signal.SIGTERM)
-        with pytest.raises(RunStopped):
-            train(place, tmp_path / "out")
-
-    resume = saving.resume
-
-    def forgets(run, *args, **kwargs):
-        fresh = run.optimizer.state_dict()
-        progress = resume(run, *args, **kwargs)
-        run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": fresh["state"]})
-        return progress
-
-    monkeypatch.setattr(finetune, "resume", forgets)
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
-
-
 def test_stopped_while_windows_make_no_step(place, tmp_path):
     """At step 0, where there is nothing yet to save but the place in the order."""
     settings = {"dataset_name": rows_without_targets(place), "global_batch_size": 2, "max_steps": 3, "eval_steps": 3}
     whole = train(place, tmp_path / "whole", **settings)
     assert whole["skipped_windows"] > 3
-    for call, step in ((2, 0), (2, 0)):
+    for more in ({}, {"resume_from_checkpoint": "auto"}):
         with pytest.MonkeyPatch.context() as patch:
-            signalled(patch, "train_step", call, signal.SIGTERM)
-            with pytest.raises(RunStopped, match=f"after step {step}: "):
-                train(place, tmp_path / "out", **settings, resume_from_checkpoint="auto" if (tmp_path / "out").exists() else None)
+            signalled(patch, "train_step", 2, signal.SIGTERM)
+            with pytest.raises(RunStopped, match="after step 0: "):
+                train(place, tmp_path / "out", **settings, **more)
     resumed = train(place, tmp_path / "out", **settings, resume_from_checkpoint="auto")
     same = ("weights_sha256", "skipped_windows", "steps")
     assert {k: resumed[k] for k in same} == {k: whole[k] for k in same}
@@ -222,12 +185,10 @@ def test_stopped_while_windows_make_no_step(place, tmp_path):
 
 def rows_without_targets(place):
     """The order of seed 7 begins with some of them."""
-    from hf_ga.exact.order import epoch_order
-
     first = set(epoch_order(60, 7, 0)[:10].tolist())
-    path = place / "few targets.jsonl"
-    path.write_text("".join(f'{{"text": "{"<eos>" if i in first else "the window of samples"}"}}\n' for i in range(60)))
-    return str(path)
+    return write_rows(
+        place / "few targets.jsonl", [{"text": "<eos>" if i in first else "the window of samples"} for i in range(60)]
+    )
 
 
 def test_a_signal_that_came_to_another_process_stops_this_one_too(place, tmp_path, monkeypatch):
@@ -260,12 +221,6 @@ def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monk
     assert [line for line in said if "stopped" in line or "error" in line] == [
         f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; go on with --resume_from_checkpoint auto"
     ]
-
-
-def test_help_tells_the_exit_codes(capsys):
-    with pytest.raises(SystemExit):
-        cli.parse_config(["--help"])
-    assert "75 stopped by SIGTERM" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("init", [workers.obey_parent_only, None], ids=["with", "without"])
