@@ -8,6 +8,7 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,23 +62,10 @@ def checkpoint(old):
 BY_EPOCHS = {"max_steps": None, "num_train_epochs": 2.0}
 
 
-class Seen:
-    """What a resumed run did.
-
-    Attributes:
-        ids, epochs, how: of each window that was trained on: its samples, its epoch, the arguments of its step.
-        before: where the run stood when it was resumed. optimizer: as it is at the end.
-    """
-
-    def __init__(self):
-        self.ids, self.epochs, self.how = [], [], []
-        self.before = self.optimizer = None
-
-
 @contextmanager
 def watched():
-    """Looks over the shoulder of the run that is started within."""
-    seen, train_step = Seen(), loop.train_step
+    """What a resumed run does: samples, epoch and arguments of each step, where it stood before (`before`), its optimizer."""
+    seen, train_step = SimpleNamespace(ids=[], epochs=[], how=[], before=None, optimizer=None), loop.train_step
 
     def step(accelerator, model, optimizer, window, **how):
         seen.ids.append(window.sample_ids.tolist())
