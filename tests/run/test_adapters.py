@@ -136,6 +136,7 @@ def autocast():
     AcceleratorState._reset_state(True)
 
 
+@pytest.mark.slow("a whole run; its parts are quick")
 @pytest.mark.parametrize(
     ("name", "precision", "frozen"), [("classes", "bf16", torch.bfloat16), ("causal LM, row by row", "no", torch.float32)]
 )
@@ -174,9 +175,6 @@ def test_without_peft(place, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
     with pytest.raises(hf_ga.ConfigError, match=r"lora_r needs the package peft: pip install 'hf_ga\[peft\]'"):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
-
-
-# -- freeze -----------------------------------------------------------------------------------------------------------------
 
 
 FROZEN = {

@@ -84,6 +84,7 @@ def test_a_run_stops_early_and_keeps_its_best_model(scripted, undisturbed, place
     assert relative_distance(tmp_path / "out", undisturbed / f"checkpoint-{best}") > 0
 
 
+@pytest.mark.slow("three whole runs")
 def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
     values = [3.0, 2.0, 2.5, 2.1]
     scripted([*values, 0.0])
@@ -144,9 +145,6 @@ def test_names_of_trackers(monkeypatch):
             tracker_names(f"tensorboard,{name}")
 
 
-# -- precision --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def launched(monkeypatch):
     """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
@@ -181,6 +179,7 @@ def in_precisions(place):
     return run
 
 
+@pytest.mark.slow("a whole run in each precision")
 def test_precision_of_the_launcher(in_precisions, launched, capsys):
     """A whole run in each: real (its losses are not float32's to the last digit), close to float32, and logged."""
     losses = {}

@@ -26,6 +26,7 @@ IGNORED = -100
 # Those whose head and labels are another one's.
 OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
 HEADS = [name for name in JOBS if name not in OTHERS]
+QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "translations")
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
 
@@ -174,11 +175,11 @@ def assert_promise_1(precision, grads, full, grads64):
 def cases(*quick):
     """Parameters: all jobs in float32, one of each head in bf16; those that are not named are slow."""
     every = [(name, "no") for name in JOBS] + [(name, "bf16") for name in HEADS]
-    slow = pytest.mark.slow("about 1 s for each of 40 cases")
+    slow = pytest.mark.slow("about 1 s for each of 45 cases")
     return pytest.mark.parametrize(("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every])
 
 
-@cases(*((name, "no") for name in HEADS), ("tags", "bf16"))
+@cases(*((name, "no") for name in QUICK), ("tags", "bf16"))
 def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     this = job(place, name, precision, dropout=False)
     loss64, grads64 = this.full_batch(torch.float64)
