@@ -53,9 +53,6 @@ def decoded_targets(rows, tokenizer):
     return [tokenizer.decode([i for i in row if i != IGNORED]) for row in labels]
 
 
-# Columns
-
-
 @pytest.mark.parametrize(
     ("columns", "chosen"),
     [

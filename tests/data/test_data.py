@@ -349,8 +349,6 @@ def test_content_hash_sees_rows_and_labels_but_no_paths(tmp_path):
         assert prepared(write(tmp_path / f"c{number}.jsonl", changed), **more).content_hash != reference
 
 
-# All tasks
-
 SPECIAL = {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ ('a ' if m['role'] == 'user' else 'b ') + m['content'] + ' <eos> ' }}{% endfor %}"

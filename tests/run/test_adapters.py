@@ -35,7 +35,7 @@ def adapted(place):
 
     def run(name):
         if name not in known:
-            known[name] = train_job(place, place / "lora" / name, name, **LORA), place / "lora" / name
+            known[name] = train_job(place, place / "lora" / name, name, **LORA, eval_steps=8), place / "lora" / name
         return known[name]
 
     return run
@@ -104,12 +104,13 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(adapted, place,
     whole = [key.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for key in kept if "lora" not in key]
     assert sorted(whole) == NEW[name]
     assert len([key for key in kept if "lora" in key]) == len([key for key in peft_file(output / "adapter") if "lora" in key])
-    resumed = train_job(place, tmp_path / "out", name, **LORA, resume_from_checkpoint=str(output / "checkpoint-6"))
+    resumed = train_job(place, tmp_path / "out", name, **LORA, eval_steps=8, resume_from_checkpoint=str(output / "checkpoint-6"))
     assert resumed["weights_sha256"] == summary["weights_sha256"]
     assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(output)[6:]]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_another_base_under_the_same_name_is_refused(place, tmp_path):
     """Its frozen weights are not in the checkpoint."""
     shutil.copytree(place / "job-gpt", tmp_path / "base")
@@ -135,6 +136,7 @@ def autocast():
     AcceleratorState._reset_state(True)
 
 
+@pytest.mark.slow("a whole run; its parts are quick")
 @pytest.mark.parametrize(
     ("name", "precision", "frozen"), [("classes", "bf16", torch.bfloat16), ("causal LM, row by row", "no", torch.float32)]
 )
@@ -175,9 +177,6 @@ def test_without_peft(place, tmp_path, monkeypatch):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 
 
-# -- freeze -----------------------------------------------------------------------------------------------------------------
-
-
 FROZEN = {
     "module": (["bert.embeddings"], lambda name: name.startswith("bert.embeddings.")),
     "patterns": (["bert.embeddings.*", "*.layer.[1-9].*"], lambda name: "embeddings" in name or ".layer.1." in name),
@@ -195,6 +194,7 @@ def test_frozen_by_name(kind, place):
     assert found == {name: is_frozen(name) for name in found} and len(set(found.values())) == 2
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_frozen_weights_keep_their_bits(place, tmp_path):
     """Weight decay included; all others move, and without the flag they all do."""
     torch.manual_seed(7)

@@ -121,7 +121,6 @@ CASES = {
     "missing file": ("--dataset_name {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
     "missing folder": ("--dataset_name {d}/absent", ["absent", "does not exist", "stdlib"]),
     "unknown ending": ("--dataset_name {d}/good.xyz", ["good.xyz", "unknown ending", ".jsonl", ".parquet"]),
-    "embedded corpus without labels": (f"{ANSWER} --dataset_name stdlib", ["has no data for question-answering", "--dataset_name"]),
     "unknown hub dataset": ("--dataset_name nobody/nothing", ["cannot read nobody/nothing"]),
     "empty file": ("--dataset_name {d}/empty.jsonl", ["empty.jsonl is empty"]),
     "blank lines only": ("--dataset_name {d}/blank.jsonl", ["blank.jsonl"]),

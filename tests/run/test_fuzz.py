@@ -89,7 +89,7 @@ def test_bytes_and_mutations(tmp_path, monkeypatch):
     base = st.sampled_from([VALID.encode(), as_json])
     changed = st.builds(mutated, base, st.integers(0, 300), st.integers(0, 6), st.binary(max_size=4) | TEXT.map(str.encode))
 
-    @fuzz(50)
+    @fuzz(30)
     @given(st.binary(max_size=60) | changed, st.sampled_from(["run.yaml", "run.json"]))
     @example(b"[" * 100_000, "run.json")
     @example(b"[" * 3_000, "run.yaml")
@@ -205,7 +205,7 @@ def test_rows(kind, tmp_path):
     good = "".join(json.dumps(fitting(n)[kind]) + "\n" for n in range(8))
     assert prepared_or_error(good, kind, tmp_path, tokenizer, number)  # the control: not all is refused
 
-    @fuzz(6)
+    @fuzz(4)
     @given(rows_of(kind))
     def check(text):
         prepared_or_error(text, kind, tmp_path, tokenizer, number)

@@ -80,6 +80,7 @@ def test_beams_reach_the_search(place, model):
     assert generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1) != expected
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_metrics_of_generated_texts(place, trained, tmp_path):
     """The same in evaluation batches of all sizes, and as computed from the texts that are written to predictions.jsonl."""
     flags = {"eval_only": True, "model_name_or_path": str(trained), "test_file": None}

@@ -24,10 +24,10 @@ NAN = math.nan
 
 
 @pytest.fixture(scope="module")
-def step_by_step(place):
-    """The weights after each step."""
-    train_job(place, place / "step by step", "classes", **CONSTANT | {"save_steps": 1, "save_total_limit": 9})
-    return place / "step by step"
+def undisturbed(place):
+    """A run whose weights after three steps are known."""
+    train_job(place, place / "undisturbed", "classes", **CONSTANT | {"eval_steps": 8, "save_steps": 3, "save_total_limit": 9})
+    return place / "undisturbed"
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_early_stopping(name, monkeypatch):
     assert progress.best_metric == (None if best is None else values[best - 1])
 
 
-def test_a_run_stops_early_and_keeps_its_best_model(scripted, step_by_step, place, tmp_path):
+def test_a_run_stops_early_and_keeps_its_best_model(scripted, undisturbed, place, tmp_path):
     values, patience, _, evaluations, best = STOPS["higher is better"]
     scripted([*values, 0.0])  # the last one is that of the test split
     flags = {"early_stopping_patience": patience, "metric_for_best_model": "eval_f1", **CONSTANT}  # as the log calls it
@@ -81,10 +81,11 @@ def test_a_run_stops_early_and_keeps_its_best_model(scripted, step_by_step, plac
     assert [line["eval_f1"] for line in lines] == values[:evaluations] and summary["best_eval_f1"] == values[best - 1]
     assert (tmp_path / "out" / f"checkpoint-{evaluations}").is_dir()
     # The weights as they were after that many steps, and not those of the end.
-    assert relative_distance(tmp_path / "out" / "best", step_by_step / f"checkpoint-{best}") == 0
-    assert relative_distance(tmp_path / "out", step_by_step / f"checkpoint-{best}") > 0
+    assert relative_distance(tmp_path / "out" / "best", undisturbed / f"checkpoint-{best}") == 0
+    assert relative_distance(tmp_path / "out", undisturbed / f"checkpoint-{best}") > 0
 
 
+@pytest.mark.slow("three whole runs")
 def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
     values = [3.0, 2.0, 2.5, 2.1]
     scripted([*values, 0.0])
@@ -112,16 +113,13 @@ def test_the_best_by_accuracy_is_the_best(place, tmp_path):
     assert train_job(place, tmp_path / "evaluated", "classes", **evaluated)["eval_accuracy"] == max(found)
 
 
-def test_evaluating_and_saving_leave_the_training_alone(step_by_step, place, tmp_path):
+def test_evaluating_and_saving_leave_the_training_alone(undisturbed, place, tmp_path):
     """And so does whatever was drawn before in the process: new weights depend on the run's seed alone."""
     torch.manual_seed(99)
-    once = train_job(place, tmp_path / "once", "classes", lr_scheduler_type="constant", eval_steps=8, save_steps=8)
-    assert once["weights_sha256"] == json.loads((step_by_step / "summary.json").read_text())["weights_sha256"]
-    assert [p.name for p in (tmp_path / "once").glob("*checkpoint*")] == ["checkpoint-8"]
-    assert not (tmp_path / "once" / "trackers").exists()
-
-
-# -- trackers ---------------------------------------------------------------------------------------------------------------
+    often = train_job(place, tmp_path / "often", "classes", **CONSTANT | {"save_steps": 1, "save_total_limit": 1})
+    assert often["weights_sha256"] == json.loads((undisturbed / "summary.json").read_text())["weights_sha256"]
+    assert [p.name for p in (tmp_path / "often").glob("*checkpoint*")] == ["checkpoint-8"]
+    assert not (tmp_path / "often" / "trackers").exists()
 
 
 def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
@@ -146,9 +144,6 @@ def test_names_of_trackers(monkeypatch):
     for name in ("tensorbord", "wandb"):
         with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is not an installed tracker .* install its package"):
             tracker_names(f"tensorboard,{name}")
-
-
-# -- precision --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,6 +180,7 @@ def in_precisions(place):
     return run
 
 
+@pytest.mark.slow("a whole run in each precision")
 def test_precision_of_the_launcher(in_precisions, launched, capsys):
     """A whole run in each: real (its losses are not float32's to the last digit), close to float32, and logged."""
     losses = {}

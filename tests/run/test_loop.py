@@ -223,6 +223,7 @@ def entities(tags: list[str]) -> set[tuple[int, int]]:
     return {(b, next((i for i in range(b + 1, len(tags)) if tags[i] != "I-X"), len(tags))) for b in begins}
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_f1_of_whole_entities(place, tmp_path):
     """Of tags in the BIO scheme, from the predictions for the validation rows, in plain Python."""
     files = {name: write_rows(tmp_path / f"{name}.jsonl", entity_rows(n, n)) for name, n in (("train", 60), ("validation", 13))}

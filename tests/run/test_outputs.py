@@ -49,6 +49,7 @@ def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(half_run):
     assert summary["precision"] == "float32"
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_the_type_of_the_files_does_not_matter_for_the_training(half_run, place, tmp_path):
     """The same values in float32: the same run, and saved in float32."""
     summary = train_job(place, tmp_path / "out", "classes", model_name_or_path=str(place / "same"))

@@ -127,11 +127,11 @@ class ByHand:
         return {"label": names[int(probabilities.argmax())], "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
 
 
-OTHERS = ("classes", "pairs", "label sets", "tags", "choices", "translations", "causal LM, blocks", "masked LM")
+OTHERS = ("pairs", "label sets", "choices", "translations", "causal LM, blocks", "masked LM")
 SLOW = pytest.mark.slow("a run and predictions of other heads")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in ("pairs", "label sets", "choices") else []) for n in COLUMNS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in OTHERS else []) for n in COLUMNS])
 def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
     by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
@@ -165,7 +165,7 @@ def evaluate(place, output, name, model, **more):
     return train_job(place, output, name, eval_only=True, model_name_or_path=str(model), **{"max_length": LENGTH, **more})
 
 
-@pytest.mark.parametrize("name", ["numbers", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+@pytest.mark.parametrize("name", ["classes", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained, tmp_path):
     if name in COLUMNS:
         summary, output = trained(name)

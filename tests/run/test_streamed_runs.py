@@ -27,6 +27,7 @@ def test_two_passes_of_windows(undisturbed):
     assert passes[0] == passes[1]  # every sample once in each
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_the_stream_in_its_own_order_is_the_run_on_its_rows_in_order(place, undisturbed, tmp_path, monkeypatch):
     """Against the loader of rows with random access, without shuffling. The control: with a shuffle buffer the losses differ."""
     found = train(place, tmp_path / "stream", streaming=True, shuffle_buffer_size=0)["weights_sha256"]

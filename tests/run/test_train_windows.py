@@ -119,6 +119,7 @@ def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, m
         train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
 
 
+@pytest.mark.slow("whole runs; quick tests cover its parts")
 def test_a_resumed_run_may_have_another_limit(place, tmp_path):
     few = {"max_steps": 4, "save_steps": 3, "eval_steps": 9}
     whole = train(place, tmp_path / "whole", **few)

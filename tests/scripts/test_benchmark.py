@@ -29,7 +29,7 @@ def setting_of(model: str = "gpt") -> Setting:
 
 
 WITHOUT_PLAN = "without plan by length"
-ARMS = [*(("gpt" if name != DEFAULT else "bert", name, arm) for name, arm in SPEED.items() if name != GROUPED)]
+ARMS = [*(("gpt" if name != DEFAULT else "bert", name, arm) for name, arm in SPEED.items() if name not in (GROUPED, REBALANCED))]
 ARMS += [("gpt", WITHOUT_PLAN, ABLATION["plan by length"])]
 
 

@@ -13,15 +13,15 @@ from hf_ga.data.corpus import train_tokenizer
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """4 steps on texts of a few words: windows of 64, 64, 22 and 64 samples; the last validation batch of 16 is short."""
+    """3 steps on texts of a few words: windows of 64, 64 and 22 samples; the last validation batch of 16 is short."""
     folder = tmp_path_factory.mktemp("experiment")
     files = {"dataset_name": write_rows(folder / "train.jsonl", ragged_rows(150, 1))}
     files["validation_file"] = write_rows(folder / "validation.jsonl", ragged_rows(50, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "FinetuneConfig", partial(experiment.FinetuneConfig, text_column="text", **files))
         patch.setattr(experiment, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
-        trial = experiment.Experiment(num_samples=150, max_length=24, steps=4, learning_rate=5e-4, seed=0)
-    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+        trial = experiment.Experiment(num_samples=150, max_length=24, steps=3, learning_rate=5e-4, seed=0)
+    groups = {"layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]], "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
     return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
 
 
@@ -43,7 +43,7 @@ def test_a_mistake_breaks_the_limits(results):
 
 def test_table_and_plot(results, tmp_path):
     table = script.make_table(results).splitlines()
-    assert len(table) == 2 + len(LAYOUTS) + len(WITHOUT_DROPOUT) + len(MISTAKES)
+    assert len(table) == 2 + 3 + len(WITHOUT_DROPOUT) + len(MISTAKES)
     assert len({line.count("|") for line in table}) == 1
     script.plot(results, tmp_path / "experiment.png")
     assert (tmp_path / "experiment.png").read_bytes().startswith(b"\x89PNG")

@@ -27,6 +27,7 @@ def recorded(run) -> dict:
         "processes": run.accelerator.num_processes,
         "ddp": is_ddp,
         "fsdp_units": len(units),
+        "fsdp": 1 + any(isinstance(module, FSDPModule) for module in units),
         "weights": state_sha256(unwrapped(run.model).state_dict()) if is_ddp else None,
     }
 
