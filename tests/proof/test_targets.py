@@ -42,15 +42,6 @@ def pooling_over_padding(features, labels, mask):
     return F.cross_entropy(features.mean(1), labels)
 
 
-def the_same_for_all_samples(features, labels, mask):
-    """Every way of counting fits."""
-    return 1 + 0 * features.sum()
-
-
-def of_the_first_sample(features, labels, mask):
-    return F.cross_entropy(pooled(features, mask)[:1], labels[:1])
-
-
 def summed(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels, reduction="sum")
 
@@ -181,7 +172,7 @@ class MaskSkipped(nn.Module):
 
 
 REFUSED = {
-    "a batch without padding": (MaskSkipped, h.class_samples, "treats a batch without padding differently"),
+    "a batch without padding": (MaskSkipped, h.class_samples, "without any padding is computed in another way"),
     "BatchNorm": (lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)), h.class_samples, r"norm \(BatchNorm1d\)"),
     "contrastive": (
         lambda: head(contrastive),
@@ -189,8 +180,6 @@ REFUSED = {
         r"targets in A, B, A\+B.*losses A .*in-batch.*Remedy: pass loss_fn",
     ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
-    "no sample's": (lambda: head(the_same_for_all_samples), h.class_samples, "several ways of counting targets fit"),
-    "the first sample's": (lambda: head(of_the_first_sample), h.class_samples, "depends on the order of the samples"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
     "no loss": (lambda: head(no_loss), h.class_samples, "without one. Let it return.*labels, or pass loss_fn"),
     # Every way of counting fits:
