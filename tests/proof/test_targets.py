@@ -172,7 +172,7 @@ class MaskSkipped(nn.Module):
 
 
 REFUSED = {
-    "a batch without padding": (MaskSkipped, h.class_samples, "without any padding is computed in another way"),
+    "a batch without padding": (MaskSkipped, h.class_samples, "treats a batch without padding differently"),
     "BatchNorm": (lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)), h.class_samples, r"norm \(BatchNorm1d\)"),
     "contrastive": (
         lambda: head(contrastive),

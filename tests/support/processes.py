@@ -4,8 +4,6 @@ Everything is small: what counts is the split, the process group and the wrapper
 """
 
 import json
-import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -43,16 +41,6 @@ def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator
         )
         preparing.enable_fsdp_on_cpu(accelerator, plugin)
     return accelerator
-
-
-def end_process() -> None:
-    """All is written: leave without taking the interpreter apart, in which a process now and then aborts (`terminate called without
-    an active exception`, no Python frame; one of 40 on a busy machine), though the process group was destroyed.
-    """
-    PartialState().destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list[dict], loss_fn=None, collate=h.pad_right, **how):
