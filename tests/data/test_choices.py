@@ -58,7 +58,7 @@ def test_rows_that_cannot_be_used(row, message):
 
 def test_one_row_alone():
     for label in ("B", "7", "yes"):
-        with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows hold .'label': '{label}'"):
+        with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows have .'label': '{label}'"):
             encoded({"question": "q", "choices": ["x", "y"], "answer": label})
     with pytest.raises(DataError, match=r"at least 2.*rows with 1"):
         encoded({"question": "q", "choices": ["x"], "label": 0})

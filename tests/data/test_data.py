@@ -267,7 +267,7 @@ def test_columns_that_are_missing(case):
 
 def test_columns_that_cannot_be_used_together():
     for task, given in (("regression", "text label label_column=text"), ("token-classification", "tags text_column=tags")):
-        with pytest.raises(DataError, match="text_column and label_column are not all different"):
+        with pytest.raises(DataError, match="text_column and label_column must be different columns"):
             chosen(task, given)
     with pytest.raises(DataError, match=r"block_size concatenates plain texts.*prompt, completion.*--text_column"):
         chosen("causal-lm", "prompt completion block_size=8")

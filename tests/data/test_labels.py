@@ -68,7 +68,9 @@ def test_numbers_that_another_file_wrote_as_names():
 def test_labels_that_training_does_not_know():
     for unknown in (["c"], ["c", "a", "c"], ["A"], [""]):
         for split, others in {"validation": [unknown], "test": [["a"], unknown]}.items():
-            with pytest.raises(DataError, match=f"unknown labels in the {split} rows: {unknown[0]!r}. Training knows 2 labels"):
+            with pytest.raises(
+                DataError, match=f"unknown labels in the {split} rows: {unknown[0]!r}. The training rows have 2 labels"
+            ):
                 encoded("class", ["a", "b"], *others)
     with pytest.raises(DataError, match="unknown labels in the train rows: '-1'"):  # how hub datasets mark secret labels
         encoded("class", typed([0, -1, 1], ClassLabel(names=["a", "b"])))

@@ -401,7 +401,7 @@ def test_randomness_that_cannot_be_keyed_is_refused(name):
 
 def test_a_mask_without_a_single_sample_axis_is_refused():
     """Catches taking the first axis that changed: here the shape grows with the square of the samples."""
-    with pytest.raises(UnkeyedRandomness, match=r"0 draws a mask without a single sample axis.*\[2, 2\] to \[3, 3\]"):
+    with pytest.raises(UnkeyedRandomness, match=r"0 draws a mask without a single sample axis.*\[2, 2\].*\[3, 3\]"):
         keyed(nn.Sequential(Drawing(lambda x: F.dropout(x @ x.T, 0.1, True))), torch.ones(2, 8))
 
 

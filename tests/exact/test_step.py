@@ -379,7 +379,7 @@ def test_another_loss_fn_than_that_of_the_proof_is_refused():
     model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
     (window,) = make_loader(samples)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn is not the one that targets were proven with.* pass it to prove_targets"):
+    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn differs from the one of the proof.* pass it to prove_targets"):
         hf_ga.backward_window(Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss)
 
 

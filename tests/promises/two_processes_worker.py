@@ -45,7 +45,7 @@ def usual_loss(accelerator: Accelerator) -> float:
 
 if __name__ == "__main__":
     accelerator = Accelerator(cpu=True)
-    found = {"processes": accelerator.num_processes, "kind": accelerator.distributed_type.value, **train(accelerator)}
+    found = train(accelerator) | {"processes": accelerator.num_processes, "kind": accelerator.distributed_type.value}
     found["usual loss"] = usual_loss(accelerator)
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -386,7 +386,7 @@ REFUSED = {
     ),
     "fp16 without a scaler": (fp16_without_scaler, h.bert_classifier, r"scaler None.*enable_fp16_on_cpu"),
     "fp8": (fp8, h.bert_classifier, r"mixed precision fp8 is not supported"),
-    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, some are torch\.bfloat16"),
+    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, but some are torch\.bfloat16"),
 }
 
 

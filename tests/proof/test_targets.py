@@ -183,7 +183,7 @@ REFUSED = {
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
     "no loss": (lambda: head(no_loss), h.class_samples, "without one. Let it return.*labels, or pass loss_fn"),
     # Every way of counting fits:
-    "no sample's": (lambda: head(lambda x, y, mask: 1 + 0 * x.sum()), h.class_samples, "several ways of counting targets fit"),
+    "no sample's": (lambda: head(lambda x, y, mask: 1 + 0 * x.sum()), h.class_samples, "several counting rules fit"),
     "the first sample's": (
         lambda: head(lambda x, y, mask: F.cross_entropy(pooled(x, mask)[:1], y[:1])),
         h.class_samples,

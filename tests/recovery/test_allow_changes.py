@@ -119,7 +119,7 @@ def test_refused_without_the_flag(place, checkpoint, tmp_path):
     with pytest.raises(hf_ga.CheckpointError) as error:
         more = changes | windows | {"dataset_name": str(place / "more.jsonl")}
         train(place, tmp_path / "out", resume_from_checkpoint=str(checkpoint), **more)
-    words = [f"checkpoint-{STOP} is of another run", *changes, "learning_rate 0.0003 -> 0.0001", "window_size 16 -> 8"]
+    words = [f"checkpoint-{STOP} has other settings", *changes, "learning_rate 0.0003 -> 0.0001", "window_size 16 -> 8"]
     for word in [*words, "optim 'adamw' -> 'sgd'", "more.jsonl", "data '", "--resume_with_changes"]:
         assert word in str(error.value)
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and content(checkpoint) == before

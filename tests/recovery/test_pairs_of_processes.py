@@ -109,7 +109,7 @@ def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(place, t
     assert done.returncode != 0 and time.monotonic() - began < LIMIT
     assert "Under FSDP it cannot be cut" in done.stderr and "does not fit into the memory of process 1" in done.stderr
     saved = tmp_path / "out" / "checkpoint-3"
-    assert f"Then go on from {saved} with --resume_from_checkpoint auto." in done.stderr
+    assert f"Then resume from {saved} with --resume_from_checkpoint auto." in done.stderr
     resumed = train(place, tmp_path / "out", per_device_train_batch_size=3, resume_from_checkpoint="auto")
     assert resumed["eval_loss"] == pytest.approx(train(place, tmp_path / "one process")["eval_loss"], rel=1e-5)
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, 9))
@@ -126,7 +126,7 @@ def test_all_processes_stop_with_the_same_words(pairs):
     assert first["shards of process 1"].startswith(f"cannot write {partial / 'shards'}: ")
     assert first["manifest"].startswith(f"cannot write {partial}: ") and "File too large" in first["manifest"]
     for name in ("shards of process 1", "manifest"):
-        assert "is kept: free disk space" in first[name]
+        assert "are kept: free disk space" in first[name]
     assert first["room"] == "trained 4 steps"
     assert "copy/shards/shard-00002-model-00001-of-00001.safetensors is damaged: SHA-256 mismatch" in first["damaged"]
 

@@ -156,7 +156,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, p
         with pytest.raises(RunStopped) as stopped:
             train(place, out)
     assert handlers() == before
-    said = f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; go on with --resume_from_checkpoint auto"
+    said = f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; resume with --resume_from_checkpoint auto"
     assert str(stopped.value) == said
     assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (out / "summary.json").exists()
     assert without_speed(out) == without_speed(undisturbed[1])[:step]

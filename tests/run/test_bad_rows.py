@@ -43,7 +43,7 @@ def fitting(number: int) -> dict[str, dict]:
 
 
 PAIR = "text_pair_column"
-STRINGS = ["text_column must name a column of strings", "1 of 11 train rows hold 5", "--text_column"]
+STRINGS = ["text_column must name a column of strings", "1 of 11 train rows have 5", "--text_column"]
 PROMPT = ["prompts, completions, instructions and outputs must be strings", "Fix or remove the row", "5"]
 LABEL, LISTS, SHAPE = "labels must be names or whole numbers", "labels must be lists of names", "answers must be {"
 CHOSEN, PLACE = "a label must be the 0-based index of a choice", "answers must be in their contexts"
@@ -58,15 +58,15 @@ BAD: dict[str, list[tuple]] = {
     "masked-lm": [("text", None, EMPTY)],
     "text-classification": [
         ("text", None, ""),  # its pair has a second text
-        ("second", [1], [f"{PAIR} must name a column of strings", "1 of 11 train rows hold [1]", f"--{PAIR}"]),
-        ("label", None, [LABEL, "1 of 11 train rows hold None", "--label_column"]),
-        ("label", -100, ["the label -100 marks what the loss ignores"]),
+        ("second", [1], [f"{PAIR} must name a column of strings", "1 of 11 train rows have [1]", f"--{PAIR}"]),
+        ("label", None, [LABEL, "1 of 11 train rows have None", "--label_column"]),
+        ("label", -100, ["the label -100 marks targets that the loss ignores"]),
     ],
-    "regression": [("label", 1e39, ["finite float32 numbers", "1 of 11 train rows hold 1e+39", "--label_column"])],
-    "multi-label": [("labels", "x", [LISTS, "1 of 11 train rows hold 'x'"]), ("labels", None, "")],  # none of the labels
+    "regression": [("label", 1e39, ["finite float32 numbers", "1 of 11 train rows have 1e+39", "--label_column"])],
+    "multi-label": [("labels", "x", [LISTS, "1 of 11 train rows have 'x'"]), ("labels", None, "")],  # none of the labels
     "token-classification": [
-        ("tokens", "a b", ["a column of lists of strings", "1 of 11 train rows hold 'a b'", "--text_column"]),
-        ("tokens", ["a", None], ["a column of lists of strings", "1 of 11 train rows hold ['a', None]"]),
+        ("tokens", "a b", ["a column of lists of strings", "1 of 11 train rows have 'a b'", "--text_column"]),
+        ("tokens", ["a", None], ["a column of lists of strings", "1 of 11 train rows have ['a', None]"]),
         ("tags", None, ["every word needs one tag"]),
     ],
     "question-answering": [
@@ -78,10 +78,10 @@ BAD: dict[str, list[tuple]] = {
     ],
     "multiple-choice": [
         ("choices", "a, b", ["choices must be lists of strings", "'a, b'", "--choices_column"]),
-        ("label", 2, [CHOSEN, "1 of 11 train rows hold", "'label': 2"]),
+        ("label", 2, [CHOSEN, "1 of 11 train rows have", "'label': 2"]),
     ],
     "multiple-choice, numbered": [("ending0", 5, ["choices must be lists of strings"]), ("ending0", None, "")],  # it may be empty
-    "seq2seq": [("target", 5, ["target_column must name a column of strings", "1 of 11 train rows hold 5"])],
+    "seq2seq": [("target", 5, ["target_column must name a column of strings", "1 of 11 train rows have 5"])],
 }
 FLAGS = dict.fromkeys(("text-classification", "regression", "multi-label"), f"--{PAIR} second") | {
     "multiple-choice": f"--{PAIR} begin"
@@ -146,9 +146,9 @@ def classes(**wrong) -> str:
 def test_other_files(split, files, tmp_path, capsys):
     flags = arguments("text-classification", files, tmp_path / "out", tmp_path / "rows.jsonl", f"--{split}_file")
     for wrong, words in [
-        ({"text": 3}, [f"1 of 12 {split} rows hold 3"]),
-        ({"label": None}, [f"1 of 12 {split} rows hold None"]),
-        ({"label": 7}, [f"unknown labels in the {split} rows: '7'", "Training knows 2 labels"]),
+        ({"text": 3}, [f"1 of 12 {split} rows have 3"]),
+        ({"label": None}, [f"1 of 12 {split} rows have None"]),
+        ({"label": 7}, [f"unknown labels in the {split} rows: '7'", "The training rows have 2 labels"]),
     ]:
         (tmp_path / "rows.jsonl").write_text(classes(**wrong))
         check([flag for flag in flags if flag not in (f"--{PAIR}", "second")], words, capsys)
@@ -245,5 +245,5 @@ def test_tokens_beyond_the_vocabulary(task, files, tmp_path, capsys):
     rows = [fitting(number)[task] for number in range(COUNT)]
     (tmp_path / "rows.jsonl").write_text(lines(rows))
     more = f"--model_name_or_path {tmp_path / 'model'}"
-    expected = [f"the tokenizer has {last + 1} tokens (the last, '<new>', is number {last}), the model only {last}"]
+    expected = [f"the tokenizer has {last + 1} tokens (the last, '<new>', has id {last}), but the model has {last}"]
     check(arguments(task, files, tmp_path / "out", tmp_path / "rows.jsonl", more=more), expected, capsys)

@@ -165,7 +165,7 @@ def test_output_folder(tmp_path):
 
 
 def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
-    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: name it with model_name_or_path"):
+    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: set model_name_or_path"):
         FinetuneConfig(eval_only=True).check()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()

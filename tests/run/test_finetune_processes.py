@@ -127,8 +127,8 @@ def test_two_processes_are_the_same_run(one, runs_of_two, place):
     """With dropout: losses and evaluations of every step, and the weights at the end, which both have to the bit."""
     assert_same_run(place / "two", one[1])
     summary, (first, second) = summary_of(place / "two"), records_of(runs_of_two, "two")
-    assert "1 process(es) x 2 micro-batch(es) of at most 8" in one[0]["layout"]
-    assert "2 process(es) x 1 micro-batch(es) of at most 8" in summary["layout"]
+    assert "1 process x 2 micro-batches x 8" in one[0]["layout"]
+    assert "2 processes x 1 micro-batch x 8" in summary["layout"]
     for name in ("test_loss", "test_exact_match", "test_rougeL", "test_num_targets", "eval_rougeL"):
         assert summary[name] == pytest.approx(one[0][name], rel=1e-6), name
     assert first["ddp"] and second["ddp"] and [first["processes"], second["processes"]] == [2, 2]
@@ -154,7 +154,6 @@ def test_files_and_lines_are_written_once(one, runs_of_two, place):
         "output     ",
     ):
         assert printed.count(text) == 1, text
-    assert printed.count("tokenizing train:   0%") == 1  # the other process found it in the cache
 
 
 @slow
@@ -172,7 +171,7 @@ def test_resuming_on_one_process_what_two_began_and_the_other_way_round(one, run
 
 @slow
 def test_a_stream_is_the_same_run(runs_of_two, place):
-    assert summary_of(place / "stream")["layout"].startswith("window of 16 samples = 2 process(es)")
+    assert summary_of(place / "stream")["layout"].startswith("window of 16 samples = 2 processes")
     assert_same_run(place / "stream", place / "streamed")
 
 
@@ -215,9 +214,9 @@ def test_what_fsdp_cannot_do_is_refused():
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
     finetune._check_sharded(hf_ga.FinetuneConfig(), accelerator)
     for more, message in [
-        ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model by --eval_only"),
-        ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model by --eval_only"),
-        ({"lora_r": 4}, "FSDP does not go with lora_r, .*: use DDP"),
+        ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model and --eval_only"),
+        ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model and --eval_only"),
+        ({"lora_r": 4}, "FSDP does not support lora_r, .*: use DDP"),
         ({"model_name_or_path": "gpt"}, "fsdp_cpu_ram_efficient_loading, .* set it to false"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):

@@ -142,5 +142,5 @@ def test_rows_without_a_target_add_nothing(place, tmp_path):
     for size in (1, 16):
         summary = train_job(place, tmp_path / f"{size}", NAME, per_device_train_batch_size=size, **flags)
         losses.append([line["loss"] for line in lines_of(tmp_path / f"{size}")])
-        assert any("11 of 32 rows kept although they have no target" in fact for fact in summary["data_facts"])
+        assert any("11 of 32 rows without a target" in fact for fact in summary["data_facts"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -133,7 +133,7 @@ def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
     nineteen = write_with_empty(tmp_path / "19.jsonl", 40, [*range(5, 24), 25])  # and one more
     twenty = write_with_empty(tmp_path / "20.jsonl", 40, list(range(5, 25)))
     assert train(place, tmp_path / "out19", dataset_name=nineteen, **settings)["skipped_windows"] == 20
-    with pytest.raises(hf_ga.DataError, match="20 windows in a row made no step, up to window 24 of epoch 0"):
+    with pytest.raises(hf_ga.DataError, match="20 consecutive windows made no step, up to window 24 of epoch 0"):
         train(place, tmp_path / "out20", dataset_name=twenty, **settings)
 
 

@@ -62,7 +62,7 @@ def test_a_window_that_must_have_one_width_is_planned_anew():
 def test_the_loader_refuses():
     for options, message in [
         ({"max_tokens_per_micro_batch": 119}, "119 is less than the longest sample's 120 tokens.* Allow at least 120"),
-        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no planner of your own"),
+        ({"max_tokens_per_micro_batch": 200, "planner": lambda *_: []}, "give lengths .* and no custom planner"),
     ]:
         with pytest.raises(ConfigError, match=message):
             loader(np.append(LENGTHS, 120), **options)

@@ -67,7 +67,7 @@ def test_lines_and_files_are_compared(scripts, undisturbed, tmp_path):
     for damaged, seen in [
         (lines[:4] + lines[5:], "metrics.jsonl has the steps [1, 2, 3, 4, 6,"),
         (lines[:5] + lines[4:], "metrics.jsonl has the steps [1, 2, 3, 4, 5, 5,"),
-        ([*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] are not"),
+        ([*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] differ"),
         ([line.replace('"tokens_per_second": ', '"tokens_per_second": 1') for line in lines], None),
     ]:
         path.write_text("".join(damaged))
@@ -91,6 +91,6 @@ def test_kills(words, kills, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("undisturbed: ") and lines[-1] == f"0 of {kills} differ"
+    assert lines[0].startswith("uninterrupted: ") and lines[-1] == f"0 of {kills} differ"
     (phases,) = [line for line in lines if line.startswith("kills by phase: ")]
     assert sum(int(word) for word in phases.replace(",", "").split() if word.isdigit()) == kills

@@ -218,7 +218,7 @@ def test_draws_that_belong_to_samples_are_not_packed():
     model, samples = mixing(drawn_for_each_sample), samples_of("tokens", 24)
     packing, why = asked(model, samples)
     assert packing is None and "cannot be tied to tokens" in why
-    with pytest.raises(UnkeyedRandomness, match="Leave packing out"):
+    with pytest.raises(UnkeyedRandomness, match="Omit packing"):
         packed_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
     packing, why = asked(mixing(), samples)
     assert packing is not None, f"the same without its draw: {why}"

@@ -271,7 +271,7 @@ def test_collate_functions_that_make_two_rows_of_a_sample_are_refused(case):
 def test_loaders_and_samplers_of_ones_own_are_refused(case, method):
     base = type("Own", (tf.Trainer,), {method: lambda *_, **__: pytest.fail("refused before")})
     mixed = type("Mixed", (ExactTrainerMixin, base), {})
-    with pytest.raises(ConfigError, match=f"Own.{method} brings an order of samples of its own"):
+    with pytest.raises(ConfigError, match=f"Own.{method} overrides the order of samples"):
         prepared(case, mixed).train()
 
 
