@@ -145,6 +145,7 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
     assert chosen[0] == chosen[1] != [f"row {i}" for i in range(10)]
 
 
+@pytest.mark.slow("reads the whole standard library")
 def test_stdlib():
     """The embedded corpus with its own splits: packages as labels."""
     data = prepare_data(FinetuneConfig(task="text-classification", max_length=32), corpus.load_stdlib_tokenizer())

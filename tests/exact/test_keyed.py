@@ -94,7 +94,8 @@ def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape)
         assert kept[coordinates].item() == oracle_element(key, SITE, [0, *coordinates], 0.5)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("compiles for half a minute"))])
+@pytest.mark.slow("compiles")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_the_compiled_mask_is_the_same_bit_for_bit(compiler):
     """What a GPU compiles, compiled here: once for each number of axes, not for each size or site."""
     if compiler == "inductor" and shutil.which("g++") is None:

@@ -127,6 +127,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "Any split of a global batch is the full batch" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow("builds the site again")
 def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "notebooks", "hf_ga"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -10,6 +10,8 @@ from runs import SENTENCE, ragged_rows, write_rows
 
 from hf_ga.data.corpus import train_tokenizer
 
+pytestmark = pytest.mark.slow("trains in every layout and with every mistake")
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

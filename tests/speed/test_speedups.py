@@ -23,6 +23,7 @@ from hf_ga.training import default_speed_ups
 
 ALL = {"lean forward": LeanForward, "chunked loss": ChunkedLoss, "packing": Packing, "fused attention": FusedAttention}
 # samples of, what is not used with dropout, and why
+MORE = pytest.mark.slow("the same layers as GPT-2, all combinations")
 MODELS = {
     "gpt2": (h.gpt2, h.token_samples, {}),
     "llama": (h.llama, h.token_samples, {}),
@@ -132,7 +133,7 @@ def rules(model, samples, not_used):
             yield rule
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MORE) if n in ("llama", "masked lm") else n for n in MODELS])
 def test_every_plan_and_speed_up_is_the_full_batch(name):
     """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the micro-batches' means."""
     build, make_samples, not_used = MODELS[name]
@@ -148,6 +149,7 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
     assert h.relative_error(naive, truth) > 1e-3
 
 
+@pytest.mark.slow("every combination of speed-ups for five models")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_speed_up_draws_the_same_dropout(name):
     """Control: without dropout the gradient is another."""
