@@ -24,7 +24,7 @@ PATIENCE = 5.0  # seconds in which the main process can report an error of all r
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_CODES = (
     "Exit codes: 0 done; 2 error, explained in one line; 75 stopped by SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGUSR2 and "
-    "saved: resume with --resume_from_checkpoint auto. With several processes the launcher exits with 1."
+    "saved: resume with --resume_from_checkpoint auto. `accelerate launch` exits with 1 instead of 2 or 75."
 )
 
 
