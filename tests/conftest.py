@@ -17,6 +17,7 @@ import pytest
 import submitit  # noqa: F401  (it configures logging when imported, which closes handlers' streams: not in the middle of a test)
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -40,3 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seeded() -> None:
     """Each test draws the same numbers whichever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+
+    def launch(precision):
+        AcceleratorState._reset_state(True)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+
+    yield launch
+    AcceleratorState._reset_state(True)

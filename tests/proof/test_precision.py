@@ -126,7 +126,7 @@ def plain_shares(model, window, loss_fn):
     return batches, [count / sum(counts) for count in counts]
 
 
-@pytest.mark.parametrize("precision", ["bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow("the same control in the other type"))])
 @pytest.mark.parametrize("case", ["token classification", "plain module, weighted loss_fn"])
 def test_accumulation_in_half_precision_would_not_be(case, precision):
     """One sample a micro-batch, 192 of them: ours stays within the promise, the control does not."""

@@ -6,7 +6,6 @@ The oracle of a learning rate is the schedule's formula; that of an order is the
 import copy
 import json
 import math
-import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from accelerate.state import AcceleratorState
 from runs import checkpointed, lines_of, ragged_rows, train, write_rows
 from safetensors.torch import load_file
 from stops import content
@@ -266,19 +264,6 @@ def test_without_changes_the_flag_does_nothing(place, old, checkpoint, tmp_path,
 
 
 # Allowed: what surrounds the weights
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-
-    def launch(precision):
-        AcceleratorState._reset_state(True)
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-
-    yield launch
-    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize(("before", "after"), [("no", "fp16"), ("fp16", "no")])

@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from runs import lines_of, relative_distance, train, train_job
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -143,19 +141,6 @@ def test_names_of_trackers(monkeypatch):
     for name in ("tensorbord", "wandb"):
         with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is not an installed tracker .* install its package"):
             tracker_names(f"tensorboard,{name}")
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-
-    def launch(precision):
-        AcceleratorState._reset_state(True)
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-
-    yield launch
-    AcceleratorState._reset_state(True)
 
 
 WORDS_OF = {
