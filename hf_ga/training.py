@@ -118,7 +118,11 @@ def backward_window(
     # For a model that was compiled after its proof: compiled layers skip the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
-        backend_for(accelerator, reduce_each_micro_batch=fsdp_reduce_each_micro_batch),
+        backend_for(
+            accelerator,
+            reduce_each_micro_batch=fsdp_reduce_each_micro_batch,
+            same_bits=window.request.chunks is not None,
+        ),
         model,
         proven.loss,
         hooks,

@@ -74,6 +74,7 @@ class StreamLoader(BaseLoader):
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
+        canonical_micro_batch: int | None = None,
     ) -> None:
         if isinstance(dataset, Iterator):
             name = type(dataset).__name__
@@ -84,7 +85,16 @@ class StreamLoader(BaseLoader):
             raise ConfigError(
                 f"num_workers {num_workers}: a stream is read in order, by at most one worker. Use 1 to read ahead, or 0."
             )
-        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, drop_last_window, num_workers)
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed,
+            pad_to_window,
+            drop_last_window,
+            num_workers,
+            canonical_micro_batch,
+        )
         self.splitter = self._make_splitter(planner, length_of is not None, None, max_tokens_per_micro_batch)
         self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of or sample_length
         self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)

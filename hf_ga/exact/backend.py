@@ -49,9 +49,11 @@ class Backend:
 
     Attributes:
         is_sharded: parameters are sharded (FSDP), so that every forward and backward is a collective of all ranks.
+        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; "" if it is.
     """
 
     is_sharded = False
+    reason_not_to_cut = ""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -74,6 +76,12 @@ class Backend:
         """Backward of a micro-batch's term; nothing if it has no weight."""
         if weight:
             self.accelerator.backward(term)
+
+    def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
+        """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted to the status."""
+        status.loss += loss
+        if counts:
+            status.counts = added(status.counts, counts)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """The calls, with as many forwards as the other ranks make where forwards are collectives."""
@@ -182,7 +190,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
     """
     used = [*compress(reversed(parameters), reversed(has_gradient))]  # backward makes the last gradients first
     under_way = []
-    for indices in dist._compute_bucket_assignment_by_size(used, [bucket_bytes])[0] if used else []:
+    for indices in buckets(used, bucket_bytes):
         bucket = [used[i] for i in indices]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         under_way.append(dist.all_reduce(flat, async_op=True))
@@ -190,6 +198,28 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
             parameter.grad = part.view_as(parameter)
     for work in under_way:
         work.wait()
+
+
+def buckets(tensors: Sequence[Tensor], num_bytes: int) -> list[list[int]]:
+    """Indices of consecutive tensors of one type, which together fill at least `num_bytes`, or are the last ones.
+
+    >>> buckets([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
+    [[0, 1], [2]]
+    """
+    found: list[list[int]] = []
+    filled = num_bytes
+    for i, tensor in enumerate(tensors):
+        if filled >= num_bytes or tensor.dtype != tensors[i - 1].dtype:
+            found.append([])
+            filled = 0
+        found[-1].append(i)
+        filled += tensor.nbytes
+    return found
+
+
+def added(*counts: Counts) -> Counts:
+    """The sums of several means' counts, each by itself."""
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def _raise_on_all_ranks(failure: Exception | None) -> None:

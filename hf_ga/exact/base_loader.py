@@ -34,6 +34,7 @@ class BaseLoader:
         pad_to_window: bool,
         drop_last_window: bool,
         num_workers: int,
+        canonical_micro_batch: int | None,
     ) -> None:
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
@@ -41,6 +42,12 @@ class BaseLoader:
         )
         self.accelerator, self.seed = accelerator, seed
         self.drop_last_window, self.num_workers = drop_last_window, num_workers
+        self.canonical_micro_batch = canonical_micro_batch
+        if canonical_micro_batch is not None and not 0 < canonical_micro_batch <= per_device_batch_size:
+            raise ConfigError(
+                f"canonical_micro_batch (same_bits) must be at least 1 and at most the per-device batch size "
+                f"{per_device_batch_size}, which must hold one chunk, got {canonical_micro_batch}."
+            )
         self.epoch, self.num_consumed = 0, 0
         self.state = LoaderState(pad_to_window=pad_to_window)
 
@@ -56,14 +63,14 @@ class BaseLoader:
                 "stream, length_of) and no custom planner, or omit it."
             )
         check_limit(max_tokens, longest or 1, "the longest sample's")
-        size = self.layout.micro_batch_size
+        size = self.canonical_micro_batch or self.layout.micro_batch_size
         if planner is None and by_length:
             overhead = CPU_OVERHEAD if self.accelerator.device.type == "cpu" else GPU_OVERHEAD
             limit = max_tokens or (None if longest is None else size * max(1, longest))
             in_step = self.accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
             planner = ByLength(size, limit, overhead, in_step)
         planner = planner or partial(_plan_by_count, micro_batch_size=size)
-        return Splitter(self.seed, self.layout, planner, self.accelerator.process_index)
+        return Splitter(self.seed, self.layout, planner, self.accelerator.process_index, self.canonical_micro_batch is not None)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""

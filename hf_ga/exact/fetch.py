@@ -8,6 +8,7 @@ import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.batches import as_batch, entries_of_samples, equal_batches, take_rows
+from hf_ga.exact.chunks import Chunks
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
 
@@ -20,6 +21,7 @@ class WindowRequest:
 
     Attributes:
         micro_batches: of this process. most_micro_batches: of the process that has most of them.
+        chunks: of the window, where it is cut into chunks (same bits): each micro-batch is one.
         lengths: of the samples, where the window was planned by them; None: the micro-batches are somebody's own.
     """
 
@@ -32,6 +34,7 @@ class WindowRequest:
     whole_window: bool
     most_micro_batches: int = 0
     lengths: np.ndarray | None = None
+    chunks: Chunks | None = None
 
 
 class Fetcher:

@@ -27,6 +27,7 @@ class Call:
         keys: int64, shape (samples,): what the samples' dropout masks are keyed by, on the device.
         window_key: int64, shape (1,): the same of masks that the whole window shares.
         weight: 0 for a call that is made only because other ranks make one (FSDP), else 1.
+        index: of the micro-batch among this process's in the window.
     """
 
     micro_batch: MicroBatch
@@ -35,6 +36,7 @@ class Call:
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     window_key: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     weight: int = 1
+    index: int = 0
 
     def on_device(self, window: Window, device: torch.device) -> "Call":
         """The same with its batch and keys on the device."""

@@ -34,8 +34,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)
 
 
-def too_large_for(rank: int, micro_batch: MicroBatch) -> OutOfMemory:
-    """The error where nothing can be cut: a single sample, or under FSDP, where a failing rank cannot rejoin the others."""
+def too_large_for(rank: int, micro_batch: MicroBatch, reason_not_to_cut: str = "") -> OutOfMemory:
+    """The error where nothing can be cut: a single sample, or a micro-batch of a backend with a reason not to."""
     padded = num_elements(micro_batch)
     if len(micro_batch) == 1:
         return OutOfMemory(
@@ -45,6 +45,5 @@ def too_large_for(rank: int, micro_batch: MicroBatch) -> OutOfMemory:
         )
     return OutOfMemory(
         f"a micro-batch of {len(micro_batch)} samples = {padded} tokens (padding included) does not fit into the memory of process "
-        f"{rank}. Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it smaller "
-        "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results stay the same)."
+        f"{rank}. {reason_not_to_cut}."
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_ga.exact.chunks import share_chunks
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import ByLength
@@ -18,6 +19,7 @@ class Splitter:
     layout: Layout
     planner: Planner
     process_index: int
+    in_chunks: bool = False
 
     def request(
         self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
@@ -27,17 +29,22 @@ class Splitter:
         Raises:
             ConfigError: the planner drops or repeats samples.
         """
-        plan = self.plan(lengths, whole_window)
+        plan, chunks = self.plan(lengths, whole_window), None
+        if self.in_chunks:
+            plan, chunks = share_chunks(plan[0], lengths, self.layout.num_processes)
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         own, most = plan[self.process_index], max(map(len, plan))
         known = lengths if isinstance(self.planner, ByLength) else None
-        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known)
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known, chunks)
 
     def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
-        """Who computes what. Where all samples are padded to one width, a plan by length is one of equal lengths."""
+        """Who computes what; chunks are planned for a single process. Where all samples are padded to one width, a plan by length
+        is one of equal lengths.
+        """
         equal = whole_window and isinstance(self.planner, ByLength)
-        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, self.layout.num_processes)
+        num_processes = 1 if self.in_chunks else self.layout.num_processes
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, num_processes)
 
     def padded(self, request: WindowRequest) -> WindowRequest:
         """The same window, planned again for micro-batches as wide as its longest sample."""

@@ -13,7 +13,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from hf_ga.errors import ProcessFailed, UnkeyedRandomness
-from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.exact.backend import Backend, RankStatus, added
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import argument_filter, callable_module, gradients_apart
 from hf_ga.exact.generators import moved_generators, random_states
@@ -138,7 +138,7 @@ class Step:
         status = RankStatus(loss, (0,) * self.loss.num_means, (False,) * len(parameters))
         try:
             window = window.padded_to_window() if self.pad_to_window else window
-            forward.window = window if self.backend.is_sharded else window.fitting()  # sharded, ranks make equally many forwards
+            forward.window = window if self.backend.reason_not_to_cut else window.fitting()
             calls, totals = self._calls(forward.window, status)
             self._accumulate(forward, calls, totals, status)
         except (ProcessFailed, TooLarge):
@@ -146,9 +146,9 @@ class Step:
         except Exception as error:
             status.failure, micro_batch = error, forward.micro_batch
             if is_out_of_memory(error) and micro_batch is not None:
-                can_be_cut = len(micro_batch) > 1 and not self.backend.is_sharded
-                rank = self.backend.accelerator.process_index
-                status.failure = TooLarge(num_elements(micro_batch)) if can_be_cut else too_large_for(rank, micro_batch)
+                reason, rank = self.backend.reason_not_to_cut, self.backend.accelerator.process_index
+                can_be_cut = len(micro_batch) > 1 and not reason
+                status.failure = TooLarge(num_elements(micro_batch)) if can_be_cut else too_large_for(rank, micro_batch, reason)
         if self.backend.is_sharded and status.failure is not None:
             raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
@@ -158,10 +158,10 @@ class Step:
         """The calls of this rank, and the targets of the window over all ranks. Where only the forwards can count them it is the
         number of samples for now, which keeps the size of the gradients.
         """
-        calls = [Call(m, counts=self.loss.count(m.batch, len(m))) for m in window.micro_batches]
+        calls = [Call(m, index=i, counts=self.loss.count(m.batch, len(m))) for i, m in enumerate(window.micro_batches)]
         totals: Counts = (window.num_samples,)
         if not self.loss.counts_in_forward:
-            status.counts = _added(status.counts, *(call.counts for call in calls))
+            status.counts = added(status.counts, *(call.counts for call in calls))
             totals = self.backend.all_reduce_status(status).counts
         if not any(totals):
             return [], totals
@@ -181,13 +181,7 @@ class Step:
                 weight = call.weight * self.loss.contributes(counts)
                 self.backend.backward(term, weight)
             if weight:
-                status.loss += term.detach()
-                if self.loss.counts_in_forward:
-                    status.counts = _added(status.counts, counts)
-
-
-def _added(*counts: Counts) -> Counts:
-    return tuple(map(sum, zip(*counts, strict=True)))
+                self.backend.collect(call, term.detach(), counts if self.loss.counts_in_forward else (), status)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Window:
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
-        return self._collated(replace(self.request, micro_batches=micro_batches, lengths=None))
+        return self._collated(replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None))
 
     def fitting(self) -> "Window":
         """With this rank's micro-batches over the memory limit cut into even parts, each collated again."""

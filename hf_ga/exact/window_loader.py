@@ -36,6 +36,8 @@ class WindowLoader(BaseLoader):
         planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches are not changed.
         pad_to_window: collate every micro-batch as wide as its window; a loss that needs it turns this on by itself.
         drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
+        canonical_micro_batch: samples in one chunk: the window's gradient then has the same bits for any number of processes (not
+            under FSDP) and any `per_device_batch_size`, which must be at least as large. Limits count for chunks.
 
     Raises:
         ConfigError: sizes that fit no layout, or a limit below the longest sample. DataError: a streaming or empty dataset.
@@ -62,8 +64,18 @@ class WindowLoader(BaseLoader):
         pad_to_window: bool = False,
         drop_last_window: bool = False,
         num_workers: int = 0,
+        canonical_micro_batch: int | None = None,
     ) -> None:
-        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, drop_last_window, num_workers)
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed,
+            pad_to_window,
+            drop_last_window,
+            num_workers,
+            canonical_micro_batch,
+        )
         self.num_samples, self.shuffle = _checked_length(dataset, lengths), shuffle
         if not len(self):
             raise DataError(

@@ -17,19 +17,31 @@ from hf_ga.exact.forward import gradients_apart
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
+from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # name components that wrappers add
 
 
-def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = False) -> Backend:
+def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = False, same_bits: bool = False) -> Backend:
     """The backend of the exact step for this accelerator.
 
     Args:
         reduce_each_micro_batch: under FSDP, reduce the gradients after every micro-batch: see `hf_ga.backward_window`.
+        same_bits: for windows that are cut into chunks.
+
+    Raises:
+        ConfigError: same bits under FSDP.
     """
-    return ShardedBackend(accelerator, reduce_each_micro_batch) if is_sharded(accelerator) else Backend(accelerator)
+    if not is_sharded(accelerator):
+        return ChunkBackend(accelerator) if same_bits else Backend(accelerator)
+    if same_bits:
+        raise ConfigError(
+            "FSDP does not support same_bits, because it adds the ranks' gradients in an order of its own: use DDP, or omit "
+            "same_bits."
+        )
+    return ShardedBackend(accelerator, reduce_each_micro_batch)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -43,6 +55,10 @@ class ShardedBackend(Backend):
     """
 
     is_sharded = True
+    reason_not_to_cut = (
+        "Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it smaller "
+        "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results stay the same)"
+    )
 
     def __init__(self, accelerator: Accelerator, reduce_each_micro_batch: bool = False) -> None:
         super().__init__(accelerator)

@@ -1,0 +1,131 @@
+"""The backend of windows that are cut into chunks: gradients with the same bits on any number of processes."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import BUCKET_BYTES, Backend, RankStatus, buckets
+from hf_ga.exact.chunks import Chunks, TreeSum
+from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.loss import Loss
+from hf_ga.exact.precision import sum_dtype
+from hf_ga.exact.window import Window
+
+
+class ChunkBackend(Backend):
+    """One process or DDP. Keeps the gradient of each subtree that this rank computes, about log2(chunks) of them at most."""
+
+    reason_not_to_cut = (
+        "It is a chunk of same_bits, whose size is part of the result: turn on gradient_checkpointing, use a device with more "
+        "memory, or start a different run with a smaller same_bits"
+    )
+
+    def begin(self, model: nn.Module, loss: Loss) -> None:
+        """See the base class."""
+        super().begin(model, loss)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.used = [False] * len(self.parameters)
+        self.num_counts = loss.num_means if loss.counts_in_forward else 0
+        self.chunks: Chunks | None = None  # until the window has targets
+
+    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+        """Begin the sums of a window with targets. Ranks make different numbers of forwards."""
+        self.chunks = window.request.chunks
+        self.run = self.chunks.runs[self.accelerator.process_index]
+        self.next, self.sum = self.run.start, TreeSum(self.chunks, _added)
+        return calls
+
+    def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
+        """Take the chunk's gradient from `.grad` and add it along the tree, with its loss and counts."""
+        self._add_zeros(until=self.run.start + call.index)
+        self.used = [used or p.grad is not None for used, p in zip(self.used, self.parameters, strict=True)]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        numbers = torch.stack([torch.as_tensor(number).to(status.loss) for number in (loss, *counts)])
+        self._add([numbers, *gradients])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def all_reduce_status(self, status: RankStatus) -> RankStatus:
+        """See the base class. Integers have the same sum in any order.
+
+        Raises:
+            ConfigError: counts that are not whole numbers.
+        """
+        if not all(float(count).is_integer() for count in status.counts):
+            raise ConfigError(
+                f"same_bits needs whole numbers from loss_fn.count_targets, got {status.counts}: their sum would depend on its "
+                "order. Remove that method; what loss_fn itself counts may be any number."
+            )
+        return super().all_reduce_status(replace(status, has_gradient=self.used))
+
+    def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
+        """Sum gradients, loss and counts over all ranks along the tree."""
+        if self.chunks is None:
+            return
+        self._add_zeros(until=self.run.stop)
+        roots = [value for _, value in self.sum.nodes]
+        like = [torch.zeros(1 + self.num_counts, dtype=status.loss.dtype, device=status.loss.device), *self.parameters]
+        numbers, *gradients = self._over_ranks(roots, like) if self.accelerator.num_processes > 1 else roots[0]
+        status.loss = numbers[0]
+        if self.num_counts:
+            status.counts = tuple(numbers[1:].tolist())
+        for parameter, gradient, is_used in zip(self.parameters, gradients, status.has_gradient, strict=True):
+            parameter.grad = gradient if is_used else None
+
+    def _add(self, value: list[Tensor]) -> None:
+        self.sum.add((self.next, self.next + 1), value)
+        self.next += 1
+
+    def _add_zeros(self, until: int) -> None:
+        """For chunks without targets, which are not computed."""
+        device = self.accelerator.device
+        while self.next < until:
+            numbers = torch.zeros(1 + self.num_counts, dtype=sum_dtype(device), device=device)
+            self._add([numbers, *map(torch.zeros_like, self.parameters)])
+
+    def _over_ranks(self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums have memory of their own, as
+        kernels may depend on how it is aligned.
+        """
+        sums = [torch.empty_like(tensor) for tensor in like]
+        for indices in [[0], *([1 + i for i in bucket] for bucket in buckets(like[1:], BUCKET_BYTES))]:
+            flat = [torch.cat([root[i].reshape(-1) for i in indices]) for root in roots]
+            size = sum(like[i].numel() for i in indices)
+            own = torch.stack(flat) if flat else like[indices[0]].new_empty(0, size)
+            parts = sum_along_tree(own, self.chunks).split([like[i].numel() for i in indices])
+            for i, part in zip(indices, parts, strict=True):
+                sums[i].copy_(part.view(sums[i].shape))
+        return sums
+
+
+def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
+    """The sum over the roots of all ranks: each rank adds up one slice. With one root a rank, as much is sent as in an all-reduce.
+
+    Args:
+        own: this rank's roots, shape (roots, n).
+
+    Returns:
+        shape (n,), the same on all ranks.
+    """
+    num_ranks, (num_roots, size) = dist.get_world_size(), own.shape
+    width = -(-size // num_ranks)
+    slices = torch.nn.functional.pad(own, (0, num_ranks * width - size)).view(num_roots, num_ranks, width).transpose(0, 1)
+    nodes = [chunks.roots(rank) for rank in range(num_ranks)]
+    received = own.new_empty(sum(map(len, nodes)), width)
+    dist.all_to_all_single(received, slices.reshape(-1, width), [len(of_rank) for of_rank in nodes], [num_roots] * num_ranks)
+    tree = TreeSum(chunks, Tensor.add_)
+    for node, value in zip(chain.from_iterable(nodes), received, strict=True):
+        tree.add(node, value)
+    parts = [own.new_empty(width) for _ in range(num_ranks)]
+    dist.all_gather(parts, tree.nodes[0][1])
+    return torch.cat(parts)[:size]
+
+
+def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
