@@ -86,6 +86,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         seed=config.seed,
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
+        same_bits=config.same_bits,
     )
     if loss_fn is not None and config.listed("compare"):
         report.facts.append("no other step is compared: label_smoothing_factor changes the loss, and they compute the head's own")

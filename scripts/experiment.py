@@ -88,14 +88,16 @@ MISTAKES = [
 class Experiment:
     """Data, initial weights and settings of all arms."""
 
-    def __init__(self, num_samples: int, max_length: int, steps: int, learning_rate: float, seed: int) -> None:
+    def __init__(
+        self, num_samples: int, max_length: int, steps: int, learning_rate: float, seed: int, same_bits: int | None = None
+    ) -> None:
         if (count := PartialState().num_processes) > 1:
             raise ConfigError(f"the experiment compares layouts of one process, but runs on {count}: start it without a launcher.")
         config = FinetuneConfig(max_length=max_length)
         self.data: PreparedData = prepare_data(config, load_tokenizer(config))
         train = self.data.splits["train"]
         self.train = train.select(range(min(num_samples, len(train)))).with_format(None)
-        self.steps, self.learning_rate, self.seed = steps, learning_rate, seed
+        self.steps, self.learning_rate, self.seed, self.same_bits = steps, learning_rate, seed, same_bits
         torch.manual_seed(seed)
         tokenizer = self.data.tokenizer
         special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -139,6 +141,7 @@ class Experiment:
             lengths=None if arm.planner is None else self.train["length"],  # split by number of samples, as in the arms' names
             planner=arm.planner,
             seed=self.seed,
+            canonical_micro_batch=self.same_bits,
         )
         generator, done = np.random.default_rng(self.seed), 0
         while done < self.steps:
@@ -154,7 +157,7 @@ class Experiment:
             rows,
             self.data.collate,
             accelerator=accelerator,
-            batch_size=arm.micro_batch_size,
+            batch_size=self.same_bits or arm.micro_batch_size,
             lengths=rows["length"],
             proven=proven,
         )

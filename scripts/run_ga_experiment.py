@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, ArmResult, Experiment, differences
+from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, Arm, ArmResult, Experiment, differences
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -24,20 +24,29 @@ def main() -> int:
     parser.add_argument("--max_length", type=int, default=48, help="maximum tokens of a row (default: 48)")
     parser.add_argument("--learning_rate", type=float, default=5e-4, help="constant learning rate of AdamW (default: 5e-4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout (default: 0)")
+    parser.add_argument(
+        "--same_bits",
+        type=int,
+        choices=(1, 2, 4, 8, 16, 32),
+        help="samples in one chunk: compare the layouts whose micro-batches hold one, down to the last bit",
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/ga_experiment"), help="folder for table and plot")
     flags = parser.parse_args()
     logging.set_verbosity_error()
-    experiment = Experiment(flags.num_samples, flags.max_length, flags.steps, flags.learning_rate, flags.seed)
-    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    experiment = Experiment(flags.num_samples, flags.max_length, flags.steps, flags.learning_rate, flags.seed, flags.same_bits)
+    groups, limits = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}, LIMITS
+    if flags.same_bits:
+        sizes = [size for size in (64, 32, 16, 8, 4, 2, 1) if size >= flags.same_bits]
+        groups, limits = {"layouts": [Arm(f"{size} x {64 // size}", size) for size in sizes]}, dict.fromkeys(LIMITS, 0.0)
     with tqdm(total=flags.steps * sum(map(len, groups.values())), unit="step", dynamic_ncols=True) as bar:
         results = {group: [experiment.run(arm, bar.update) for arm in arms] for group, arms in groups.items()}
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    table, failures = make_table(results), broken_limits(results)
+    table, failures = make_table(results), broken_limits(results, limits)
     (flags.output_dir / "experiment.md").write_text(table + "\n")
     plot(results, flags.output_dir / "experiment.png")
     print(table)
-    limits = ", ".join(f"{name} within {limit:.0e}" for name, limit in LIMITS.items())
-    print("\n".join(failures) if failures else f"every layout matches the full batch: {limits}")
+    within = ", ".join(f"{name} within {limit:.0e}" for name, limit in limits.items())
+    print("\n".join(failures) if failures else f"every layout matches the full batch: {within}")
     return 1 if failures else 0
 
 
@@ -59,19 +68,19 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def broken_limits(results: dict[str, list[ArmResult]]) -> list[str]:
+def broken_limits(results: dict[str, list[ArmResult]], limits: dict[str, float]) -> list[str]:
     """One line for every exceeded limit."""
     lines = []
     for group in ("layouts", "dropout 0"):
-        for result in results[group]:
+        for result in results.get(group, []):
             reference = reference_of(results, group)
             errors = differences(result, reference)
             if group == "dropout 0":
                 errors["validation loss, dropout 0"] = abs(result.validation_loss - reference.validation_loss)
             lines += [
-                f"{result.arm.name}: {name} differs by {value:.1e}, limit {LIMITS[name]:.0e}"
+                f"{result.arm.name}: {name} differs by {value:.1e}, limit {limits[name]:.0e}"
                 for name, value in errors.items()
-                if not value <= LIMITS[name]
+                if not value <= limits[name]
             ]
     return lines
 
@@ -82,7 +91,7 @@ def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
     axes = figure.subplots()
     for group, style in (("layouts", "-"), ("mistakes", "--")):
         reference = reference_of(results, group)
-        for result in results[group]:
+        for result in results.get(group, []):
             if result is not reference and result.arm.token_weighted_validation:  # this mistake trains like a layout
                 pairs = zip(result.train_losses, reference.train_losses, strict=True)
                 errors = [max(abs(a - b) / b, 1e-9) for a, b in pairs]

@@ -14,6 +14,7 @@ from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
+from hf_ga.check.same_bits import bits_row
 from hf_ga.check.subjects import (
     CheckSettings,
     Step,
@@ -92,6 +93,8 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
     rows = [found[arm, layout.name] for arm in arms for layout in layouts]
     for arm, step in arms.items():
         explain(subject, [row for row in rows if row.arm == arm], {layout.name: layout for layout in layouts}, step)
+    if subject.settings.same_bits is not None and not subject.refused:
+        rows.insert(len(layouts), bits_row(subject, subject.settings.same_bits))
     return rows
 
 

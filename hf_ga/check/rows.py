@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hf_ga.check.gradients import ratio
+
 OURS = "hf_ga"  # the arm in every check
 
 
@@ -50,7 +52,7 @@ class Row:
     @property
     def share(self) -> float:
         """The error as a share of its limit: above 1 the row fails."""
-        return max(self.error / self.limit if self.limit else float("inf"), self.worst_share)
+        return max(ratio(self.error, self.limit), self.worst_share)
 
     def cells(self) -> dict[str, str]:
         """A row of the table: header -> text."""

@@ -41,6 +41,7 @@ class CheckSettings:
         seed: of dropout masks and of a step's own random draws.
         max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
         allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the check switches them off.
+        same_bits: also compare the bits of gradients that are computed in chunks of so many samples.
     """
 
     loss_fn: LossFunction | None = None
@@ -48,6 +49,7 @@ class CheckSettings:
     seed: int = 0
     max_grad_norm: float | None = None
     allow_split_dependent_randomness: bool = False
+    same_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPES:

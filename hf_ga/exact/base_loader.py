@@ -106,7 +106,8 @@ class BaseLoader:
 
     def _identity(self) -> dict[str, int]:
         """What must be equal for a position to mean the same samples."""
-        return {"seed": self.seed, "window_size": self.layout.window_size}
+        chunk = {} if self.canonical_micro_batch is None else {"canonical_micro_batch": self.canonical_micro_batch}
+        return {"seed": self.seed, "window_size": self.layout.window_size, **chunk}
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:

@@ -51,6 +51,7 @@ FREE_TO_CHANGE = {
     "resume_with_changes",
     "on_nonfinite",
     "per_device_train_batch_size",
+    "same_bits",  # part of `chunks`
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "global_batch_size",  # checked as the window size, part of a checkpoint's position
@@ -142,6 +143,7 @@ def _identity(
         | {k: path.resolve().name for k, path in places.items() if path.exists()}
         | {
             "window_size": window_size,
+            "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
             "data": data.content_hash,
             "mixed_precision": accelerator.mixed_precision,
             "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
@@ -174,6 +176,7 @@ def make_evaluator(
             batch_size=config.per_device_eval_batch_size,
             lengths=data.splits[split]["length"],
             proven=proven,
+            same_bits=config.same_bits is not None,
         )
         return evaluate(accelerator, model, windows, proven, make_reader(config, accelerator, model, data, split))
 

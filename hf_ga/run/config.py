@@ -58,6 +58,11 @@ class FinetuneConfig(DataOptions):
     global_batch_size: int | None = option(
         None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
     )
+    same_bits: int | None = option(
+        None,
+        "Samples of maximum length in one chunk of a window: weights have the same bits on any number of processes (not under "
+        "FSDP) and any per_device_train_batch_size, which must be at least as large. A CPU process uses one thread.",
+    )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
@@ -170,6 +175,11 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
         if self.lora_r is not None and self.freeze:
             raise ConfigError("freeze has no effect with lora_r, which freezes all weights except the adapters: omit one of them.")
+        if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
+            raise ConfigError(
+                f"per_device_train_batch_size {self.per_device_train_batch_size} does not hold one chunk of same_bits "
+                f"{self.same_bits}: set it to at least {self.same_bits}, or same_bits to less."
+            )
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it.")
         if self.eval_only and self.resume_from_checkpoint is not None:

@@ -53,12 +53,19 @@ class Reader:
 
 
 def evaluation_windows(
-    dataset: Any, collate_fn: Any, *, accelerator: Accelerator, batch_size: int, lengths: Sequence[int], proven: ProvenLoss
+    dataset: Any,
+    collate_fn: Any,
+    *,
+    accelerator: Accelerator,
+    batch_size: int,
+    lengths: Sequence[int],
+    proven: ProvenLoss,
+    same_bits: bool = False,
 ) -> WindowLoader:
     """The split in its own order, in batches of samples of similar length (less padding, same result), assigned round-robin.
 
     The batches are the same for every number of processes, as long as each process has one in a window of 256 samples. More
-    processes use larger windows, except if the loss depends on the padding width.
+    processes use larger windows, except if the loss depends on the padding width, or for the same bits.
     """
     busy = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
     return WindowLoader(
@@ -66,7 +73,7 @@ def evaluation_windows(
         collate_fn,
         accelerator=accelerator,
         per_device_batch_size=batch_size,
-        global_batch_size=EVALUATION_WINDOW if proven.pad_to_window else max(EVALUATION_WINDOW, busy),
+        global_batch_size=EVALUATION_WINDOW if proven.pad_to_window or same_bits else max(EVALUATION_WINDOW, busy),
         shuffle=False,
         lengths=lengths,
         planner=partial(plan_by_sizes, sizes=[batch_size]),

@@ -33,7 +33,7 @@ from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
-from hf_ga.recovery.versions import versions
+from hf_ga.recovery.versions import machine, versions
 from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
@@ -127,6 +127,7 @@ def _print_plan(run: Run) -> None:
         "dropout": f"{sites} sites; masks depend on seed, epoch and sample only" if sites else "none",
         "precision": precision_name(run.accelerator),
         "padding": padding,
+        **({"bits": f"the same for any layout, in chunks of {run.config.same_bits} samples"} if run.config.same_bits else {}),
         "speed-ups": ", ".join(speed_up.name for speed_up in proven.speed_ups) or "none",
     }
     for name, fact in facts.items():
@@ -172,7 +173,9 @@ def _accelerator(config: FinetuneConfig) -> Accelerator:
     enable_fp16_on_cpu(accelerator)
     silence_other_ranks(accelerator)
     share_cores(accelerator)
-    if config.full_determinism:
+    if config.same_bits and accelerator.device.type == "cpu":
+        torch.set_num_threads(1)  # sums over several threads depend on their number
+    if config.full_determinism or (config.same_bits and accelerator.device.type != "cpu"):
         enable_full_determinism(config.seed)
     if accelerator.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -186,6 +189,7 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
     unsupported = {
+        "same_bits, because it adds the ranks' gradients in an order of its own: use DDP": config.same_bits is not None,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
         "lora_r, which leaves little to shard: use DDP": config.lora_r is not None,
         "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
@@ -244,6 +248,7 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
         "labels": run.data.labels,
         "weights_sha256": state_sha256(weights),
         "versions": versions(),
+        "machine": machine(),
         "config": run.config.to_dict(),
     }
 

@@ -15,6 +15,7 @@ from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
 from hf_ga.recovery.files import flush
+from hf_ga.recovery.versions import machine, versions
 from hf_ga.recovery.write_errors import writing
 from hf_ga.run import outputs
 from hf_ga.run.adapters import is_lora
@@ -39,6 +40,7 @@ def save(run: Run, progress: Progress) -> None:
         "scheduler": run.scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "identity": run.identity,
+        "machine": machine() | versions(),
     }
     with raise_on_all_ranks(run.accelerator):
         metrics = run.output_dir / "metrics.jsonl"
@@ -80,6 +82,7 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
         CheckpointError: the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
+    _print_other_machine(run, state.get("machine", {}))
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not a checkpoint of a run: it lacks {', '.join(sorted(missing))}.")
     changes = _changes(folder, state["identity"], run.identity, with_changes)
@@ -98,6 +101,12 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
         progress.best_metric, progress.evaluations_since_best = None, 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
+
+
+def _print_other_machine(run: Run, saved: dict[str, Any]) -> None:
+    here = machine() | versions()
+    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:

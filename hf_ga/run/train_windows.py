@@ -46,6 +46,7 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
         "seed": config.seed,
         "drop_last_window": config.drop_last_window,
         "num_workers": config.dataloader_num_workers,
+        "canonical_micro_batch": config.same_bits,
     }
     if data.stream is None:
         lengths = planned_lengths(data)
@@ -56,7 +57,7 @@ def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: Prepar
         data.collate,
         shuffle_buffer_size=config.shuffle_buffer_size,
         length_of=itemgetter("length"),
-        max_tokens_per_micro_batch=limit or layout.micro_batch_size * config.sequence_length,
+        max_tokens_per_micro_batch=limit or (config.same_bits or layout.micro_batch_size) * config.sequence_length,
         **shared,
     )
 

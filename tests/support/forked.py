@@ -61,8 +61,9 @@ def run_script(script: str, folder: Path, job: Any) -> str:
 
 def environment_of(kind: str, processes: int) -> dict[str, str]:
     port = str(next(PORTS))
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return {"ACCELERATE_MIXED_PRECISION": "no", **world, **KINDS[kind], **(SHARDED if kind != "ddp" else {})}
+    return {"ACCELERATE_MIXED_PRECISION": precision, **world, **KINDS[kind], **(SHARDED if kind != "ddp" else {})}
 
 
 def fork(work: Callable[[], None], environment: dict[str, str]) -> int:

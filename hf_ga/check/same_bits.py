@@ -1,0 +1,48 @@
+"""Promise of `same_bits`: the gradient of a window has the same bits whatever the per-device batch size."""
+
+import hashlib
+
+import numpy as np
+
+from hf_ga.check.gradients import Gradients
+from hf_ga.check.rows import OURS, Cause, Row
+from hf_ga.check.subjects import Subject, run_ours
+from hf_ga.exact.window_loader import WindowLoader
+
+MULTIPLES = (1, 2, 4)  # of the chunk's size
+
+
+def bits_row(subject: Subject, chunk_size: int) -> Row:
+    """Compute the window with several per-device batch sizes, each in chunks of that many samples, and compare hashes."""
+    hashes, losses, sizes = [], [], []
+    for multiple in MULTIPLES:
+        loader = WindowLoader(
+            subject.samples,
+            subject.collate_fn,
+            accelerator=subject.accelerator,
+            per_device_batch_size=chunk_size * multiple,
+            global_batch_size=len(subject.samples),
+            seed=subject.settings.seed,
+            shuffle=False,
+            canonical_micro_batch=chunk_size,
+        )
+        window = next(iter(loader))
+        loss, gradients = run_ours(subject, window)
+        hashes.append(gradients_sha256(gradients))
+        losses.append(loss)
+        sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+    row = Row(OURS, "bits", sizes, len(sizes), passed=len({*zip(hashes, losses, strict=True)}) == 1, loss=losses[0])
+    row.error = row.worst_share = 0.0 if row.passed else float("inf")
+    if not row.passed:
+        seen = ", ".join(f"per-device batch size {chunk_size * m}: {h[:12]}" for m, h in zip(MULTIPLES, hashes, strict=True))
+        text = "a kernel of the model gives other bits when it runs again: call torch.use_deterministic_algorithms(True)"
+        row.causes.append(Cause("not deterministic", text, seen))
+    return row
+
+
+def gradients_sha256(gradients: Gradients) -> str:
+    """SHA-256 of all gradients, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(gradients):
+        digest.update(name.encode() + np.ascontiguousarray(gradients[name].cpu().numpy()).tobytes())
+    return digest.hexdigest()
