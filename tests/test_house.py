@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_ga"
 # Lines, with docstrings.
 BUDGETS = {
-    "hf_ga/exact": 2400,
+    "hf_ga/exact": 2900,  # 2,400, and 500 for the same bits
     "hf_ga/proof": 950,
     "hf_ga/speed": 950,
     "hf_ga/parallel": 450,
@@ -24,7 +24,7 @@ BUDGETS = {
     "hf_ga/run": 2600,
     "hf_ga/check": 1500,
     "hf_ga/trainer": 420,
-    "hf_ga": 13000,
+    "hf_ga": 13500,
     "scripts": 3000,
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12

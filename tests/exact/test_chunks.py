@@ -1,10 +1,20 @@
-"""Same bits, the arithmetic: for any number of ranks, the sum along the tree of a window's chunks is the same number."""
+"""Same bits, the arithmetic: for any number of ranks, the sum along the tree of a window's chunks is the same number.
 
+tests/promises/test_same_bits.py trains on several processes.
+"""
+
+import helpers as h
 import numpy as np
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
+from windows import one_window, window_gradient
 
+import hf_ga
+from hf_ga.errors import ConfigError, OutOfMemory
 from hf_ga.exact.chunks import Chunks, TreeSum
 
 
@@ -48,3 +58,53 @@ def test_chunks_are_shared_out_evenly_in_few_roots(costs, num_processes):
         roots = chunks.roots(rank)
         assert [chunk for start, stop in roots for chunk in range(start, stop)] == list(run)
         assert len(roots) <= (1 if num_processes <= 2 else 2 * 64)
+
+
+def chunked_window(samples, **more):
+    options = {"planner": None, "per_device_batch_size": 4, "canonical_micro_batch": 2, "shuffle": False}
+    return one_window(samples, 4, **{**options, **more})
+
+
+def test_chunks_without_targets_count_as_zeros():
+    """The first, one in the middle and the last; a loss_fn that counts in its forward has the same gradient."""
+    samples = [h.without_targets(s) if i in (0, 1, 4, 5, 10, 11) else s for i, s in enumerate(h.plain_samples(12))]
+    model, batch = h.plain_tagger(), h.pad_right(samples)
+    found, result = window_gradient(model, chunked_window(samples, lengths=[9] * 12))
+    assert h.relative_error(found, h.full_batch_gradient(model, batch)) < 1e-6
+    assert result.num_targets == h.num_targets(model, batch)
+    rule = hf_ga.prove_targets(model, samples, h.pad_right)
+    assert not window_gradient(model, chunked_window([h.without_targets(s) for s in samples]), targets=rule)[0]
+
+
+def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
+    samples = h.weighted_samples(8)
+    with pytest.raises(ConfigError, match="at most the per-device batch size 4, which must hold one chunk, got 5"):
+        chunked_window(samples, **{"canonical_micro_batch": 5})
+    window, model = chunked_window(samples), h.plain_tagger()
+
+    class Weighted:
+        """Counts on the host, in fractions."""
+
+        __call__ = staticmethod(h.weighted_token_loss)
+
+        def count_targets(self, batch):
+            return float(batch["weights"].sum())
+
+    with pytest.raises(ConfigError, match="whole numbers"):
+        window_gradient(model, window, loss_fn=Weighted())
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=h.weighted_token_loss)
+    accelerator = Accelerator()
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ConfigError, match="FSDP does not support same_bits"):
+        hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=h.weighted_token_loss)
+
+
+def test_a_chunk_that_does_not_fit_is_never_cut():
+    window, model = chunked_window(h.plain_samples(8), planner=h.by_number(2)), h.plain_tagger()
+    rule = hf_ga.prove_targets(model, h.plain_samples(8), h.pad_right)
+
+    def fail(module, args, kwargs):
+        raise torch.OutOfMemoryError("on purpose")
+
+    with model.register_forward_pre_hook(fail, with_kwargs=True), pytest.raises(OutOfMemory, match="a chunk of same_bits"):
+        hf_ga.backward_window(Accelerator(), model, window, targets=rule)

@@ -59,6 +59,7 @@ LAYOUTS = {
     "uneven, sorted": lambda lengths: {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3]), "lengths": lengths},
     "one by one": lambda lengths: {"planner": h.by_number(1)},
     "by length": lambda lengths: {"per_device_batch_size": 2},  # the lengths are those of `input_ids`
+    "in chunks": lambda lengths: {"canonical_micro_batch": 3},
 }
 
 

@@ -98,13 +98,21 @@ def assert_full_batch(found: list[Any], model: nn.Module, batch: dict) -> None:
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-def ddp_window(size: int = 5, fails: Callable[[int], Exception | None] | None = None) -> tuple[h.Gradients, hf_ga.StepResult]:
-    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1."""
+def ddp_window(
+    size: int = 5, fails: Callable[[int], Exception | None] | None = None, chunk: int | None = None
+) -> tuple[h.Gradients, hf_ga.StepResult]:
+    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1; chunk: for the same bits."""
     accelerator, plain = make_accelerator("ddp"), Halves()
     rule = hf_ga.prove_targets(plain, points(), stack)
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     (window,) = hf_ga.WindowLoader(
-        points()[:size], stack, accelerator=accelerator, per_device_batch_size=2, global_batch_size=size, shuffle=False
+        points()[:size],
+        stack,
+        accelerator=accelerator,
+        per_device_batch_size=2,
+        global_batch_size=size,
+        shuffle=False,
+        canonical_micro_batch=chunk,
     )
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
@@ -122,6 +130,17 @@ def test_replicas_have_the_gradient_of_the_full_batch(size):
         h.relative_error(h.full_batch_gradient(Halves(), stack(points()[:3])), h.full_batch_gradient(Halves(), stack(points())))
         > 0.1
     )
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_chunks_have_the_same_bits_on_one_rank_and_on_two(chunk):
+    """Also of a parameter that only the other rank used."""
+    alone, one = ddp_window(chunk=chunk)
+    found = on_two_ranks(lambda: ddp_window(chunk=chunk))
+    assert_full_batch(found, Halves(), stack(points()))
+    for gradients, result in found:
+        assert result.loss == one.loss
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in alone.items())
 
 
 def test_both_ranks_know_of_a_failure():
