@@ -110,6 +110,19 @@ def proven_weight():
     return model, hf_ga.prove_targets(model, probes, h.pad_right)
 
 
+def test_chunks_are_added_along_their_tree_by_hand():
+    """(1 + 0) + (1e8 - 1e8): the chunk without a target keeps its place. Control: in turn, 1 is lost in 1e8."""
+    samples = [{"x": x, "labels": 0 if x else h.IGNORED} for x in (1.0, 0.0, 1e8, -1e8)]
+    options = {"shuffle": False, "per_device_batch_size": 1, "canonical_micro_batch": 1}
+    found = []
+    for more in (options, {"shuffle": False}):
+        model, rule = proven_weight()
+        model.zero_grad()
+        hf_ga.backward_window(Accelerator(), model, one_window(samples, 1, **more), targets=rule)
+        found.append(model.weight.grad.item())
+    assert found == [pytest.approx(1 / 3), 0.0]
+
+
 @given(
     values=st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=1, max_size=9),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),

@@ -13,9 +13,8 @@ from runs import filled_place, lines_of, small_config
 CHUNK, STEPS = 4, 6  # samples; an epoch has three full windows and a short one
 KINDS = {
     "GPT-2": {},
-    "BERT, masked LM": {"task": "masked-lm", "model": "bert"},
+    "BERT, masked LM, bf16": {"task": "masked-lm", "model": "bert"},
     "LoRA": {"lora_r": 2, "lora_dropout": 0.1},
-    "GPT-2, bf16": {},
 }
 LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size
 
