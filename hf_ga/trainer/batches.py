@@ -15,16 +15,14 @@ Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-
 
 
 class WindowBatch(dict):
-    """A micro-batch: a dict of the model's arguments, with its window and its index in it as attributes."""
+    """A micro-batch: a dict of the model's arguments, with its window and its index in it as attributes.
+
+    An index beyond the window's micro-batches on this rank: it repeats samples, and is not computed.
+    """
 
     def __init__(self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)) -> None:
         super().__init__(batch)
         self.request, self.index = item
-
-    @property
-    def positions(self) -> np.ndarray:
-        """int64, shape (samples of the micro-batch,): positions in the order of the epoch."""
-        return self.request.positions[self.request.micro_batches[self.index]]
 
 
 class MicroBatches(Dataset):
@@ -39,10 +37,13 @@ class MicroBatches(Dataset):
 
     def __getitem__(self, item: Item) -> WindowBatch:
         request, index = item
-        if request.whole_window:
+        if index >= len(request.micro_batches):
+            offsets = np.array([0])
+        elif request.whole_window:
             return WindowBatch(self._whole(request)[index], item)
-        alone = replace(request, micro_batches=[request.micro_batches[index]])
-        return WindowBatch(self.fetcher[alone][0], item)
+        else:
+            offsets = request.micro_batches[index]
+        return WindowBatch(self.fetcher[replace(request, micro_batches=[offsets])][0], item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
         """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the others are requested next."""
@@ -65,14 +66,14 @@ class WindowSampler(Sampler):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch, which Trainer counts."""
-        window_size, limit = self.windows.layout.window_size, self.windows.layout.micro_batch_size
-        rest = self.windows.num_samples - window_size * (len(self.windows) - 1)
-        return (len(self.windows) - 1) * (window_size // limit) + -(-min(rest, window_size) // limit)
+        """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
+        layout, num_full = self.windows.layout, len(self.windows) - 1
+        rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
+        return num_full * layout.accumulation_steps + -(-rest // (layout.micro_batch_size * layout.num_processes))
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():
-            for index in range(len(request.micro_batches)):
+            for index in range(request.most_micro_batches):
                 yield [(request, index)]
 
 

@@ -44,10 +44,10 @@ def _of_arguments(args: Any) -> Iterator[str]:
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
     processes, kind = trainer.accelerator.num_processes, trainer.accelerator.distributed_type
-    if processes > 1 or kind != DistributedType.NO:
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         yield (
-            f"it is exact on one process only, but Accelerate runs {processes} under {kind.value}: use the same global batch with "
-            "gradient accumulation, or hf_ga.train_step or scripts/finetune.py, which support several"
+            f"it is exact on one process and under DDP, but Accelerate runs {processes} under {kind.value}: use DDP, or "
+            "hf_ga.train_step or scripts/finetune.py, which support FSDP"
         )
     if trainer.args.n_gpu > 1:
         yield f"one process would use {trainer.args.n_gpu} GPUs (nn.DataParallel): select one with CUDA_VISIBLE_DEVICES"

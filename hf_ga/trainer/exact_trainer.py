@@ -23,7 +23,9 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.forward import module_modes
+from hf_ga.exact.backend import Backend, RankStatus, added
+from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.forward import callable_module, module_modes
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.lengths import find_lengths
@@ -72,12 +74,13 @@ class WindowLoss:
     """The proven loss of a trainer: each micro-batch's term of the mean loss over all targets of its window.
 
     Attributes:
-        forward, calls, totals: of the current window. num_begun: number of its micro-batches begun; None: no window.
+        forward, batches, totals, status: of the current window. calls: of its batches, with weight 0 for one that adds nothing: it
+            has no targets, or repeats samples. num_begun: number of its micro-batches begun; None: no window.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
-        self.module = TrainerLoss(trainer)
+        self.module, self.backend = TrainerLoss(trainer), Backend(trainer.accelerator)
         trainer.model.train()  # as in each training step: the proof needs the modes of training
         samples = windows.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
@@ -102,10 +105,17 @@ class WindowLoss:
             raise ConfigError("get_batch_samples must return the micro-batches of one window unchanged from the data loader.")
         if self.num_begun == 0:
             raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
-        window = Window(replace(batches[0].request, seed=self.trainer.args.seed), self.fetcher, batches)
-        self.calls = [Call(m, counts=self.proven.loss.count(m.batch, len(m))) for m in window.micro_batches]
-        self.totals = tuple(map(sum, zip(*(call.counts for call in self.calls), strict=True)))
-        self.forward = Forward(self.trainer.accelerator, self.module, window, (self.proven.loss, *self.proven.hooks))
+        request, loss = replace(batches[0].request, seed=self.trainer.args.seed), self.proven.loss
+        window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
+        repeated = [MicroBatch(b, request.positions[:1], request.sample_ids[:1]) for b in batches[len(request.micro_batches) :]]
+        calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in (*window.micro_batches, *repeated)]
+        own = [call.counts for call in calls[: len(request.micro_batches)]]
+        self.status = RankStatus(torch.zeros((), device=self.device), added((0,) * loss.num_means, *own))
+        self.totals = self.backend.all_reduce_status(self.status).counts
+        adds = [any(self.totals) and loss.contributes(counts) for counts in own] + [False] * len(repeated)
+        self.calls = [replace(call, weight=int(weight)) for call, weight in zip(calls, adds, strict=True)]
+        self.batches = batches
+        self.forward = Forward(self.trainer.accelerator, self.module, window, (loss, *self.proven.hooks))
         self.num_begun = 0
         if self.trainer.accelerator.scaler is not None and not any(self.totals):
             raise DataError("a window has no targets, for which fp16 cannot scale a loss: remove such samples.")
@@ -117,21 +127,27 @@ class WindowLoss:
             ConfigError: there is none, it is not `inputs`, or the model is not the proven one.
         """
         index = self.num_begun
-        if index == len(self.calls) or inputs is not self.calls[index].micro_batch.batch:
+        if index == len(self.batches) or inputs is not self.batches[index]:
             raise ConfigError("training_step must be called once for each micro-batch that get_batch_samples returned.")
-        if model is not self.module.model:
+        if callable_module(model) is not self.module.model:
             raise ConfigError(f"the model must be trained as it was proven, but it was wrapped in a {type(model).__name__}.")
         self.num_begun += 1
+        if index == 0:
+            self.backend.begin(model, self.proven.loss)
         return index
 
     def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
         """Replaces `compute_loss` in a training step: the term of micro-batch `index` in the window's mean loss."""
-        loss = self.proven.loss
+        loss, planned = self.proven.loss, self.calls[index]
         if index == 0:
             self._begin_forwards()
-        if not any(self.totals) or not loss.contributes(self.calls[index].counts):
+        if not planned.weight:
+            if self.trainer.args.world_size > 1:  # compute_loss may be a collective (TRL's gathers metrics)
+                with torch.no_grad():
+                    call, outputs = self.forward(planned)
+                    loss.sums(outputs, call)
             return torch.zeros((), device=self.device, requires_grad=True)
-        call, outputs = self.forward(self.calls[index])
+        call, outputs = self.forward(planned)
         term = loss.mean(loss.sums(outputs, call)[0], self.totals)
         if not self._reaches_backward:
             self._reaches_backward = True
@@ -147,7 +163,14 @@ class WindowLoss:
             )
         if any(self.totals):
             with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
-                self.totals = self.proven.loss.prepare(self.calls, self.totals, self.forward, lambda counts: counts, self.device)
+                all_reduce = partial(self.backend.all_reduce, status=self.status)
+                self.totals = self.proven.loss.prepare(self.calls, self.totals, self.forward, all_reduce, self.device)
+
+    def end_window(self, model: nn.Module) -> None:
+        """After the last backward: sum the gradients over the ranks."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.status.has_gradient = [p.grad is not None for p in parameters]
+        self.backend.reduce_gradients(model, self.backend.all_reduce_status(self.status), self.proven.unused)
 
     def _check_not_scaled(self, gradient: Tensor) -> None:
         scaler = self.trainer.accelerator.scaler
@@ -162,11 +185,11 @@ class WindowLoss:
 class ExactTrainerMixin:
     """A mixin for any subclass of `transformers.Trainer`: makes its gradient that of the full batch for any accumulation.
 
-    The window is per_device_train_batch_size x gradient_accumulation_steps samples, and every such split of it gives the same
-    update: the mean of the trainer's own loss (`compute_loss`, `compute_loss_func`, label smoothing, or the head's) over all
-    targets of the window, with the order of samples keyed by (data_seed or seed, epoch) and dropout by (seed, epoch, position).
-    The logged loss is this mean. `num_items_in_batch` is that of one batch, not of the window: a custom loss must be the mean over
-    its batch. `dataloader_drop_last` drops the last window if it is short.
+    The window is processes x per_device_train_batch_size x gradient_accumulation_steps samples, and every such split of it, also
+    over processes (DDP), gives the same update: the mean of the trainer's own loss (`compute_loss`, `compute_loss_func`, label
+    smoothing, or the head's) over all targets of the window, with the order of samples keyed by (data_seed or seed, epoch) and
+    dropout by (seed, epoch, position). The logged loss is this mean. `num_items_in_batch` is that of one batch, not of the window:
+    a custom loss must be the mean over its batch. `dataloader_drop_last` drops the last window if it is short.
 
     Raises, when training begins:
         ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive, UnkeyedRandomness: see
@@ -195,7 +218,7 @@ class ExactTrainerMixin:
             loader.collate_fn,
             accelerator=self.accelerator,
             per_device_batch_size=args.per_device_train_batch_size,
-            global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            global_batch_size=args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
@@ -226,7 +249,9 @@ class ExactTrainerMixin:
                 f"the training step drew from {' and '.join(moved)} although the proof's forwards did not: this randomness depends "
                 "on the split of the window. Switch it off."
             )
-        return result
+        if index == len(loss.batches) - 1:
+            loss.end_window(model)
+        return result * self.args.world_size  # Trainer logs the mean over processes
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):

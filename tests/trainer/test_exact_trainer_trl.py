@@ -1,11 +1,15 @@
 """TRL's SFTTrainer with the mixin: prompts and completions, its own loss, its metrics, activation checkpointing on by default."""
 
 import copy
+import json
 import random
+from functools import partial
 
 import helpers as h
 import pytest
+import torch
 from datasets import Dataset
+from forked import together
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
 from trainers import LAYOUTS, WORDS, make_trainer, settings, weight_error, word_tokenizer
 from trl import SFTConfig, SFTTrainer
@@ -47,6 +51,23 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     plain_full, plain = (sft(tmp_path, SFTTrainer, h.gpt2(0.1), layout) for layout in LAYOUTS[:2])
     assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
     assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
+
+
+@pytest.mark.slow("trains on two processes")
+def test_two_processes_make_the_same_updates(tmp_path):
+    """The last window of an epoch has no micro-batch for the second process, which gathers metrics with the first."""
+
+    def work(processes):
+        torch.set_num_threads(1)
+        layout = {1: (16, 1), 2: (8, 1)}[processes]
+        run = sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), layout, ddp_backend="gloo" if processes > 1 else None)
+        if run.trainer.args.process_index == 0:
+            (tmp_path / f"{processes}.json").write_text(json.dumps(run.losses))
+
+    for processes in (1, 2):
+        assert together(partial(work, processes), "ddp", processes) == {0}
+    alone, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
+    assert two == pytest.approx(alone, rel=CLOSE)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
