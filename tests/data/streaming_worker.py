@@ -28,14 +28,18 @@ class Listed(IterableDataset):
         return iter(self.samples)
 
 
-def train(accelerator: Accelerator, num_workers: int) -> list[float]:
-    """Two passes over 33 samples (the last window has 3); returns the losses, then all weights."""
-    loader = StreamLoader(Listed(h.token_samples(33)), h.pad_right, accelerator=accelerator, num_workers=num_workers, **OPTIONS)
-    model = h.gpt2(0.1)
+def trained(accelerator: Accelerator, loader: StreamLoader, model: torch.nn.Module) -> list[float]:
+    """Two passes; returns the losses, then all weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     steps = [hf_ga.train_step(accelerator, model, optimizer, window) for _ in range(2) for window in loader]
     return [step.loss for step in steps] + torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def train(accelerator: Accelerator, num_workers: int) -> list[float]:
+    """On 33 samples: the last window has 3."""
+    loader = StreamLoader(Listed(h.token_samples(33)), h.pad_right, accelerator=accelerator, num_workers=num_workers, **OPTIONS)
+    return trained(accelerator, loader, h.gpt2(0.1))
 
 
 def message(accelerator: Accelerator, samples: list) -> str:
