@@ -1,15 +1,17 @@
-"""Run by `accelerate launch` with several processes: train on one stream, then find that the streams differ.
+"""Two processes train on one stream, then find that their streams differ; run by `test_streaming.py`.
 
-accelerate launch --num_processes 2 tests/data/streaming_worker.py OUTPUT_DIR
+python tests/data/streaming_worker.py OUTPUT_DIR/job.json
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import helpers as h
 import torch
 from accelerate import Accelerator
+from forked import together
 from torch.utils.data import IterableDataset
 
 import hf_ga
@@ -52,7 +54,7 @@ def message(accelerator: Accelerator, samples: list) -> str:
     return "nothing"
 
 
-def main() -> None:
+def run(folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     rank, samples = accelerator.process_index, h.token_samples(33)
     found = {
@@ -63,9 +65,9 @@ def main() -> None:
         "shorter by a window": message(accelerator, samples[:30] if rank else samples),
         "shorter by a sample": message(accelerator, samples[:32] if rank else samples),
     }
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(together(partial(run, Path(sys.argv[1]).parent), "ddp", 2) != {0})

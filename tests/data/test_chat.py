@@ -130,7 +130,6 @@ BROKEN = {
     "completion of numbers": ({"prompt": ["a"], "completion": [3]}, "must be strings.*3"),
     "prompt of messages, completion of a string": ({"prompt": [turns("Hi")], "completion": ["Yes"]}, "must be a list of messages"),
     "prompt of a string, completion of messages": ({"prompt": ["Hi"], "completion": [turns("a")]}, "must be strings"),
-    "instruction of None": ({"instruction": [None], "output": ["b"]}, "must be strings"),
     "input of a number": ({"instruction": ["a"], "input": [3], "output": ["b"]}, "must be strings.*3"),
     "output of None": ({"instruction": ["a"], "output": [None]}, "must be strings.*None"),
 }

@@ -418,9 +418,6 @@ def test_cache_knows_the_side_that_is_cut(tmp_path):
     assert kept == [[13, 3, 14], [13, 5, 14]]
 
 
-# Evaluation alone
-
-
 def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
     """Not the embedded corpus, which is the default dataset; no training rows are needed."""
     monkeypatch.setattr(corpus, "load", lambda *_: pytest.fail("the embedded corpus was read"))
@@ -512,9 +509,6 @@ def test_pairs_to_predict(tmp_path):
     assert named.to_list() == [{"text": "a b c", "text_pair": "d d"}, {"text": None, "text_pair": None}]
     with pytest.raises(DataError, match="text_pair_column 'two' is not in the predict rows, which have: one"):
         to_predict("regression", [{"one": "a"}], train, tmp_path, **flags)
-
-
-# Batches
 
 
 @pytest.mark.parametrize(

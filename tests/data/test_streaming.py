@@ -4,7 +4,6 @@ import json
 import random
 import weakref
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,7 +13,7 @@ import pytest
 import streaming_worker as worker
 import torch
 from accelerate import Accelerator
-from launching import launch
+from forked import run_script
 from streaming_worker import Listed
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -204,9 +203,6 @@ def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     )
 
 
-# -- several processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("buffer_size", [0, 7])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
 def test_processes_share_each_window_without_communication(num_processes, buffer_size):
@@ -310,9 +306,6 @@ def test_the_buffer_holds_no_more_than_its_size_and_shuffles_evenly():
     assert stay.min() >= 0 and abs(stay.mean() - 99) < 10 and stay.max() > 300
     first_come = np.array(order(2000, 100)[:1000])
     assert (np.diff(first_come) > 0).mean() < 0.6  # in the stream's own order it is 1
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------------
 
 
 class Counted(dict):
@@ -446,13 +439,9 @@ def test_a_collator_with_its_own_generator_is_refused():
         list(make_loader(Numbers(8), lambda samples: {**stack(samples), "noise": torch.rand(len(samples), generator=generator)}))
 
 
-# -- a real process group ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow("starts processes")
 def test_two_processes_train_as_one_and_see_when_their_streams_differ(tmp_path):
-    done = launch(2, Path(worker.__file__), str(tmp_path))
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(worker.__file__, tmp_path, job=None)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second and first["num_processes"] == 2
     alone = worker.train(Accelerator(), num_workers=0)
