@@ -1,15 +1,17 @@
-"""Run by `accelerate launch` with several processes: train on one stream, then find that the streams differ.
+"""Two processes train on one stream, then find that their streams differ; run by `test_streaming.py`.
 
-accelerate launch --num_processes 2 tests/data/streaming_worker.py OUTPUT_DIR
+python tests/data/streaming_worker.py OUTPUT_DIR/job.json
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import helpers as h
 import torch
 from accelerate import Accelerator
+from forked import together
 from torch.utils.data import IterableDataset
 
 import hf_ga
@@ -28,14 +30,18 @@ class Listed(IterableDataset):
         return iter(self.samples)
 
 
-def train(accelerator: Accelerator, num_workers: int) -> list[float]:
-    """Two passes over 33 samples (the last window has 3); returns the losses, then all weights."""
-    loader = StreamLoader(Listed(h.token_samples(33)), h.pad_right, accelerator=accelerator, num_workers=num_workers, **OPTIONS)
-    model = h.gpt2(0.1)
+def trained(accelerator: Accelerator, loader: StreamLoader, model: torch.nn.Module) -> list[float]:
+    """Two passes; returns the losses, then all weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     steps = [hf_ga.train_step(accelerator, model, optimizer, window) for _ in range(2) for window in loader]
     return [step.loss for step in steps] + torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def train(accelerator: Accelerator, num_workers: int) -> list[float]:
+    """On 33 samples: the last window has 3."""
+    loader = StreamLoader(Listed(h.token_samples(33)), h.pad_right, accelerator=accelerator, num_workers=num_workers, **OPTIONS)
+    return trained(accelerator, loader, h.gpt2(0.1))
 
 
 def message(accelerator: Accelerator, samples: list) -> str:
@@ -48,7 +54,7 @@ def message(accelerator: Accelerator, samples: list) -> str:
     return "nothing"
 
 
-def main() -> None:
+def run(folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     rank, samples = accelerator.process_index, h.token_samples(33)
     found = {
@@ -59,9 +65,9 @@ def main() -> None:
         "shorter by a window": message(accelerator, samples[:30] if rank else samples),
         "shorter by a sample": message(accelerator, samples[:32] if rank else samples),
     }
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(together(partial(run, Path(sys.argv[1]).parent), "ddp", 2) != {0})

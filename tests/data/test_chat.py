@@ -1,14 +1,12 @@
 """Conversations, prompts and instructions: what the model reads, and which characters of it are targets."""
 
-import re
-
 import pytest
 from test_data import letter_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.data import corpus
-from hf_ga.data.chat import chat_columns, rendered
+from hf_ga.data.chat import rendered
 from hf_ga.data.tokenization import tokenize_completions
 
 IGNORED = -100
@@ -53,25 +51,6 @@ def decoded_targets(rows, tokenizer):
     return [tokenizer.decode([i for i in row if i != IGNORED]) for row in labels]
 
 
-@pytest.mark.parametrize(
-    ("columns", "chosen"),
-    [
-        (["messages", "prompt", "completion"], ["messages"]),
-        (["id", "completion", "prompt"], ["prompt", "completion"]),
-        (["output", "input", "instruction"], ["instruction", "output", "input"]),
-        (["output", "instruction"], ["instruction", "output"]),
-        (["prompt", "output"], []),
-        (["input", "output"], []),
-        (["text"], []),
-    ],
-)
-def test_columns_of_a_conversation(columns, chosen):
-    assert chat_columns(columns) == chosen
-
-
-# With a template
-
-
 def test_every_turn_of_the_assistant_is_a_target():
     tokenizer = tokenizer_with(CHATML)
     rows = {"messages": [turns("Hi", "Hello!", "How?", "Fine, é 日本."), turns("Hi", "Yes", system="Obey."), turns("Hi", "", "Hm")]}
@@ -83,16 +62,6 @@ def test_every_turn_of_the_assistant_is_a_target():
     assert decoded_targets(rows, tokenizer) == ["".join(parts) for parts in expected]
 
 
-def test_samples_of_a_template_have_its_ids_and_no_more():
-    """No second end of text, and no special tokens that the template did not write."""
-    tokenizer, messages = tokenizer_with(CHATML), turns("Hi", "Hello!")
-    out = tokenize_completions({"messages": [messages]}, tokenizer, 512)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert out["input_ids"] == [tokenizer(text, add_special_tokens=False)["input_ids"]]
-    assert tokenizer.decode(out["input_ids"][0]) == text and out["input_ids"][0][-1] != tokenizer.eos_token_id
-    assert out["num_targets"] == [sum(label != IGNORED for label in out["labels"][0])] and out["was_cut"] == [False]
-
-
 def test_a_template_without_a_generation_prompt():
     tokenizer = tokenizer_with(INSTRUCT)
     rows = {"messages": [turns("Hi", "Hello!", "How?", "Fine.")]}
@@ -101,11 +70,18 @@ def test_a_template_without_a_generation_prompt():
     assert decoded_targets(rows, tokenizer) == [" Hello!</s> Fine.</s>"]
 
 
-def test_prompts_and_completions_of_strings():
+@pytest.mark.parametrize(
+    ("rows", "asked", "answers"),
+    [
+        ({"prompt": ["Hi", ""], "completion": ["Hello!", "Yes"]}, ["Hi", ""], ["Hello!", "Yes"]),
+        ({"instruction": ["Add", "Tell"], "output": ["3", "no"]}, ["Add", "Tell"], ["3", "no"]),
+        ({"instruction": ["Add"] * 3, "input": ["1 2", "", None], "output": ["3"] * 3}, ["Add\n\n1 2", "Add", "Add"], ["3"] * 3),
+    ],
+)
+def test_prompts_and_instructions_are_turns_of_the_user(rows, asked, answers):
     tokenizer = tokenizer_with(CHATML)
-    rows = {"prompt": ["Hi", ""], "completion": ["Hello!", "Yes"]}
-    assert [parts for _, parts in targets(rows, tokenizer)] == [["Hello!<|im_end|>\n"], ["Yes<|im_end|>\n"]]
-    assert targets(rows, tokenizer)[0][0] == tokenizer.apply_chat_template(turns("Hi", "Hello!"), tokenize=False)
+    texts = [tokenizer.apply_chat_template(turns(*pair), tokenize=False) for pair in zip(asked, answers, strict=True)]
+    assert targets(rows, tokenizer) == [(text, [f"{answer}<|im_end|>\n"]) for text, answer in zip(texts, answers, strict=True)]
 
 
 def test_prompts_and_completions_of_messages():
@@ -117,17 +93,6 @@ def test_prompts_and_completions_of_messages():
     found = targets(rows, tokenizer)
     assert [parts for _, parts in found] == expected and found[0][0] == found[1][0]
     assert targets({"messages": [whole]}, tokenizer)[0][1] == ["Hello!<|im_end|>\n", *expected[0]]  # the control
-
-
-def test_instructions():
-    tokenizer = tokenizer_with(CHATML)
-    rows = {"instruction": ["Add", "Add", "Add"], "input": ["1 2", "", None], "output": ["3", "0", "none"]}
-    found = targets(rows, tokenizer)
-    asked = [re.search(r"user\n(.*?)<", text, re.DOTALL)[1] for text, _ in found]
-    assert asked == ["Add\n\n1 2", "Add", "Add"]
-    assert [parts for _, parts in found] == [["3<|im_end|>\n"], ["0<|im_end|>\n"], ["none<|im_end|>\n"]]
-    del rows["input"]
-    assert [parts for _, parts in targets(rows, tokenizer)] == [parts for _, parts in found]
 
 
 def test_no_messages_are_an_empty_row():
@@ -152,31 +117,19 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert targets({"messages": [turns("Hi", "Yes", "How?", "Fine")]}, tokenizer)[0][1] == ["Yes<end>", "Fine<end>"]
 
 
-def test_a_template_whose_generation_prompt_is_not_what_a_turn_begins_with_is_refused():
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    )
-    with pytest.raises(DataError, match="cannot be located"):
-        targets({"messages": [turns("Hi", "Yes")]}, tokenizer)
-
-
 BROKEN = {
     "no list": ({"messages": ["Hi"]}, "must be a list of messages.* the row {'messages': 'Hi'}"),
-    "None": ({"messages": [None]}, "must be a list of messages.*None"),
     "a dict of lists": ({"messages": [{"role": ["user"], "content": ["Hi"]}]}, "must be a list of messages"),
     "no dict": ({"messages": [["Hi"]]}, "strings role and content"),
     "no content": ({"messages": [[{"role": "user"}]]}, "strings role and content"),
-    "content of None": ({"messages": [[{"role": "user", "content": None}]]}, "strings role and content"),
     "content in parts": ({"messages": [[{"role": "user", "content": [{"text": "Hi"}]}]]}, "strings role and content"),
     "no role": ({"messages": [[{"role": None, "content": "Hi"}]]}, "strings role and content"),
     "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
     "completion alone": ({"prompt": [[]], "completion": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
     "prompt of None": ({"prompt": [None], "completion": ["b"]}, "must be strings.*None"),
-    "completion of None": ({"prompt": ["a"], "completion": [None]}, "must be strings.*None"),
     "completion of numbers": ({"prompt": ["a"], "completion": [3]}, "must be strings.*3"),
     "prompt of messages, completion of a string": ({"prompt": [turns("Hi")], "completion": ["Yes"]}, "must be a list of messages"),
     "prompt of a string, completion of messages": ({"prompt": ["Hi"], "completion": [turns("a")]}, "must be strings"),
-    "instruction of None": ({"instruction": [None], "output": ["b"]}, "must be strings"),
     "input of a number": ({"instruction": ["a"], "input": [3], "output": ["b"]}, "must be strings.*3"),
     "output of None": ({"instruction": ["a"], "output": [None]}, "must be strings.*None"),
 }
@@ -187,9 +140,6 @@ def test_broken_rows_are_refused(case):
     rows, message = BROKEN[case]
     with pytest.raises(DataError, match=message):
         list(rendered(rows, tokenizer_with(CHATML)))
-
-
-# Without a template
 
 
 def test_strings_without_a_template_stand_as_they_are():
@@ -206,9 +156,6 @@ def test_messages_without_a_template_are_refused(rows):
         list(rendered(rows, letter_tokenizer()))
 
 
-# By place, and whatever a template or a tokenizer does
-
-
 def test_equal_turns_are_found_at_their_own_places():
     """Not by searching for the content: all turns have the same."""
     header, end = "<|im_start|>{}\n", "yes<|im_end|>\n"
@@ -218,8 +165,8 @@ def test_equal_turns_are_found_at_their_own_places():
     assert text == "".join(written) and spans == [(ends[i] - len(end), ends[i]) for i in (2, 4)]
 
 
-def test_a_tokenizer_that_adds_tokens_adds_none_to_a_template():
-    """The control: it does to strings without a template."""
+def test_nothing_is_added_to_what_a_template_writes():
+    """No special tokens and no end of text. The control: they are added to strings without a template."""
     tokenizer = tokenizer_with(CHATML)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<cls> $A", special_tokens=[("<cls>", tokenizer.cls_token_id)]
@@ -235,6 +182,10 @@ TEMPLATES = {
     "raises": ("{{ raise_exception('no system turn, please') }}", "no system turn, please. Fix or remove"),
     "undefined": ("{{ messages[0]['name'].first }}", "has no attribute 'name'"),
     "wrong type": ("{{ messages[0]['content'] + 1 }}", "can only concatenate"),
+    "another beginning of turns": (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
+        "cannot be located",
+    ),
     "not Jinja": ("{% for m in messages %}", "Unexpected end of template"),
 }
 

@@ -38,30 +38,25 @@ def test_columns_of_well_known_datasets(name):
     assert encoded(row) == [expected]
 
 
+GOOD = {"question": "q", "choices": ["x", "y"], "label": 0}
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("rows", "message"),
     [
-        ({"choices": ["x"], "label": 0}, "the same number of choices.*rows with 1 and 2"),
-        (
-            {"choices": ["x", "y"], "label": 2},
-            "a label must be .* 1 of 2 train rows have .'label': 2, 'choices': 2.*--label_column",
-        ),
-        ({"choices": ["x", "y"], "label": -1}, "1 of 2 train rows have .'label': -1"),
-        ({"choices": ["x", "y"], "label": None}, "1 of 2 train rows have .'label': None"),
-        ({"choices": None, "label": 0}, "choices must be lists of strings, but 1 of 2 train rows have.*--choices_column"),
+        ([GOOD, GOOD | {"choices": ["x"]}], "the same number of choices.*rows with 1 and 2"),
+        ([GOOD | {"choices": ["x"]}], "at least 2.*rows with 1"),
+        ([GOOD, GOOD | {"label": 2}], "must be .* 1 of 2 train rows have .'label': 2, 'choices': 2.*--label_column"),
+        ([GOOD, GOOD | {"label": -1}], "1 of 2 train rows have .'label': -1"),
+        ([GOOD, GOOD | {"label": None}], "1 of 2 train rows have .'label': None"),
+        ([GOOD | {"label": "B"}], "1 of 1 train rows have .'label': 'B'"),
+        ([GOOD | {"label": "7"}], "1 of 1 train rows have .'label': '7'"),
+        ([GOOD, GOOD | {"choices": None}], "choices must be lists of strings, but 1 of 2 train rows have.*--choices_column"),
     ],
 )
-def test_rows_that_cannot_be_used(row, message):
+def test_rows_that_cannot_be_used(rows, message):
     with pytest.raises(DataError, match=message):
-        encoded({"question": "q", "choices": ["x", "y"], "label": 0}, {"question": "q", **row})
-
-
-def test_one_row_alone():
-    for label in ("B", "7", "yes"):
-        with pytest.raises(DataError, match=f"a label must be .*1 of 1 train rows have .'label': '{label}'"):
-            encoded({"question": "q", "choices": ["x", "y"], "answer": label})
-    with pytest.raises(DataError, match=r"at least 2.*rows with 1"):
-        encoded({"question": "q", "choices": ["x"], "label": 0})
+        encoded(*rows)
 
 
 ROWS = {"text": ["a b", "c", None], "choices": [["d", "e f g"], ["", "h"], ["a", "b"]], "label": [1, 0, 0]}
@@ -78,15 +73,6 @@ def test_samples_by_hand():
     assert [list(map(len, row)) for row in uncut["input_ids"]] == [[6, 8], [4, 5], []] and not any(uncut["was_cut"])
 
 
-def test_batches_by_hand():
-    columns = tokenize_choices(ROWS, encoder_tokenizer(), None)
-    samples = [{name: values[i] for name, values in columns.items()} for i in range(2)]
-    batch = collate_choices(samples, pad_token_id=0)
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape == (2, 2, 8)
-    assert batch["attention_mask"].sum(-1).tolist() == [[6, 8], [4, 5]] and batch["labels"].tolist() == [1, 0]
-    assert batch["input_ids"][1].tolist() == [[13, 5, 14, 14, 0, 0, 0, 0], [13, 5, 14, 10, 14, 0, 0, 0]]
-
-
 @torch.no_grad()
 def test_a_model_sees_each_choice_as_alone():
     """Logits of the batch against those of every pair of texts by itself, without padding; another order is another result."""
@@ -96,7 +82,9 @@ def test_a_model_sees_each_choice_as_alone():
     model = tf.BertForMultipleChoice(config).double().eval()  # larger first weights: logits that differ
     columns = tokenize_choices(ROWS, encoder_tokenizer(), None)
     samples = [{name: values[i] for name, values in columns.items()} for i in range(2)]
-    together = model(**{k: v for k, v in collate_choices(samples, 0).items() if k != "labels"}).logits
+    batch = collate_choices(samples, pad_token_id=0)
+    assert batch["input_ids"].shape == (2, 2, 8) and batch.pop("labels").tolist() == [1, 0]
+    together = model(**batch).logits
     tokenizer = encoder_tokenizer()
     for i in range(2):
         pairs = [tokenizer([ROWS["text"][i]], [choice], return_tensors="pt") for choice in ROWS["choices"][i]]

@@ -35,9 +35,6 @@ def names_and_texts(folder):
     return [(row["name"], row["text"]) for row in corpus.stdlib_rows(folder)]
 
 
-# Rows
-
-
 def test_rows_name_every_kind_of_definition(tmp_path):
     source = '''"""Module."""
 import sys
@@ -117,9 +114,6 @@ def test_rows_do_not_depend_on_the_order_of_the_file_system(monkeypatch):
     assert list(corpus.stdlib_rows(folder)) == first
 
 
-# Splits
-
-
 def test_split_of_known_names():
     assert corpus.split_of("asyncio.queues.Queue.get") == "train"
     assert corpus.split_of("argparse") == "validation"
@@ -171,25 +165,11 @@ def test_other_tasks_need_a_dataset():
             corpus.load(task)
 
 
-# Tokenizer
+ODD = ["", " ", "x", "  two\n\n\tand\ttabs  \n", "it 's , don't .", "Käse, 東京 and 🦜\u200d", ">>> f(x)[0] != `y`\r\n", "\x00\x7f"]
 
 
-def test_tokenizer_round_trip(tokenizer):
-    texts = [
-        "",
-        " ",
-        "x",
-        "  two\n\n\tand\ttabs  \n",
-        "it 's , don't .",
-        "Käse, 東京 and 🦜\u200d",
-        ">>> f(x)[0] != `y`\r\n",
-        "\x00\x7f",
-    ]
-    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
-
-
-def test_tokenizer_round_trip_on_the_corpus(tokenizer, dataset):
-    texts = list(dataset["validation"]["text"])
+def test_tokenizer_round_trip(tokenizer, dataset):
+    texts = [*ODD, *dataset["validation"]["text"]]
     encoded = tokenizer(texts)
     assert set(encoded) == {"input_ids", "attention_mask"}
     assert tokenizer.batch_decode(encoded["input_ids"]) == texts

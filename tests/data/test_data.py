@@ -1,11 +1,11 @@
 """Datasets of all kinds -> tokenised samples; what is counted on the way; batches by hand."""
 
-import csv
 import gzip
 import json
 from collections import Counter
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value
@@ -35,8 +35,19 @@ def letter_tokenizer(**special) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in special.items() if v})
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(path, rows, features=None) -> str:
+    """A file of the kind that its name ends with."""
+    if ".csv" in path.suffixes:
+        pd.DataFrame(rows).to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        Dataset.from_list(rows, features=features).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".txt":
+        path.write_text("".join(row["text"] + "\n" for row in rows))
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     return str(path)
 
 
@@ -72,38 +83,17 @@ def ids_of(text: str) -> list[int]:
 # Where rows come from
 
 
-def make_csv(folder):
-    with (folder / "d.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["text", "label"])
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return folder / "d.csv"
-
-
-def put(path, content):
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-JSON_LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-SOURCES = {
-    "json": lambda folder: put(folder / "d.json", json.dumps(ROWS).encode()),
-    "jsonl": lambda folder: put(folder / "d.jsonl", JSON_LINES),
-    "csv": make_csv,
-    "text": lambda folder: put(folder / "d.txt", "\n".join([*TEXTS, ""]).encode()),
-    "parquet": lambda folder: Dataset.from_list(ROWS).to_parquet(folder / "d.parquet") and folder / "d.parquet",
-    "gzip": lambda folder: put(folder / "d.jsonl.gz", gzip.compress(JSON_LINES)),
-    "gzipped csv": lambda folder: put(folder / "e.csv.gz", gzip.compress(make_csv(folder).read_bytes())),
-    "saved": lambda folder: Dataset.from_list(ROWS).save_to_disk(folder / "saved") or folder / "saved",
-    "folder of files": lambda folder: put(folder / "files" / "train.jsonl", JSON_LINES).parent,
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_sources(kind, tmp_path):
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl", "d.csv", "d.txt", "d.parquet", "d.jsonl.gz", "d.csv.gz", "saved", "files"])
+def test_sources(name, tmp_path):
     """Every kind gives the same rows, in the same order, and the same 4 of 40 (10 %) to validate on."""
-    rows = load_rows(FinetuneConfig(dataset_name=str(SOURCES[kind](tmp_path)), validation_split_percentage=10.0))
+    if name == "saved":
+        Dataset.from_list(ROWS).save_to_disk(tmp_path / name)
+    elif name == "files":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.jsonl", ROWS)
+    else:
+        write(tmp_path / name, ROWS)
+    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / name), validation_split_percentage=10.0))
     assert rows.num_rows == {"train": 36, "validation": 4}
     reference = load_rows(FinetuneConfig(dataset_name=write(tmp_path / "r.jsonl", ROWS), validation_split_percentage=10.0))
     for split in rows:
@@ -121,7 +111,7 @@ def test_saved_splits_are_used_as_they_are(tmp_path):
 
 def test_files_win_over_splits(tmp_path):
     DatasetDict(train=Dataset.from_list(ROWS), validation=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "saved")
-    files = {"validation_file": write(tmp_path / "v.jsonl", ROWS[5:8]), "test_file": str(make_csv(tmp_path))}
+    files = {"validation_file": write(tmp_path / "v.jsonl", ROWS[5:8]), "test_file": write(tmp_path / "t.csv", ROWS)}
     rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved"), **files))
     assert rows.num_rows == {"train": 40, "validation": 3, "test": 40}
     assert list(rows["validation"]["text"]) == TEXTS[5:8]
@@ -145,17 +135,6 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
     assert chosen[0] == chosen[1] != [f"row {i}" for i in range(10)]
 
 
-@pytest.mark.slow("reads the whole standard library")
-def test_stdlib():
-    """The embedded corpus with its own splits: packages as labels."""
-    data = prepare_data(FinetuneConfig(task="text-classification", max_length=32), corpus.load_stdlib_tokenizer())
-    assert len(data.labels) > 5 and data.labels == sorted(data.labels)
-    assert set(data.splits) == {"train", "validation", "test"} and "standard library of Python" in data.description
-    sample, row = data.splits["train"][0], corpus.load("text-classification")["train"][0]
-    assert data.labels[sample["label"]] == row["label"]
-    assert (sample["input_ids"][0], sample["input_ids"][-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
-
-
 # Columns and labels
 
 
@@ -170,15 +149,16 @@ def test_chosen_columns_win_over_default_names(tmp_path):
     assert (data.labels, data.splits["train"][0]["input_ids"], data.splits["train"][0]["label"]) == (["no", "yes"], [3, 4], 1)
 
 
-# Which columns
-
 # task: columns of a dataset (L: of lists, M: of messages, A: of answers, i: of numbers, others: strings), flags -> what is chosen
 COLUMNS = """
 causal-lm: text label -> text=text
 causal-lm: i_n body -> text=body
 causal-lm: prompt completion text_column=prompt -> text=prompt
-causal-lm: text M_messages -> messages=messages
+causal-lm: M_messages prompt completion -> messages=messages
 causal-lm: text prompt completion -> prompt=prompt completion=completion
+causal-lm: output input instruction -> instruction=instruction output=output input=input
+causal-lm: output instruction -> instruction=instruction output=output
+causal-lm: text prompt output input -> text=text
 masked-lm: text prompt completion -> text=text
 text-classification: label body -> text=body label=label
 text-classification: kind body label_column=kind -> text=body label=kind
@@ -286,9 +266,6 @@ def test_columns_that_one_split_lacks():
         choose_columns(rows, config, TASKS["causal-lm"])
 
 
-# Samples
-
-
 def test_rows_are_counted_and_said(tmp_path):
     """Max length 4: by hand 2 of 7 rows are cut, 2 empty ones are left out, 1 has no target."""
     texts = ["a b", "a b c", "a b c d", "a b c d e f", "", None, "<eos>"]
@@ -338,31 +315,11 @@ def test_second_preparation_reads_the_cache(name, tmp_path, monkeypatch):
     assert calls.read_text() == "xxxx"
 
 
-def test_content_hash_sees_rows_and_labels_but_no_paths(tmp_path):
-    more = {"task": "text-classification"}
-    rows = [{"text": row["text"], "label": row["label"]} for row in ROWS]
-    reference = prepared(write(tmp_path / "a.jsonl", rows), **more).content_hash
-    assert prepared(write(tmp_path / "b.jsonl", rows), **more).content_hash == reference
-    swapped = [rows[1], rows[0], *rows[2:]]
-    relabelled = [{**row, "label": "yes" if i == 4 else row["label"]} for i, row in enumerate(rows)]
-    renamed = [{**row, "label": row["label"] + "!"} for row in rows]
-    for number, changed in enumerate((swapped, relabelled, renamed, rows[:-1])):
-        assert prepared(write(tmp_path / f"c{number}.jsonl", changed), **more).content_hash != reference
-
-
 SPECIAL = {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ ('a ' if m['role'] == 'user' else 'b ') + m['content'] + ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'b ' }}{% endif %}"
 )
-
-
-def test_masked_lm(tmp_path):
-    file = write(tmp_path / "d.jsonl", [{"text": "a b c"}, {"text": ""}, {"text": "<unk> a"}])
-    data = prepared(file, letter_tokenizer(**SPECIAL), task="masked-lm", validation_file=file)
-    assert data.splits["train"]["input_ids"][:] == [[13, 3, 4, 5, 14], [13, 2, 3, 14]]
-    assert data.splits["train"]["num_targets"][:] == [3, 1] and not data.labels
-    assert set(data.samples("train")[0]) > {"mask_key", "input_ids"}
 
 
 def test_regression(tmp_path):
@@ -414,23 +371,26 @@ HASHED = {
     "multiple-choice": [{"text": "a", "choices": ["b", "c"], "label": 0}] * 2,
     "seq2seq": [{"source": "a", "target": "b"}, {"source": "a", "target": "c"}],
 }
-CHANGED = {  # the same ids in `input_ids`, but for masked-lm, which has nothing else
-    "masked-lm": [{"text": "a"}, {"text": "b c"}],
-    "causal-lm": [{"prompt": "a", "completion": " b c"}, {"prompt": "a b", "completion": " d"}],
-    "text-classification": [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}],
-    "regression": [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0000001}],
-    "multi-label": [{"text": "a", "labels": ["x", "y"]}, {"text": "a", "labels": ["x"]}],  # flat the same: x y x
-    "token-classification": [{"tokens": ["a", "b"], "tags": ["y", "x"]}, {"tokens": ["c"], "tags": ["y"]}],
-    "question-answering": [{"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}] * 2,
-    "multiple-choice": [{"text": "a", "choices": ["b", "c"], "label": 1}] * 2,
-    "seq2seq": [{"source": "a", "target": "c"}, {"source": "a", "target": "b"}],
-}
+CHANGED = [  # most have the same ids in `input_ids`
+    ("masked-lm", [{"text": "a"}, {"text": "b c"}]),
+    ("causal-lm", [{"prompt": "a", "completion": " b c"}, {"prompt": "a b", "completion": " d"}]),
+    ("text-classification", [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}]),
+    ("text-classification", [{"text": "b", "label": "y"}, {"text": "a", "label": "x"}]),  # another order
+    ("text-classification", [{"text": "a", "label": "x!"}, {"text": "b", "label": "y"}]),  # another name
+    ("text-classification", [*HASHED["text-classification"], {"text": "b", "label": "y"}]),  # one more
+    ("regression", [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0000001}]),
+    ("multi-label", [{"text": "a", "labels": ["x", "y"]}, {"text": "a", "labels": ["x"]}]),  # flat the same: x y x
+    ("token-classification", [{"tokens": ["a", "b"], "tags": ["y", "x"]}, {"tokens": ["c"], "tags": ["y"]}]),
+    ("question-answering", [{"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}] * 2),
+    ("multiple-choice", [{"text": "a", "choices": ["b", "c"], "label": 1}] * 2),
+    ("seq2seq", [{"source": "a", "target": "c"}, {"source": "a", "target": "b"}]),
+]
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_content_hash_sees_labels_tags_and_completions(name, tmp_path):
-    files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((HASHED[name], HASHED[name], CHANGED[name]))]
-    data = [prepared(file, letter_tokenizer(**SPECIAL), task=name, validation_file=files[0]) for file in files]
+@pytest.mark.parametrize(("name", "changed"), CHANGED, ids=str)
+def test_content_hash_sees_rows_and_labels_but_no_paths(name, changed, tmp_path):
+    files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((HASHED[name], HASHED[name], changed))]
+    data = [prepared(file, letter_tokenizer(**SPECIAL), task=name, validation_file=file) for file in files]
     assert data[0].content_hash == data[1].content_hash != data[2].content_hash
     if name == "causal-lm":
         assert data[0].splits["train"]["input_ids"][:] == data[2].splits["train"]["input_ids"][:]
@@ -456,9 +416,6 @@ def test_cache_knows_the_side_that_is_cut(tmp_path):
         data = prepared(file, letter_tokenizer(**SPECIAL, truncation_side=side), validation_file=long, **more)
         kept.append(data.splits["validation"]["input_ids"][0])
     assert kept == [[13, 3, 14], [13, 5, 14]]
-
-
-# Evaluation alone
 
 
 def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
@@ -554,27 +511,19 @@ def test_pairs_to_predict(tmp_path):
         to_predict("regression", [{"one": "a"}], train, tmp_path, **flags)
 
 
-# Batches
-
-
-def test_causal_batch_by_hand():
-    batch = collate_causal([{"input_ids": [5, 0, 1], "length": 3}, {"input_ids": [7]}], 0)
+@pytest.mark.parametrize(
+    ("collate", "own", "labels"),
+    [
+        (collate_causal, [{}, {}], [[5, 0, 1], [7, -100, -100]]),  # a real token with the padding's id stays a target
+        (collate_labels, [{"label": 2}, {"label": 0}], [2, 0]),
+    ],
+)
+def test_batches_by_hand(collate, own, labels):
+    batch = collate([{"input_ids": [5, 0, 1], "length": 3, **own[0]}, {"input_ids": [7], "length": 1, **own[1]}], 0)
     assert batch["input_ids"].tolist() == [[5, 0, 1], [7, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[5, 0, 1], [7, -100, -100]]  # a real token with the padding's id stays a target
+    assert batch["labels"].tolist() == labels
     assert set(batch) == {"input_ids", "attention_mask", "labels"} and all(v.dtype == torch.int64 for v in batch.values())
-
-
-def test_classification_batch_by_hand():
-    samples = [{"input_ids": [5, 6], "label": 2}, {"input_ids": [7], "label": 0}, {"input_ids": [8, 9, 3], "label": 1}]
-    batch = collate_labels(samples, 4)
-    assert batch["input_ids"].tolist() == [[5, 6, 4], [7, 4, 4], [8, 9, 3]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
-    assert batch["labels"].tolist() == [2, 0, 1]
-    assert set(batch) == {"input_ids", "attention_mask", "labels"} and all(v.dtype == torch.int64 for v in batch.values())
-
-
-# Answers, choices and targets
 
 
 def test_translations_are_flattened(tmp_path):

@@ -26,9 +26,6 @@ def encoded(kind, train, *others, known=None):
     return names, *(result[name]["label"][:] for name in result)
 
 
-# One class a row
-
-
 def test_classes_in_sorted_order():
     for labels, names in [
         (["b", "a", "b", "ß", "日"], ["a", "b", "ß", "日"]),
@@ -49,10 +46,7 @@ def test_class_labels_are_numbered_as_the_dataset_does():
     assert names == ["z", "unused", "a"] and ids == [[2, 0, 2], [2, 0], [1, 0]]
     _, _, by_number = encoded("class", train, [0, 1, 2])
     assert by_number == [0, 1, 2]
-
-
-def test_class_labels_named_by_digits():
-    """A whole number is a number of the dataset, although it looks like a name; a string is a name."""
+    # A whole number is a number of the dataset, although it looks like a name; a string is a name.
     train = typed([0, 1], ClassLabel(names=["1", "2"]))
     assert encoded("class", train, [0, 1], ["1", "2"]) == (["1", "2"], [0, 1], [0, 1], [0, 1])
 
@@ -76,32 +70,10 @@ def test_labels_that_training_does_not_know():
         encoded("class", typed([0, -1, 1], ClassLabel(names=["a", "b"])))
 
 
-WRONG_CLASSES = {
-    "None": [0, None, 1],
-    "None among names": ["a", None, "b"],
-    "fractions": [0.0, 1.0],
-    "NaN": [0.0, math.nan],
-    "lists": [[0], [1]],
-    "structs": [{"a": 1}, {"a": 2}],
-    "only None": [None, None],
-}
-
-
-@pytest.mark.parametrize("name", WRONG_CLASSES)
-def test_what_is_no_class(name):
-    with pytest.raises(DataError, match=r"labels must be names or whole numbers.*train rows.*--label_column"):
-        encoded("class", WRONG_CLASSES[name])
-    with pytest.raises(DataError, match="validation rows"):
-        encoded("class", ["a", "b"], WRONG_CLASSES[name])
-
-
 def test_one_class_alone():
     for kind, labels in (("class", ["same"] * 3), ("classes", [["same"], []]), ("classes", [[], []])):
         with pytest.raises(DataError, match=r"all training rows have the label '(same|none)'.*two labels"):
             encoded(kind, split(labels))
-
-
-# What a trained head knows
 
 
 def test_known_names_keep_their_order():
@@ -115,24 +87,17 @@ def test_known_names_keep_their_order():
     assert encoded("classes", split([["neg", "pos"], []]), known=head) == (head, [[2, 0], []])
     tagged = split([["neg", "pos"]], tokens=[["a", "b"]])
     assert encoded("tags", tagged, known=head) == (head, [[2, 0]])
-
-
-def test_known_names_and_class_labels():
-    """The dataset's numbers stand for its names, which are the head's in another order."""
+    # The dataset's numbers stand for its names, which are the head's in another order.
     train = typed([0, 1, 2], ClassLabel(names=["neg", "neutral", "pos"]))
     head = ["pos", "neg", "neutral"]
     assert encoded("class", train, [0, 1, 2], ["neg", "neutral", "pos"], known=head) == (head, [1, 2, 0], [1, 2, 0], [1, 2, 0])
 
 
 def test_known_numbers():
-    """An evaluation need not hold all of them in its first split."""
     head = ["0", "1", "2"]
     assert encoded("class", [2, 0], [1], known=head) == (head, [2, 0], [1])
     with pytest.raises(DataError, match="unknown labels in the validation rows: '3'"):
         encoded("class", [2, 0], [3], known=head)
-
-
-# Sets of classes
 
 
 def test_sets_of_classes():
@@ -154,15 +119,6 @@ def test_lists_of_class_labels():
         encoded("classes", typed([[-1], [0]], List(ClassLabel(names=["z", "a"]))))
 
 
-@pytest.mark.parametrize("labels", [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]]], ids=str)
-def test_what_is_no_set_of_classes(labels):
-    with pytest.raises(DataError, match=r"labels must be lists of names or whole numbers.*train rows.*--label_column"):
-        encoded("classes", split(labels))
-
-
-# Tags
-
-
 def test_tags():
     rows = split([["N", "V"], [], ["N"]], tokens=[["dogs", "bark"], [], ["dog"]])
     validation = split([["V"]], tokens=[["go"]])
@@ -172,26 +128,18 @@ def test_tags():
     assert encoded("tags", named, split([["O", "B-X"]], tokens=[["a", "b"]])) == (["O", "B-X"], [[1, 0]], [[0, 1]])
 
 
-ONE_TAG = "every word needs one tag, but 1 of 2 train rows have"
-
-
 @pytest.mark.parametrize(
-    ("tags", "words", "message"),
+    ("tags", "words"),
     [
-        ([["N"], ["N", "V"]], [["a"], ["a"]], ONE_TAG),
-        ([["N", "V"], []], [["a", "b"], ["a"]], ONE_TAG),
-        ([["N", "V"], ["N"]], [["a", "b"], None], ONE_TAG),
-        ([["N", "V"], None], [["a", "b"], ["c"]], ONE_TAG),
-        ([["N", None]], [["a", "b"]], "labels must be lists of names or whole numbers"),
-        (["NV"], [["a", "b"]], "labels must be lists of names or whole numbers"),
+        ([["N"], ["N", "V"]], [["a"], ["a"]]),
+        ([["N", "V"], []], [["a", "b"], ["a"]]),
+        ([["N", "V"], ["N"]], [["a", "b"], None]),
+        ([["N", "V"], None], [["a", "b"], ["c"]]),
     ],
 )
-def test_every_word_needs_one_tag(tags, words, message):
-    with pytest.raises(DataError, match=message):
+def test_every_word_needs_one_tag(tags, words):
+    with pytest.raises(DataError, match="every word needs one tag, but 1 of 2 train rows have"):
         encoded("tags", split(tags, tokens=words))
-
-
-# Numbers
 
 
 def test_numbers():
@@ -202,9 +150,30 @@ def test_numbers():
     assert all(isinstance(number, float) for number in numbers)
 
 
-@pytest.mark.parametrize(
-    "labels", [[1.0, None], [1.0, math.nan], [math.inf, 1.0], [True, False], ["1.5", "2"], [[1.0]], [None]], ids=str
-)
-def test_what_is_no_number(labels):
-    with pytest.raises(DataError, match=r"labels of a regression must be finite float32 numbers.*validation rows.*--label_column"):
-        encoded("number", [1.0, 2.0], split(labels))
+WRONG = {  # kind: good labels, rule, labels that break it
+    "class": (
+        ["a", "b"],
+        "labels must be names or whole numbers",
+        [[0, None, 1], ["a", None, "b"], [0.0, 1.0], [0.0, math.nan], [[0], [1]], [{"a": 1}, {"a": 2}], [None, None]],
+    ),
+    "classes": (
+        [["a"], ["b"]],
+        "labels must be lists of names or whole numbers",
+        [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]]],
+    ),
+    "tags": ([["N", "V"], ["N", "N"]], "labels must be lists of names or whole numbers", [[["N", None]], ["NV"]]),
+    "number": (
+        [1.0, 2.0],
+        "labels of a regression must be finite float32 numbers",
+        [[1.0, None], [1.0, math.nan], [math.inf, 1.0], [True, False], ["1.5", "2"], [[1.0]], [None]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "labels"), [(kind, labels) for kind in WRONG for labels in WRONG[kind][-1]], ids=str)
+def test_what_is_no_label(kind, labels):
+    good, rule, _ = WRONG[kind]
+    good, wrong = (split(values, tokens=[["a", "b"]] * len(values)) for values in (good, labels))
+    for name, splits in {"train": [wrong], "validation": [good, wrong]}.items():
+        with pytest.raises(DataError, match=f"{rule}.*{name} rows.*--label_column"):
+            encoded(kind, *splits)

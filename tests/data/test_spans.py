@@ -28,9 +28,6 @@ def tokenized(rows, tokenizer=None, max_length=None):
     return {name: values[0] for name, values in columns.items()}
 
 
-# -- answers to tokens ------------------------------------------------------------------------------------------------------
-
-
 def test_answer_by_hand():
     """<cls> a b <sep> c d e f <sep>: d and e are tokens 5 and 6; a context's characters count from its own beginning."""
     sample = tokenized(asked("c d e f", "d e"))
@@ -41,23 +38,24 @@ def test_answer_by_hand():
     assert sample["answers"] == ["d e"] and sample["context"] == "c d e f"
 
 
+LOST = (0, 0)
+
+
 @pytest.mark.parametrize(
-    ("text", "places", "is_lost"), [("c d", (4, 5), False), ("d e", (5, 6), False), ("e f", (0, 0), True), ("f", (0, 0), True)]
+    ("side", "kept", "places"),
+    [
+        ("right", [5, 6, 7], {"c d": (4, 5), "d e": (5, 6), "e f": LOST, "f": LOST}),
+        ("left", [6, 7, 8], {"c d": LOST, "d": (4, 4), "e f": (5, 6)}),
+    ],
 )
-def test_a_cut_takes_the_end_of_the_context_only(text, places, is_lost):
-    """At 8 tokens the question is whole and f is gone: an answer that lost a part has no place."""
-    sample = tokenized(asked("c d e f", text), max_length=8)
-    assert sample["input_ids"] == [13, 3, 4, 14, 5, 6, 7, 14] and sample["was_cut"]
-    assert (sample["start_positions"], sample["end_positions"]) == places and sample["answer_is_lost"] is is_lost
-
-
-def test_a_cut_at_the_left():
+def test_a_cut_takes_an_end_of_the_context_only(side, kept, places):
+    """At 8 tokens the question is whole and f or c is gone: an answer that lost a part has no place."""
     tokenizer = encoder_tokenizer()
-    tokenizer.truncation_side = "left"
-    for text, places in (("c d", (0, 0)), ("d", (4, 4)), ("e f", (5, 6))):
+    tokenizer.truncation_side = side
+    for text, place in places.items():
         sample = tokenized(asked("c d e f", text), tokenizer, max_length=8)
-        assert sample["input_ids"] == [13, 3, 4, 14, 6, 7, 8, 14]
-        assert (sample["start_positions"], sample["end_positions"]) == places and sample["answer_is_lost"] == (places == (0, 0))
+        assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14] and sample["was_cut"]
+        assert (sample["start_positions"], sample["end_positions"]) == place and sample["answer_is_lost"] == (place == LOST)
 
 
 def test_rows_without_answer_question_or_context():
@@ -105,9 +103,6 @@ def test_batches():
     assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4] and batch["input_ids"].shape == (2, 9)
 
 
-# -- columns ----------------------------------------------------------------------------------------------------------------
-
-
 def encoded(*rows):
     return encode_answers(DatasetDict(train=Dataset.from_list(list(rows))))["train"]
 
@@ -140,9 +135,6 @@ def test_answers_that_are_not_where_they_should_be(answers, message):
     good = {"question": "q", "context": "c d e", "answers": {"text": ["d"], "answer_start": [2]}}
     with pytest.raises(DataError, match=f"{message}.*1 of 2 train rows have .*{answers['answer_start'][0]}"):
         encoded(good, {"question": "q", "context": "c d e", "answers": answers})
-
-
-# -- tokens to answers ------------------------------------------------------------------------------------------------------
 
 
 def best_by_trying_all(start_logits, end_logits, sample):

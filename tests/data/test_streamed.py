@@ -1,9 +1,5 @@
 """Rows that are tokenised while they are read: the samples are those of the rows that are read first; labels; what is refused."""
 
-import csv
-import gzip
-import json
-
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
@@ -28,22 +24,6 @@ def prepared(file, is_streamed=True, known=None, **more) -> PreparedData:
     return prepare_data(config, letter_tokenizer(cls_token="<cls>", sep_token="<sep>"), known)
 
 
-def write_kind(path, rows, features=None):
-    """A file of the kind that its ending names."""
-    if path.suffix == ".csv":
-        with path.open("w") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".parquet":
-        Dataset.from_list(rows, features=features).to_parquet(path)
-    elif path.suffix == ".gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    else:
-        write(path, rows)
-    return path
-
-
 TEXTS = rows_for("text-classification")
 NUMBERED = [{"text": row["text"], "label": i % 3} for i, row in enumerate(TEXTS)]
 NAMED = Features({"text": Value("string"), "label": ClassLabel(names=["small", "middle", "large"])})
@@ -65,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
     file, rows, more = CASES[name]
-    path = write_kind(tmp_path / file, rows, NAMED if file.endswith("parquet") else None)
+    path = write(tmp_path / file, rows, NAMED if file.endswith("parquet") else None)
     data, expected = prepared(path, **more), prepared(path, is_streamed=False, **more)
     samples = list(expected.splits["train"])
     assert list(data.stream) == samples and len(samples) == len(TEXTS)
@@ -92,15 +72,9 @@ def test_a_folder_with_splits(tmp_path):
     for split, rows in {"train": TEXTS, "validation": TEXTS[:5], "test": TEXTS[5:9]}.items():
         write(folder / f"{split}.jsonl", rows)
     data = prepared(folder)
-    assert len(list(data.stream)) == 40 and {k: len(v) for k, v in data.splits.items()} == {
-        "train": READ_AHEAD,
-        "validation": 5,
-        "test": 4,
-    }
+    assert len(list(data.stream)) == 40
+    assert {k: len(v) for k, v in data.splits.items()} == {"train": READ_AHEAD, "validation": 5, "test": 4}
     assert len(prepared(folder, validation_file=str(folder / "train.jsonl")).splits["validation"]) == 40
-
-
-# -- labels -----------------------------------------------------------------------------------------------------------------
 
 
 def late_label():
@@ -117,22 +91,15 @@ def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
         list(stream)
 
 
-def test_labels_that_the_model_knows_may_come_late(tmp_path):
-    path = write(tmp_path / "d.jsonl", late_label())
+def test_labels_that_the_model_or_the_dataset_knows_may_come_late(tmp_path):
     known = ["yes", "late", "no"]
-    data = prepared(path, task="text-classification", known=known)
+    data = prepared(write(tmp_path / "d.jsonl", late_label()), task="text-classification", known=known)
     assert data.labels == known
     assert [known[sample["label"]] for sample in data.stream] == [row["label"] for row in late_label()]
-
-
-def test_labels_that_the_dataset_names_may_come_late(tmp_path):
     rows = [{"text": row["text"], "label": 2 if i > 20 else i % 2} for i, row in enumerate(TEXTS)]
-    data = prepared(write_kind(tmp_path / "d.parquet", rows, NAMED), task="text-classification")
+    data = prepared(write(tmp_path / "d.parquet", rows, NAMED), task="text-classification")
     assert data.labels == ["small", "middle", "large"]
     assert [sample["label"] for sample in data.stream] == [row["label"] for row in rows]
-
-
-# -- refused ----------------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_cannot_be_streamed(tmp_path):

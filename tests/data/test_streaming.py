@@ -1,13 +1,9 @@
 """StreamLoader: the windows of a list, the same on every process without communication; a shuffle buffer that needs no state."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import weakref
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -17,6 +13,7 @@ import pytest
 import streaming_worker as worker
 import torch
 from accelerate import Accelerator
+from forked import run_script
 from streaming_worker import Listed
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -50,14 +47,8 @@ def augmented(number):
     return {"x": number, "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
 
 
-class AugmentedRows:
+class AugmentedRows(list):
     """The same with random access."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         return augmented(index)
@@ -125,18 +116,17 @@ SPLITS = {
 }
 
 
-def loaders(samples, rows=None, collate_fn=h.pad_right, num_workers=0, **options):
+def loaders(samples, num_workers=0, **options):
     """(over a stream, over a list)"""
     options = {"accelerator": Accelerator(), "global_batch_size": 8, "per_device_batch_size": 3, "seed": 5, **options}
     by_length, planned = "max_tokens_per_micro_batch" in options, "planner" in options
     lengths = [longest_entry(s) for s in samples] if by_length or planned else None
     length_of = longest_entry if by_length else None
-    of_stream = StreamLoader(
-        Listed(samples), collate_fn, shuffle_buffer_size=0, num_workers=num_workers, length_of=length_of, **options
-    )
+    more = {"shuffle_buffer_size": 0, "num_workers": num_workers, "length_of": length_of}
+    of_stream = StreamLoader(Listed(samples), h.pad_right, **more, **options)
     if lengths is None:  # or else those of a list are found
         options["planner"] = h.by_number(options["per_device_batch_size"])
-    return of_stream, hf_ga.WindowLoader(rows or samples, collate_fn, shuffle=False, lengths=lengths, **options)
+    return of_stream, hf_ga.WindowLoader(samples, h.pad_right, shuffle=False, lengths=lengths, **options)
 
 
 def longest_entry(sample):
@@ -159,7 +149,7 @@ def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
 @pytest.mark.parametrize("collate_fn", [stack, stack_with_noise])
 def test_random_transforms_and_collators_draw_what_they_draw_on_a_list(collate_fn, num_workers):
     options = {"seed": 5, "global_batch_size": 8, "per_device_batch_size": 3}
-    of_list = hf_ga.WindowLoader(AugmentedRows(20), collate_fn, accelerator=Accelerator(), shuffle=False, **options)
+    of_list = hf_ga.WindowLoader(AugmentedRows(range(20)), collate_fn, accelerator=Accelerator(), shuffle=False, **options)
     of_stream = make_loader(Augmented(20), collate_fn, num_workers=num_workers, **options)
     before = h.global_random_states()
     for _ in range(2):
@@ -172,19 +162,6 @@ def test_random_transforms_and_collators_draw_what_they_draw_on_a_list(collate_f
     assert h.global_random_states() != before
 
 
-def trained(loader, build):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    windows, losses = [], []
-    for _ in range(2):
-        for window in loader:
-            windows.append(window)
-            losses.append(hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0).loss)
-    return seen(windows), losses, [p.tolist() for p in model.parameters()]
-
-
 @pytest.mark.parametrize(
     ("build", "samples"),
     [(partial(h.gpt2, 0.1), h.token_samples(20)), (partial(h.xlnet_classifier, 0.1), h.class_samples(20))],
@@ -192,7 +169,7 @@ def trained(loader, build):
 )
 def test_training_is_that_on_the_list_bit_for_bit(build, samples):
     of_stream, of_list = loaders(samples)
-    assert trained(of_stream, build) == trained(of_list, build)
+    assert worker.trained(Accelerator(), of_stream, build()) == worker.trained(Accelerator(), of_list, build())
     assert len(of_stream.state.proofs) == 1
 
 
@@ -226,15 +203,12 @@ def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     )
 
 
-# -- several processes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("buffer_size", [0, 7])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
 def test_processes_share_each_window_without_communication(num_processes, buffer_size):
     options = {"global_batch_size": 8, "per_device_batch_size": 2, "shuffle_buffer_size": buffer_size, "seed": 3}
     alone = [w.sample_ids.tolist() for w in make_loader(Numbers(33), **options)]
-    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1]
+    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1] and flat(alone) == order(33, buffer_size, seed=3)
     shares = [list(make_loader(Numbers(33), accelerator=process(i, num_processes), **options)) for i in range(num_processes)]
     for ids, *windows in zip(alone, *shares, strict=True):
         assert all(w.sample_ids.tolist() == ids for w in windows)  # all know the window
@@ -251,33 +225,22 @@ def test_processes_share_each_window_without_communication(num_processes, buffer
 @pytest.mark.parametrize("consumed", [0, 1, 3, 4])
 @pytest.mark.parametrize(("num_workers", "buffer_size"), [(0, 0), (0, 11), (1, 11)])
 def test_resume_inside_an_epoch(consumed, num_workers, buffer_size):
-    """The state counts windows that were taken, not those that were read; it goes on in another layout."""
-    options = {"shuffle_buffer_size": buffer_size, "seed": 5}
+    """The state counts windows that were taken, not those that were read; it goes on in another layout, and so does the loader."""
+    options = {"shuffle_buffer_size": buffer_size, "seed": 5, "num_workers": num_workers}
     whole, first = (make_loader(Augmented(30), stack_with_noise, **options) for _ in range(2))
     for loader in (whole, first):
         loader.set_epoch(2)
     expected = list(whole)
     for _ in zip(range(consumed), first, strict=False):
         pass
-    second = make_loader(Augmented(30), stack_with_noise, num_workers=num_workers, **options)
+    second = make_loader(Augmented(30), stack_with_noise, **options)
     second.load_state_dict(first.state_dict())
     assert seen(second) == seen(expected[consumed:])
     assert second.state_dict() == whole.state_dict() and second.epoch == 3
     other_layout = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=1, **options)
     other_layout.load_state_dict(first.state_dict())
     assert [w.sample_ids.tolist() for w in other_layout] == [w.sample_ids.tolist() for w in expected[consumed:]]
-
-
-def test_a_loop_that_was_left_goes_on_behind_it():
-    loader = make_loader(Numbers(30), shuffle_buffer_size=5, num_workers=1)
-    expected = [w.sample_ids.tolist() for w in make_loader(Numbers(30), shuffle_buffer_size=5)]
-    found = []
-    for window in loader:
-        found.append(window.sample_ids.tolist())
-        if len(found) == 2:
-            break
-    found += [w.sample_ids.tolist() for w in loader]
-    assert found == expected
+    assert seen(first) == seen(expected[consumed:])
 
 
 def test_a_state_of_another_order_is_refused():
@@ -343,20 +306,6 @@ def test_the_buffer_holds_no_more_than_its_size_and_shuffles_evenly():
     assert stay.min() >= 0 and abs(stay.mean() - 99) < 10 and stay.max() > 300
     first_come = np.array(order(2000, 100)[:1000])
     assert (np.diff(first_come) > 0).mean() < 0.6  # in the stream's own order it is 1
-
-
-def test_the_order_is_that_of_the_buffer_in_every_layout():
-    expected = order(50, 20, seed=4, epoch=1)
-    for size, num_processes, num_workers in [(8, 1, 1), (5, 3, 0), (50, 2, 0), (1, 1, 0)]:
-        options = {"global_batch_size": size, "shuffle_buffer_size": 20, "seed": 4, "num_workers": num_workers}
-        loader = make_loader(Numbers(50), accelerator=process(num_processes - 1, num_processes), **options)
-        loader.set_epoch(1)
-        windows = list(loader)
-        assert flat(w.sample_ids.tolist() for w in windows) == expected
-        assert flat(w.request.positions.tolist() for w in windows) == list(range(50))
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------------
 
 
 class Counted(dict):
@@ -452,16 +401,6 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
 # -- errors -----------------------------------------------------------------------------------------------------------------
 
 
-class Halves(IterableDataset):
-    """Can be read once: the second pass is empty."""
-
-    def __init__(self):
-        self.rest = iter([{"x": i} for i in range(4)])
-
-    def __iter__(self):
-        yield from self.rest
-
-
 ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
 
 
@@ -488,7 +427,7 @@ def test_errors(stream, options, error, message):
 
 
 def test_a_stream_that_cannot_be_read_again_ends_the_second_epoch():
-    loader = make_loader(Halves())
+    loader = make_loader(Listed(iter([{"x": i} for i in range(4)])))
     assert len(list(loader)) == 1
     with pytest.raises(hf_ga.DataError, match=r"empty in epoch 1: .*must restart it"):
         list(loader)
@@ -500,15 +439,9 @@ def test_a_collator_with_its_own_generator_is_refused():
         list(make_loader(Numbers(8), lambda samples: {**stack(samples), "noise": torch.rand(len(samples), generator=generator)}))
 
 
-# -- a real process group ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow("starts processes")
 def test_two_processes_train_as_one_and_see_when_their_streams_differ(tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [*launch, "--main_process_port=0", str(Path(worker.__file__)), str(tmp_path)]
-    subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True)
+    run_script(worker.__file__, tmp_path, job=None)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second and first["num_processes"] == 2
     alone = worker.train(Accelerator(), num_workers=0)

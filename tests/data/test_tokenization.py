@@ -77,23 +77,16 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# Causal
-
-
 def test_causal_rows_by_hand():
     texts = ["a b", "a b <eos>", "a <eos> b", "", None, "<eos>", "a b c d"]
     out = tokenize_causal({"text": texts}, letter_tokenizer(), 4)
     assert out["input_ids"] == [[3, 4, 1], [3, 4, 1], [3, 1, 4, 1], [], [], [1], [3, 4, 5, 6]]
     assert out["length"] == [3, 3, 4, 0, 0, 1, 4] and out["num_targets"] == [2, 2, 3, 0, 0, 0, 3]
     assert out["was_cut"] == [False] * 6 + [True]
-
-
-def test_causal_rows_without_limit_or_end():
-    text = " ".join(LETTERS * 20)
-    out = tokenize_causal({"text": [text]}, letter_tokenizer(), None)
-    assert out["input_ids"] == [[*ids_of(text), 1]] and out["was_cut"] == [False]
-    out = tokenize_causal({"text": ["a b"]}, letter_tokenizer(eos_token=None), 8)
-    assert out["input_ids"] == [[3, 4]] and out["num_targets"] == [1]
+    long = " ".join(LETTERS * 20)
+    out = tokenize_causal({"text": [long]}, letter_tokenizer(), None)
+    assert out["input_ids"] == [[*ids_of(long), 1]] and out["was_cut"] == [False]
+    assert tokenize_causal({"text": ["a b"]}, letter_tokenizer(eos_token=None), 8)["input_ids"] == [[3, 4]]
 
 
 def test_a_tokenizer_that_adds_the_end_itself_has_it_once():
@@ -104,9 +97,6 @@ def test_a_tokenizer_that_adds_the_end_itself_has_it_once():
     assert tokenize_causal({"text": ["a b", ""]}, tokenizer, 8)["input_ids"] == [[13, 3, 4, 1], []]
     completed = tokenize_completions({"prompt": ["a"], "completion": [" b"]}, tokenizer, 8)
     assert completed["input_ids"] == [[13, 3, 4, 1]] and completed["labels"] == [[IGNORED, IGNORED, 4, 1]]
-
-
-# Completions
 
 
 def targets_of(tokenizer, prompt, completion, max_length=None):
@@ -211,9 +201,6 @@ def test_a_tokenizer_without_offsets_is_refused(function, rows):
         function(rows, ByT5Tokenizer(), 8)
 
 
-# Masked, texts, pairs
-
-
 def test_masked_rows_by_hand():
     out = tokenize_masked({"text": ["a b c d", "a", "", None, "<unk> a", "zzz"]}, encoder_tokenizer(), 5)
     assert out["input_ids"] == [[13, 3, 4, 5, 14], [13, 3, 14], [], [], [13, 2, 3, 14], [13, 2, 14]]
@@ -254,9 +241,6 @@ def test_no_room_beside_special_tokens_is_refused(function, rows, least):
     assert function(rows, encoder_tokenizer(), least + 1)["length"] == [least + 1]
 
 
-# Words
-
-
 def test_words_by_hand():
     """<cls> 1, <sep> 2, `ab` 4, `a` 5, `##a` 15, `##b` 16, `##c` 17, ...; the first piece of a word carries its tag."""
     words = [["ab", "abc", "b"], ["abcd", "abcd"], [], None, ["\u200b", "b", "\x00"], ["\x00"]]
@@ -269,11 +253,7 @@ def test_words_by_hand():
     assert out["was_cut"] == [False, True, False, False, False, False]
     batch = collation.collate_tags([{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0)
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
-
-
-def test_words_without_labels_and_in_any_number():
-    out = tokenize_words({"tokens": [["ab"], ["abc"]]}, piece_tokenizer(), 8)
-    assert "label" not in out and out["num_targets"] == [1, 1]
+    assert "label" not in tokenize_words({"tokens": words}, piece_tokenizer(), 7)
 
 
 @pytest.mark.parametrize("kind", ["plain", "byte level"])
@@ -298,9 +278,6 @@ def test_words_against_one_word_at_a_time(kind):
         assert labels == [IGNORED] * len(before) + list(chain(*marked)) + [IGNORED] * len(after)
 
 
-# Targets
-
-
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:
     """Letters, completed as for a T5: <eos> 1 behind sources and targets."""
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", **special)
@@ -318,10 +295,7 @@ def test_targets_by_hand():
     uncut = tokenize_targets(rows, seq2seq_tokenizer(), None)
     assert uncut["labels"][1] == [7, 8, 9, 10, 1] and not any(uncut["was_cut"])
     assert set(tokenize_targets({"text": ["a"]}, seq2seq_tokenizer(), 4)) == {"input_ids", "length", "num_targets", "was_cut"}
-
-
-def test_a_tokenizer_that_adds_no_end_to_targets():
-    """As BERT's and GPT-2's: the end is added, within the limit. One without an end-of-text token adds none."""
+    # A tokenizer that adds no end, as BERT's and GPT-2's: it is added within the limit, if there is one.
     rows = {"text": ["a"], "target": ["e f g h"]}
     assert tokenize_targets(rows, letter_tokenizer(), 3)["labels"] == [[7, 8, 1]]
     assert tokenize_targets(rows, letter_tokenizer(eos_token=None), 3)["labels"] == [[7, 8, 9]]

@@ -1,6 +1,5 @@
 """What tests of runs share: a folder with small models and rows, files for bad input, no progress bars."""
 
-import gzip
 import shutil
 
 import datasets
@@ -63,7 +62,6 @@ def files(tmp_path_factory):
     tf.BartConfig(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder / "bart")
     for name in ("gpt", "bert", "bart", "roberta", "no_weights"):
         tokenizer.save_pretrained(folder / name)
-    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode())[:60])
     return folder
 
 

@@ -1,6 +1,6 @@
 """Evaluates small models on one and three processes and writes what each process got; run by `test_evaluation.py`.
 
-    python tests/run/evaluation_worker.py OUTPUT_DIR
+    python tests/run/evaluation_worker.py OUTPUT_DIR/job.json
 
 The processes are forked, so that the libraries are imported once; the process group (gloo) is real. Not by `notebook_launcher`: the
 threads of its agent run while it forks, and a process that is forked while one of them looks a host name up waits for ever.
@@ -65,18 +65,22 @@ CASES = {
 }
 
 
+def evaluated(accelerator, model, samples, batch_size, rule, reader=None):
+    lengths = [len(s["input_ids"]) for s in samples]
+    windows = evaluation_windows(
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
+    )
+    return evaluate(accelerator, model, windows, rule, reader)
+
+
 def measured(accelerator, name):
     make, samples_of, metrics = CASES[name]
     model, samples = make(), samples_of()
     probes = samples if len(samples) > 5 else ragged(53)
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
     rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
-    lengths = [len(s["input_ids"]) for s in samples]
-    windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=BATCH_SIZE, lengths=lengths, proven=rule
-    )
     reader = logits_reader(metrics) if metrics else Reader(TEXT_METRICS, read_texts, True) if name == "texts" else None
-    return evaluate(accelerator, accelerator.prepare(model), windows, rule, reader)
+    return evaluated(accelerator, accelerator.prepare(model), samples, BATCH_SIZE, rule, reader)
 
 
 def naive_targets(accelerator):
@@ -111,5 +115,5 @@ def run(folder):
 
 if __name__ == "__main__":
     for count in PROCESSES:
-        if (codes := together(partial(run, sys.argv[1]), "ddp", count)) != {0}:
+        if (codes := together(partial(run, Path(sys.argv[1]).parent), "ddp", count)) != {0}:
             sys.exit(f"{count} processes ended with {codes}")

@@ -4,8 +4,7 @@
     python tests/run/processes_worker.py JOB.json
 
 JOB.json is a list of phases: a name; flags of the command; the environment of the launcher. The folder of JOB.json gets a folder
-    for
-each phase: what each rank had at the end, its exit code, and what they printed.
+for each phase: what each rank had at the end, its exit code, and what they printed.
 """
 
 import json

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from runs import JOBS, checkpointed, job_config, lines_of, train_job
 from safetensors.torch import load_file
 from torch import nn
@@ -124,23 +123,12 @@ def test_another_base_under_the_same_name_is_refused(place, tmp_path):
         train_job(place, tmp_path / "out", "causal LM, row by row", **settings, resume_from_checkpoint="auto")
 
 
-@pytest.fixture
-def autocast():
-    """Function of a precision: an accelerator that computes in it."""
-
-    def accelerator(precision):
-        AcceleratorState._reset_state(True)
-        return Accelerator(mixed_precision=precision, cpu=True)
-
-    yield accelerator
-    AcceleratorState._reset_state(True)
-
-
 @pytest.mark.slow("a whole run; its parts are quick")
 @pytest.mark.parametrize(
     ("name", "precision", "frozen"), [("classes", "bf16", torch.bfloat16), ("causal LM, row by row", "no", torch.float32)]
 )
-def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, frozen, autocast, place, tmp_path):
+def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, frozen, launched, place, tmp_path):
+    launched(precision)
     base_of(place, name, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     tf.AutoTokenizer.from_pretrained(place / f"job-{JOBS[name][0]}").save_pretrained(tmp_path / "bf16")
     settings = {**LORA, "model_name_or_path": str(tmp_path / "bf16"), "max_steps": 3}
@@ -148,7 +136,7 @@ def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, froze
     base = load_base_config(config)
     dtype, data = own_dtype(base), prepare_data(config, load_tokenizer(config))
     assert dtype == torch.bfloat16
-    model = build_model(config, autocast(precision), data, complete_config(base, config, data), dtype)
+    model = build_model(config, Accelerator(cpu=True), data, complete_config(base, config, data), dtype)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {frozen}
     if precision == "no":

@@ -1,9 +1,6 @@
 """Evaluation: the mean over all targets of a split, the same for every batch size; accuracy and macro F1 by counting."""
 
 import json
-import os
-import subprocess
-import sys
 
 import evaluation_worker
 import helpers
@@ -12,22 +9,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from evaluation_worker import louder, ragged
+from forked import run_script
 from torch.nn import functional as F
 
-from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.run.evaluation import EVALUATION_WINDOW
 from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
 
 
-def evaluated(model, samples, batch_size, rule, **more):
-    accelerator = Accelerator(cpu=True)
-    lengths = [len(s["input_ids"]) for s in samples]
-    windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
-    )
-    return evaluate(accelerator, model, windows, rule, **more)
+def evaluated(*args, **more):
+    return evaluation_worker.evaluated(Accelerator(cpu=True), *args, **more)
 
 
 @torch.no_grad()
@@ -54,9 +47,6 @@ def mean_of_means(model, samples, batch_size) -> float:
             loss = float(model(**helpers.pad_right(samples[start : start + batch_size])).loss)
         means += [loss] if np.isfinite(loss) else []
     return float(np.mean(means))
-
-
-# Loss
 
 
 @pytest.mark.parametrize("head", ["gpt2", "bert_masked_lm", "bert_classifier"])
@@ -108,9 +98,6 @@ def test_own_loss_function_counts_by_weights():
         assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
 
 
-# Metrics
-
-
 def counted(predictions, references) -> tuple[float, float]:
     """Accuracy and macro F1 over the classes that occur, in plain Python."""
     pairs = list(zip(predictions, references, strict=True))
@@ -139,9 +126,6 @@ def test_metrics_of_a_split():
     for batch_size in BATCH_SIZES:
         results = evaluated(model, samples, batch_size, rule, reader=logits_reader(("accuracy", "f1")))
         assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
-
-
-# What stays as it was
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -177,39 +161,25 @@ def test_a_split_without_targets_has_no_loss():
     assert results["num_targets"] == 0 and np.isnan(results["loss"])
 
 
-# Many processes
-
-
 @pytest.fixture(scope="module")
 def on_processes(tmp_path_factory):
     """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
     folder = tmp_path_factory.mktemp("evaluated")
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, evaluation_worker.__file__, folder], env=settings, check=True, timeout=400)
-    found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*.json")}
+    run_script(evaluation_worker.__file__, folder, job=None)
+    found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*-*.json")}
     assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
     return found
 
 
 @pytest.mark.slow("starts processes")
 def test_all_processes_get_the_very_same_numbers(on_processes):
-    """Bit for bit those of one process: of every head, of texts, of fewer samples than processes, of none with a target."""
+    """Bit for bit those of one process, which the tests above compute by hand: of every head, of texts, of fewer samples than
+    processes, of none with a target.
+    """
     for name in evaluation_worker.CASES:
         alone = on_processes[1, 0][name]
         assert all(repr(found[name]) == repr(alone) for found in on_processes.values()), name
         assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
-
-
-@pytest.mark.slow("starts processes")
-def test_those_numbers_are_right(on_processes):
-    """By hand: losses in float64 one sample at a time, classes by counting."""
-    found = on_processes[3, 1]
-    for name in ("causal LM", "texts"):
-        total, count = by_hand(louder(helpers.gpt2()), ragged(53))
-        assert (found[name]["loss"], found[name]["num_targets"]) == (pytest.approx(total / count, rel=1e-6), count)
-    samples = helpers.class_samples(53)
-    accuracy, f1 = counted(predicted(louder(helpers.bert_classifier(), 4), samples), [s["labels"] for s in samples])
-    assert (found["classes"]["accuracy"], found["classes"]["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
 
 
 @pytest.mark.slow("starts processes")

@@ -26,7 +26,7 @@ from hf_ga.run import cli, finetune
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 JOB = "translations"  # encoder and decoder, dropout, texts generated in evaluations and for the file to predict
 STREAM = {"streaming": True, "shuffle_buffer_size": 20}
-slow = pytest.mark.slow("starts two processes for eight runs")
+slow = pytest.mark.slow("starts two processes for seven runs")
 
 
 def settings_of(place, output, **more):
@@ -68,14 +68,13 @@ def one(place):
 def runs_of_two(one, place):
     """A folder with the records of all phases, whose runs are in `place`, each under the name of its phase."""
     on_machines = {**variables_of("multi_node"), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    from_2 = {"resume_from_checkpoint": str(place / "fsdp2" / "checkpoint-3")}
+    from_3 = {"resume_from_checkpoint": str(place / "fsdp2" / "checkpoint-3")}
     phases = {
         "two": (settings_of(place, place / "two"), variables_of("cpu_2")),
         "machines": (settings_of(place, place / "machines", resume_from_checkpoint=str(one[1] / "checkpoint-6")), on_machines),
         "fsdp1": (classes_of(place, place / "fsdp1"), variables_of("fsdp1")),
         "fsdp2": (classes_of(place, place / "fsdp2"), variables_of("fsdp2")),
-        "fsdp2 again": (classes_of(place, place / "fsdp2 again", **from_2), variables_of("fsdp2")),
-        "fsdp1 from 2": (classes_of(place, place / "fsdp1 from 2", **from_2), variables_of("fsdp1")),
+        "fsdp2 again": (classes_of(place, place / "fsdp2 again", **from_3), variables_of("fsdp2")),
         "stream": (small_config(place, place / "stream", **STREAM), variables_of("cpu_2")),
         "error": (small_config(place, place / "error", dataset_name=str(place / "missing.jsonl")), variables_of("cpu_2")),
     }
@@ -119,9 +118,6 @@ def files_of(folder):
     return {name for name in files if not name.startswith("trackers")}
 
 
-# -- DDP --------------------------------------------------------------------------------------------------------------------
-
-
 @slow
 def test_two_processes_are_the_same_run(one, runs_of_two, place):
     """With dropout: losses and evaluations of every step, and the weights at the end, which both have to the bit."""
@@ -146,22 +142,13 @@ def test_files_and_lines_are_written_once(one, runs_of_two, place):
     assert "checkpoint-3/shards/shard-00001-model-00001-of-00001.safetensors" in files_of(output)
     num_trackers = [len(list((run / "trackers").rglob("events*"))) for run in (output, one[1])]
     assert num_trackers[0] == num_trackers[1] > 0
-    for text in (
-        "window of 16 samples",
-        "T5ForConditionalGeneration, ",
-        "step 3: validation loss",
-        "rows predicted",
-        "output     ",
-    ):
+    for text in ("window of 16 samples", "T5ForConditionalGeneration, ", "step 3: validation loss", "rows predicted", "output  "):
         assert printed.count(text) == 1, text
 
 
 @slow
-def test_resuming_on_one_process_what_two_began_and_the_other_way_round(one, runs_of_two, place):
-    """The other way on two machines, of which only the first prints. The control: the last two steps move the weights by more."""
-    checkpoint = str(place / "two" / "checkpoint-3")
-    assert hf_ga.finetune(settings_of(place, place / "alone", resume_from_checkpoint=checkpoint))["steps"] == 8
-    assert_same_run(place / "alone", one[1], after=3)
+def test_two_machines_go_on_with_what_one_process_began(one, runs_of_two, place):
+    """Only the first prints. The control: the last two steps move the weights by more."""
     assert (runs_of_two / "machines" / "log").read_text().count("window of 16 samples") == 1
     first, second = records_of(runs_of_two, "machines")
     assert first["weights"] == second["weights"]
@@ -175,15 +162,10 @@ def test_a_stream_is_the_same_run(runs_of_two, place):
     assert_same_run(place / "stream", place / "streamed")
 
 
-# -- FSDP -------------------------------------------------------------------------------------------------------------------
-
-
 @slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_fsdp_is_the_same_run(version, runs_of_two, place):
-    """Shards on both processes; a validation row for one of them; the model that is saved is whole. Then on one process, from the
-    shards of two.
-    """
+    """Shards on both processes; a validation row for one of them; the model that is saved is whole."""
     output, reference = place / f"fsdp{version}", place / "classes"
     first, second = records_of(runs_of_two, f"fsdp{version}")
     assert first["fsdp_units"] == second["fsdp_units"] >= 3 and first["fsdp"] == version and not first["ddp"]
@@ -194,19 +176,15 @@ def test_fsdp_is_the_same_run(version, runs_of_two, place):
     for row, other in zip(found, expected, strict=True):
         assert row["prediction"]["label"] == other["prediction"]["label"]
         assert row["prediction"]["score"] == pytest.approx(other["prediction"]["score"], abs=2e-6)
-    resumed = place / f"fsdp{version} on one"
-    hf_ga.finetune(classes_of(place, resumed, resume_from_checkpoint=str(output / "checkpoint-3")))
-    assert_same_run(resumed, reference, after=3)
     assert relative_distance(reference / "checkpoint-3", reference) > 1e-4  # the control
 
 
 @slow
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(runs_of_two, place):
-    """Bit for bit on the same layout; what FSDP2 wrote goes on under FSDP1."""
+    """Bit for bit; on other layouts: tests/recovery/test_resume_layouts.py."""
     assert_same_run(place / "fsdp2 again", place / "fsdp2", 0.0, 0.0, after=3)
-    assert_same_run(place / "fsdp1 from 2", place / "fsdp2", after=3)
     assert summary_of(place / "fsdp2")["weights_sha256"] == summary_of(place / "fsdp2 again")["weights_sha256"]
-    assert [records_of(runs_of_two, name)[0]["fsdp"] for name in ("fsdp2 again", "fsdp1 from 2")] == [2, 1]
+    assert records_of(runs_of_two, "fsdp2 again")[0]["fsdp"] == 2
 
 
 def test_what_fsdp_cannot_do_is_refused():
@@ -221,9 +199,6 @@ def test_what_fsdp_cannot_do_is_refused():
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):
             finetune._check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------------
 
 
 @slow
@@ -241,9 +216,6 @@ def test_the_others_wait_before_they_complain(rank, waits, monkeypatch):
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     assert cli.finetune_main(["--no_such_flag"]) == 2 and waited == waits
-
-
-# -- cores ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cores", "local", "threads"), [(8, 3, 2), (8, 1, 8), (2, 4, 1)])

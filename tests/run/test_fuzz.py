@@ -27,8 +27,6 @@ def fuzz(examples: int) -> settings:
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet)
 
 
-# Configuration files
-
 NAMES = [field.name for field in fields(FinetuneConfig)]
 # Without surrogates, which no UTF-8 file can hold.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -59,23 +57,15 @@ def test_documents(ending, tmp_path, monkeypatch):
     @given(DOCUMENTS | NESTED)
     @example({"report_to": {"a": 1}})
     @example({"seed": 10**400})
+    @example({"learning_rate": 10**400})
+    @example({"output_dir": "\0"})
+    @example({"freeze": []})
     def check(document):
         text = json.dumps(document) if ending == "json" else yaml.safe_dump(document, allow_unicode=True)
         path.write_text(text, encoding="utf-8")
         config_or_error(path)
 
     check()
-
-
-@pytest.mark.parametrize("value", [[], math.nan, "\0", 1.5, 10**400], ids=["list", "nan", "null", "fraction", "large"])
-def test_odd_values_of_every_flag(value, tmp_path, monkeypatch):
-    """In Python, where nothing has parsed them."""
-    monkeypatch.chdir(tmp_path)
-    for name in NAMES:
-        try:
-            FinetuneConfig(**{name: value}).check()
-        except hf_ga.ConfigError as error:
-            assert str(error).strip()
 
 
 def test_bytes_and_mutations(tmp_path, monkeypatch):
@@ -92,7 +82,7 @@ def test_bytes_and_mutations(tmp_path, monkeypatch):
     @fuzz(30)
     @given(st.binary(max_size=60) | changed, st.sampled_from(["run.yaml", "run.json"]))
     @example(b"[" * 100_000, "run.json")
-    @example(b"[" * 3_000, "run.yaml")
+    @example(b"[" * 1_200, "run.yaml")  # more than may be nested
     @example(b"1: 2\nnull: 3", "run.yaml")
     @example(b"seed: 2001-01-01", "run.yaml")
     @example(b"freeze: !!set {a, b}", "run.yaml")
@@ -105,21 +95,16 @@ def test_bytes_and_mutations(tmp_path, monkeypatch):
     check()
 
 
-@pytest.mark.parametrize("tag", ["object/apply:os.mkdir", "name:os.mkdir", "module:os"])
-def test_no_code_in_a_file(tag, tmp_path, monkeypatch):
+def test_no_code_in_a_file(tmp_path, monkeypatch):
     """With the control that the document does run code where it is loaded carelessly."""
     monkeypatch.chdir(tmp_path)
-    text = f"seed: !!python/{tag}" + (" [made]" if "object" in tag else " ''")
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text("seed: !!python/object/apply:os.mkdir [made]")
     with pytest.raises(hf_ga.ConfigError, match=r"run.yaml is malformed: could not determine a constructor"):
         parse_config([str(tmp_path / "run.yaml")])
     assert not (tmp_path / "made").exists()
-    if "object" in tag:
-        yaml.unsafe_load(text)
-        assert (tmp_path / "made").exists()
+    yaml.unsafe_load((tmp_path / "run.yaml").read_text())
+    assert (tmp_path / "made").exists()
 
-
-# Rows
 
 ODD = st.sampled_from(
     ["", " ", "\0", "\u200b", "\ud800", "\n", "\x1b[0m", "<eos>", "<pad>", "<mask>", "é" * 40, "0", "null", "a " * 90]

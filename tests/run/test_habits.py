@@ -138,9 +138,8 @@ def test_names_of_trackers(monkeypatch):
     assert tracker_names("none") == tracker_names("") == []
     assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]
     assert tracker_names("all") == ["tensorboard", "aim"]
-    for name in ("tensorbord", "wandb"):
-        with pytest.raises(hf_ga.ConfigError, match=f"report_to {name} is not an installed tracker .* install its package"):
-            tracker_names(f"tensorboard,{name}")
+    with pytest.raises(hf_ga.ConfigError, match=r"report_to wandb is not an installed tracker .* install its package"):
+        tracker_names("tensorboard,wandb")
 
 
 WORDS_OF = {
@@ -187,9 +186,8 @@ def test_fp16_resumes_bit_for_bit_with_its_scale(in_precisions, launched, place,
     assert states[0] == states[1] and (states[0]["scale"], states[0]["_growth_tracker"]) == (65536.0, 8)
 
 
-@pytest.mark.parametrize(("first", "then"), [("fp16", "no")])
-def test_resume_in_another_precision_is_refused(first, then, in_precisions, launched, place, tmp_path):
-    checkpoint = str(in_precisions(first, launched)[1] / "checkpoint-3")
-    launched(then)
-    with pytest.raises(hf_ga.CheckpointError, match=f"has other settings: mixed_precision '{first}' -> '{then}'"):
+def test_resume_in_another_precision_is_refused(in_precisions, launched, place, tmp_path):
+    checkpoint = str(in_precisions("fp16", launched)[1] / "checkpoint-3")
+    launched("no")
+    with pytest.raises(hf_ga.CheckpointError, match="has other settings: mixed_precision 'fp16' -> 'no'"):
         train_job(place, tmp_path / "out", "classes", eval_steps=8, resume_from_checkpoint=checkpoint)

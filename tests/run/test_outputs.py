@@ -13,7 +13,6 @@ from runs import lines_of, saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
 from hf_ga.run.cli import finetune_main
-from hf_ga.run.models import own_dtype
 from hf_ga.run.outputs import save_best
 from hf_ga.run.report import plot_curves
 
@@ -71,23 +70,6 @@ def test_a_model_that_was_saved_in_another_type_is_what_it_was(place, tmp_path):
     assert model.dtype == model.config.dtype == torch.float32
 
 
-def test_own_type_of_a_model():
-    assert own_dtype(None) == own_dtype(tf.BertConfig()) == torch.float32
-    assert own_dtype(tf.BertConfig(dtype="bfloat16")) == own_dtype(tf.BertConfig(dtype=torch.bfloat16)) == torch.bfloat16
-
-
-def test_a_finished_run_has_all_of_its_files(half_run):
-    _, output = half_run
-    names = {path.name for path in output.iterdir()}
-    files = {"metrics.jsonl", "summary.json", "curves.png", "config.json", "model.safetensors", "tokenizer.json"}
-    assert files | {"best", "checkpoint-6", "checkpoint-8"} <= names
-    assert not [name for name in names if "partial" in name]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (output / "best").iterdir()}
-
-
-# -- what is printed and drawn ----------------------------------------------------------------------------------------------
-
-
 def test_a_run_fits_one_screen(place, monkeypatch, capsys):
     """By the command: aligned lines in this order, one progress bar and no other, a table whose rows are the summary's."""
     monkeypatch.chdir(place)
@@ -131,11 +113,4 @@ def test_curves(monkeypatch, tmp_path):
     middle = np.convolve(losses, np.ones(5) / 5, "valid")
     expected = [losses[0], losses[:3].mean(), *middle, losses[-3:].mean(), losses[-1]]
     assert smooth == pytest.approx(np.c_[steps, expected])
-    assert [text.get_text() for text in upper.get_legend().texts] == [
-        "training, each window",
-        "training, mean of 5 windows",
-        "validation",
-    ]
-    labels = (upper.get_title(), upper.get_ylabel(), lower.get_ylabel(), lower.get_xlabel())
-    assert labels == ("a title", "loss (nats per target)", "learning rate", "optimizer step")
     assert (tmp_path / "curves.png").stat().st_size > 10_000 and len(list(tmp_path.iterdir())) == 1

@@ -80,9 +80,6 @@ def test_under_fsdp_processes_wait_in_every_forward(sharded):
     assert max(numbers) - min(numbers) <= 1 or not sharded
 
 
-# -- of a run ---------------------------------------------------------------------------------------------------------------
-
-
 def prepared(lengths, targets=None, labels="tokens", stream=None):
     columns = {"length": lengths, "num_targets": targets}
     return SimpleNamespace(splits={"train": columns}, task=SimpleNamespace(labels=labels), stream=stream)
