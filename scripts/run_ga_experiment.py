@@ -20,14 +20,10 @@ def main() -> int:
     """Parse flags, run all arms, report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
-    parser.add_argument("--num_samples", type=int, default=600, help="training rows; the last window of an epoch is short")
-    parser.add_argument("--max_length", type=int, default=48, help="maximum tokens of a row (default: 48)")
-    parser.add_argument("--learning_rate", type=float, default=5e-4, help="constant learning rate of AdamW (default: 5e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout (default: 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/ga_experiment"), help="folder for table and plot")
     flags = parser.parse_args()
     logging.set_verbosity_error()
-    experiment = Experiment(flags.num_samples, flags.max_length, flags.steps, flags.learning_rate, flags.seed)
+    experiment = Experiment(flags.steps)
     groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
     with tqdm(total=flags.steps * sum(map(len, groups.values())), unit="step", dynamic_ncols=True) as bar:
         results = {group: [experiment.run(arm, bar.update) for arm in arms] for group, arms in groups.items()}
