@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import nn
 
 VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 IGNORED = -100
 FLOOR = 1e-6  # of the global norm, as promise 1 says
 CAUSAL = (tf.GPT2LMHeadModel, tf.LlamaForCausalLM, tf.MixtralForCausalLM)  # column 0 is not predicted
@@ -36,18 +37,8 @@ def seeded(build: Callable) -> Callable:
 
 
 def _bert(head: type, dropout: float, **more) -> nn.Module:
-    config = tf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **{"num_labels": NUM_CLASSES, **more},
-    )
-    return head(config)
+    sizes = {**SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 32, "num_labels": NUM_CLASSES, **more}
+    return head(tf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
 @seeded
@@ -72,39 +63,22 @@ def bert_question_answering(dropout: float = 0.0) -> nn.Module:
 
 @seeded
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "n_embd": WIDTH,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 32,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
+    sizes = {**SIZES, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
 
 
-def _llama_sizes() -> dict:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-    }
+LLAMA_SIZES = {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "max_position_embeddings": 32}
 
 
 @seeded
 def llama(dropout: float = 0.0) -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_llama_sizes(), attention_dropout=dropout))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA_SIZES, attention_dropout=dropout))
 
 
 @seeded
 def mixtral(router_coefficient: float = 0.0) -> nn.Module:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": router_coefficient}
-    config = tf.MixtralConfig(**_llama_sizes(), **experts, output_router_logits=router_coefficient > 0)
+    config = tf.MixtralConfig(**LLAMA_SIZES, **experts, output_router_logits=router_coefficient > 0)
     return tf.MixtralForCausalLM(config)
 
 
@@ -245,6 +219,30 @@ def full_batch_gradient(
     return gradients(model)
 
 
+ROUNDING = {"no": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
+SCALE = 2.0**16  # the default of torch's scaler of losses; a power of two, so to divide by it is exact
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_gradient(
+    precision: str, model: nn.Module, batches: list[dict], weights: list[float], loss_fn: Callable | None = None
+) -> Gradients:
+    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient accumulated as `.grad` does."""
+    model, scale = copy.deepcopy(model), SCALE if precision == "fp16" else 1.0
+    model.zero_grad()
+    device = next(model.parameters()).device
+    for batch, weight in zip(batches, weights, strict=True):
+        with torch.autocast(device.type, DTYPES.get(precision), enabled=precision != "no"):
+            loss = mean_loss(model, {name: values.to(device) for name, values in batch.items()}, loss_fn)
+        (loss.float() * weight * scale).backward()
+    return divided(gradients(model), scale)
+
+
+def divided(grads: Gradients, number: float) -> Gradients:
+    """On the CPU."""
+    return {name: g.cpu() / number for name, g in grads.items()}
+
+
 def mean_loss(model: nn.Module, batch: dict, loss_fn: Callable | None = None) -> torch.Tensor:
     """The mean loss of a batch. Causal heads cast logits to float32 inside, so theirs is computed here from the logits."""
     outputs = model(**{k: v for k, v in batch.items() if k not in ("targets", "weights")})
@@ -277,15 +275,17 @@ def relative_error(grads: Gradients, reference: Gradients) -> float:
     return norm(difference(grads, reference)) / norm(reference)
 
 
-def assert_promise_1(grads: Gradients, grads32_full: Gradients, grads64: Gradients) -> None:
+def assert_promise_1(grads: Gradients, full: Gradients, grads64: Gradients, rounding: float = FLOOR) -> None:
     """At most twice as far from float64 as the full batch in the same precision, plus 1e-6 of the global norm: over all
     parameters together and for each. A NaN fails.
+
+    rounding: one of half precision, which is then the floor of each parameter: autocast rounds the gradient of each micro-batch to
+    it, in plain PyTorch too, and where those cancel (the bias of a classifier) their roundings do not.
     """
-    floor = FLOOR * norm(grads64)
-    off, off_full = difference(grads, grads64), difference(grads32_full, grads64)
-    assert norm(off) <= 2 * norm(off_full) + floor, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
+    off, off_full, whole = difference(grads, grads64), difference(full, grads64), norm(grads64)
+    assert norm(off) <= 2 * norm(off_full) + FLOOR * whole, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
     for name in grads64:
-        allowed = 2 * float(off_full[name].norm()) + floor
+        allowed = 2 * float(off_full[name].norm()) + rounding * whole
         assert float(off[name].norm()) <= allowed, f"{name}: {float(off[name].norm()):.2e} > {allowed:.2e}"
 
 
