@@ -152,8 +152,8 @@ def mean_instead_of_sum(outputs, batch):
 
 NO_SUM = ((ValueError, TypeError), r"loss_fn|iteration over a 0-d tensor")
 WRONG = {
-    "one target too many in every batch": (lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1), hf_ga.LossNotAdditive, ""),
-    "mean": (mean_instead_of_sum, hf_ga.LossNotAdditive, ""),
+    "one target too many in every batch": (lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1), hf_ga.LossNotAdditive, None),
+    "mean": (mean_instead_of_sum, hf_ga.LossNotAdditive, None),
     "no count": (lambda o, b: o.sum(), *NO_SUM),
     "vector": (lambda o, b: (o.sum(1), 1), *NO_SUM),
     "float": (lambda o, b: (1.0, 1), *NO_SUM),
