@@ -26,6 +26,7 @@ def run(words: list[str]) -> None:
         args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))
         words, environment = launch.prepare_simple_launcher_cmd_env(args)
         os.environ.update(environment)
+        os.sched_getaffinity = lambda pid: {0}  # one thread: several would wait for each other beside other tests
     sys.argv = words[1:]
     try:
         runpy.run_path(words[1], run_name="__main__")
