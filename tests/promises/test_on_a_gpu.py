@@ -36,10 +36,9 @@ def accelerator(request, monkeypatch):
     """As a script has it that was launched in this precision."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(DEVICE.type == "cpu").lower())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", request.param)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     AcceleratorState._reset_state(True)
     accelerator = Accelerator()
-    assert accelerator.device.type == DEVICE.type
+    assert accelerator.device.type == DEVICE.type and torch.get_float32_matmul_precision() == "highest"  # no TF32
     enable_fp16_on_cpu(accelerator)  # on a GPU it does nothing
     yield accelerator
     torch.use_deterministic_algorithms(False)
