@@ -213,17 +213,6 @@ def test_refused_with_its_cause(name):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
 
 
-def everything(model):
-    """All that a proof must leave: weights, buffers, gradients, each module's mode, hooks, random states."""
-    return {
-        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
-        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
-        "modes": [m.training for m in model.modules()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "random": h.global_random_states(),
-    }
-
-
 FROZEN = ("embedding", "bert.encoder", "transformer.layer.0")  # one module of each of the models below
 
 
@@ -240,15 +229,15 @@ def test_the_model_stays_as_found(build, mode):
     model(**h.pad_right(samples))["loss"].backward()  # so that there are gradients
     if mode == "one module in eval":
         next(m for name, m in model.named_modules() if name in FROZEN).eval()
-    before = everything(model)
+    before = h.everything(model)
     if build is not with_batch_norm:
         hf_ga.prove_targets(model, samples, h.pad_right)
     else:
         with pytest.raises(hf_ga.LossNotAdditive):
             hf_ga.prove_targets(model, samples, h.pad_right)
-    assert everything(model) == before
+    assert h.everything(model) == before
     model.train()(**h.pad_right(samples))["loss"].backward()
-    assert everything(model) != before, "control: a plain forward and backward"
+    assert h.everything(model) != before, "control: a plain forward and backward"
 
 
 def nan_gradient(features, labels, mask):

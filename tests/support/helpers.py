@@ -6,6 +6,7 @@ Nothing here calls hf_ga: what judges must not be what is judged.
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,29 +37,15 @@ def seeded(build: Callable) -> Callable:
     return built
 
 
-def _bert(head: type, dropout: float, **more) -> nn.Module:
+def _bert(head: type, dropout: float = 0.0, **more) -> nn.Module:
     sizes = {**SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 32, "num_labels": NUM_CLASSES, **more}
     return head(tf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
-@seeded
-def bert_classifier(dropout: float = 0.0, **more) -> nn.Module:
-    return _bert(tf.BertForSequenceClassification, dropout, **more)
-
-
-@seeded
-def bert_masked_lm(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForMaskedLM, dropout)
-
-
-@seeded
-def bert_token_classifier(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForTokenClassification, dropout)
-
-
-@seeded
-def bert_question_answering(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForQuestionAnswering, dropout, num_labels=2)
+bert_classifier = seeded(partial(_bert, tf.BertForSequenceClassification))
+bert_masked_lm = seeded(partial(_bert, tf.BertForMaskedLM))
+bert_token_classifier = seeded(partial(_bert, tf.BertForTokenClassification))
+bert_question_answering = seeded(partial(_bert, tf.BertForQuestionAnswering, num_labels=2))
 
 
 @seeded
@@ -88,20 +75,14 @@ def t5(dropout: float = 0.0) -> nn.Module:
     return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
 
 
-def _xlnet_config(dropout: float) -> tf.XLNetConfig:
+def _xlnet(head: type, dropout: float = 0.0) -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 2 * WIDTH, "num_labels": NUM_CLASSES}
-    return tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout)
+    return head(tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout))
 
 
-@seeded
-def xlnet_classifier(dropout: float = 0.0) -> nn.Module:
-    """A head whose loss depends on the padding width: its summary is the last column."""
-    return tf.XLNetForSequenceClassification(_xlnet_config(dropout))
-
-
-@seeded
-def xlnet_lm(dropout: float = 0.0) -> nn.Module:
-    return tf.XLNetLMHeadModel(_xlnet_config(dropout))
+# The loss of the classifier depends on the padding width: its summary is the last column.
+xlnet_classifier = seeded(partial(_xlnet, tf.XLNetForSequenceClassification))
+xlnet_lm = seeded(partial(_xlnet, tf.XLNetLMHeadModel))
 
 
 @seeded
@@ -127,9 +108,7 @@ class PlainTagger(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
-@seeded
-def plain_tagger(dropout: float = 0.0) -> nn.Module:
-    return PlainTagger(dropout)
+plain_tagger = seeded(PlainTagger)
 
 
 def weighted_token_loss(logits: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,3 +286,14 @@ def global_random_states() -> tuple:
     """Of torch, numpy and Python, comparable with `==`."""
     numpy_state = np.random.get_state()
     return torch.get_rng_state().tolist(), numpy_state[1].tolist(), numpy_state[2], random.getstate()
+
+
+def everything(model: nn.Module) -> dict:
+    """All of a model that a proof and a check must leave as it is, and the random states."""
+    return {
+        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
+        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
+        "trained": [p.requires_grad for p in model.parameters()],
+        "modules": [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()],
+        "random": global_random_states(),
+    }
