@@ -15,7 +15,7 @@ from runs import filled_place, relative_distance, small_config
 import hf_ga
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
-STEPS, LIMIT = 40, 120  # optimizer steps; seconds
+STEPS, LIMIT = 30, 120  # optimizer steps; seconds
 
 
 def kill_after(config, checkpoint: str) -> None:
