@@ -31,7 +31,7 @@ from hf_ga.run.models import load_tokenizer
 from hf_ga.run.optimizers import build_optimizer
 from hf_ga.training import prove_targets, train_step
 
-WINDOW_SIZE = 64
+WINDOW_SIZE, LEARNING_RATE, SEED = 64, 5e-4, 0
 LIMITS = {"train loss": 2e-6, "validation loss": 5e-6, "final weights": 5e-5, "validation loss, dropout 0": 5e-7}
 
 
@@ -86,19 +86,17 @@ MISTAKES = [
 
 
 class Experiment:
-    """Data, initial weights and settings of all arms."""
+    """Data, initial weights and settings of all arms. `num_samples`: training rows, with a short last window of an epoch."""
 
-    def __init__(
-        self, num_samples: int, max_length: int, steps: int, learning_rate: float, seed: int, same_bits: int | None = None
-    ) -> None:
+    def __init__(self, steps: int, num_samples: int = 600, max_length: int = 48, same_bits: int | None = None) -> None:
         if (count := PartialState().num_processes) > 1:
             raise ConfigError(f"the experiment compares layouts of one process, but runs on {count}: start it without a launcher.")
         config = FinetuneConfig(max_length=max_length)
         self.data: PreparedData = prepare_data(config, load_tokenizer(config))
         train = self.data.splits["train"]
         self.train = train.select(range(min(num_samples, len(train)))).with_format(None)
-        self.steps, self.learning_rate, self.seed, self.same_bits = steps, learning_rate, seed, same_bits
-        torch.manual_seed(seed)
+        self.steps, self.same_bits = steps, same_bits
+        torch.manual_seed(SEED)
         tokenizer = self.data.tokenizer
         special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         self.model = GPT2LMHeadModel(
@@ -112,12 +110,12 @@ class Experiment:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = arm.dropout
-        optimizer = build_optimizer(model, "adamw", self.learning_rate, weight_decay=0.01)
+        optimizer = build_optimizer(model, "adamw", LEARNING_RATE, weight_decay=0.01)
         samples = [self.train[i] for i in range(32)]
         proven = prove_targets(model, samples, self.data.collate)
         model, optimizer = accelerator.prepare(model, optimizer)
         result = ArmResult(arm)
-        torch.manual_seed(self.seed)  # for native dropout
+        torch.manual_seed(SEED)  # for native dropout
         began = time.perf_counter()
         for window in self._windows(arm, accelerator):
             if arm.weights is None:
@@ -140,10 +138,10 @@ class Experiment:
             global_batch_size=WINDOW_SIZE,
             lengths=None if arm.planner is None else self.train["length"],  # split by number of samples, as in the arms' names
             planner=arm.planner,
-            seed=self.seed,
+            seed=SEED,
             canonical_micro_batch=self.same_bits,
         )
-        generator, done = np.random.default_rng(self.seed), 0
+        generator, done = np.random.default_rng(SEED), 0
         while done < self.steps:
             for window in loader:
                 yield window if arm.same_window else _resampled(window, generator, len(self.train))

@@ -19,10 +19,8 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +43,6 @@ SURVIVES = 10.0  # seconds for a process to exit after the other one was killed,
 TIME_LIMIT = 300.0  # seconds for a run (a normal one takes a few)
 
 
-@dataclass
-class Tally:
-    """Results so far. `phases`: in which runs were killed."""
-
-    phases: Counter = field(default_factory=Counter)
-    different: int = 0
-
-
 def main() -> int:
     """Kill, resume, compare, report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -66,14 +56,14 @@ def main() -> int:
     flags.output_dir.mkdir(parents=True)
     os.environ.update(ENVIRONMENT | {"HF_DATASETS_CACHE": str(flags.output_dir.resolve() / "cache")})
     SERVER.set_forkserver_preload(PRELOAD)
-    runs, tally, random = Runs(flags.output_dir.resolve(), flags.processes), Tally(), np.random.default_rng(flags.seed)
+    runs, random = Runs(flags.output_dir.resolve(), flags.processes), np.random.default_rng(flags.seed)
     runs.measure()
     print(f"uninterrupted: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second run is bit-identical")
-    for number in tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True):
-        kill_and_compare(runs, tally, random, number)
-    print("kills by phase: " + ", ".join(f"{phase} {tally.phases[phase]}" for phase in PHASES))
-    print(f"{tally.different} of {flags.kills} differ")
-    return 1 if tally.different else 0
+    numbers = tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True)
+    phases, different = zip(*(kill_and_compare(runs, random, number) for number in numbers), strict=True)
+    print("kills by phase: " + ", ".join(f"{phase} {phases.count(phase)}" for phase in PHASES))
+    print(f"{sum(different)} of {flags.kills} differ")
+    return int(any(different))
 
 
 class Runs:
@@ -157,8 +147,11 @@ def end_as_a_launcher_would(process: Any) -> None:
     process.join()
 
 
-def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, number: int) -> None:
-    """One kill, one resume, one comparison. If the run ends before the kill, an earlier instant is drawn."""
+def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> tuple[str, bool]:
+    """One kill, one resume, one comparison. If the run ends before the kill, an earlier instant is drawn.
+
+    Returns the phase in which the run was killed, and whether the result differs.
+    """
     output, left, reach = runs.folder / f"killed-{number}", runs.folder / "left", 1.0
     at_operation, resumes = number % 2 == 1, number % 4 >= 2 and left.exists()
     while True:
@@ -178,15 +171,14 @@ def kill_and_compare(runs: Runs, tally: Tally, random: np.random.Generator, numb
     if output.exists():
         shutil.copytree(output, left)
     phase = PHASES[watches[victim].shared[0]]
-    tally.phases[phase] += 1
     if found := lost_or_different(runs, output):
-        tally.different += 1
         where = f"before file operation {watches[victim].die_at}" if at_operation else f"after {instant:.3f} s"
         tqdm.write(f"kill {number} of process {victim}, {phase}, {where}: {'; '.join(found)}")
         if left.exists():
             shutil.copytree(left, left.with_name(f"left-{number}"))  # kept for inspection
     else:
         shutil.rmtree(output)
+    return phase, bool(found)
 
 
 def lost_or_different(runs: Runs, output: Path) -> list[str]:

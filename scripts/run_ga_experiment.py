@@ -20,10 +20,6 @@ def main() -> int:
     """Parse flags, run all arms, report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
-    parser.add_argument("--num_samples", type=int, default=600, help="training rows; the last window of an epoch is short")
-    parser.add_argument("--max_length", type=int, default=48, help="maximum tokens of a row (default: 48)")
-    parser.add_argument("--learning_rate", type=float, default=5e-4, help="constant learning rate of AdamW (default: 5e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout (default: 0)")
     parser.add_argument(
         "--same_bits",
         type=int,
@@ -33,7 +29,7 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/ga_experiment"), help="folder for table and plot")
     flags = parser.parse_args()
     logging.set_verbosity_error()
-    experiment = Experiment(flags.num_samples, flags.max_length, flags.steps, flags.learning_rate, flags.seed, flags.same_bits)
+    experiment = Experiment(flags.steps, same_bits=flags.same_bits)
     groups, limits = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}, LIMITS
     if flags.same_bits:
         sizes = [size for size in (64, 32, 16, 8, 4, 2, 1) if size >= flags.same_bits]

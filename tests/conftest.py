@@ -28,11 +28,11 @@ hypothesis.settings.load_profile("tests")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests are spread evenly over the others: those start processes, and two of them seldom run beside each
-    other.
+    other. They go from Z to A: the longest are in scripts/ and run/, and the last one should be short.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     place = {}
-    for files in (sorted(slow), sorted({item.path for item in items} - slow)):
+    for files in (sorted(slow, reverse=True), sorted({item.path for item in items} - slow)):
         place |= {path: i / len(files) for i, path in enumerate(files)}
     items.sort(key=lambda item: (place[item.path], item.path))  # stable within a file
 

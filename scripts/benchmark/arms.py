@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_ga
 from benchmark.lap import Lap
-from benchmark.trainers import exact_trainer, train
+from benchmark.trainers import train
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import plan_window
 from hf_ga.training import default_speed_ups
@@ -70,10 +70,12 @@ def _hf_ga(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None
             lap.step_done()
 
 
-TRAINERS: dict[str, Callable[[Lap], None]] = {
-    TRAINER: partial(train, strategy="random"),
+SPEED: dict[str, Callable[[Lap], None]] = {
+    TRAINER: train,
     GROUPED: partial(train, strategy="group_by_length"),
     REBALANCED: partial(train, strategy="batch_rebalance"),
+    EXACT_TRAINER: partial(train, trainer_class=hf_ga.ExactTrainer),
+    OWN_LOOP: own_loop,
+    DEFAULT: default,
 }
-SPEED = TRAINERS | {EXACT_TRAINER: exact_trainer, OWN_LOOP: own_loop, DEFAULT: default}
 ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE)}

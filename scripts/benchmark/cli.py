@@ -82,7 +82,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False)
     add = parser.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="parts to run (default: all; ranks needs a CPU)")
-    add("--model", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
+    add("--model", dest="models", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
     add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")
     add("--num_threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: torch's)")
@@ -90,38 +90,24 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dropout", type=float, default=0.1, help="dropout probability at all sites (default: 0.1)")
     add("--num_samples", type=int, default=512, help="samples of an epoch (default: 512)")
     add("--max_length", type=int, default=256, help="maximum tokens of a sample (default: 256)")
-    add("--window", type=int, default=64, help="samples of an optimizer step (default: 64)")
-    add("--micro_batch", type=int, default=8, help="samples of a micro-batch (default: 8)")
+    add("--window", dest="window_size", type=int, default=64, help="samples of an optimizer step (default: 64)")
+    add("--micro_batch", dest="micro_batch_size", type=int, default=8, help="samples of a micro-batch (default: 8)")
     add("--epochs", type=int, default=3, help="measured epochs, after one unmeasured (default: 3)")
     add("--most_samples", type=int, default=10**7, help="size of the largest dataset of the section plan (default: 10,000,000)")
     add("--assert", dest="assert_bounds", action="store_true", help="exit with code 1 if a bound fails")
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
-    if flags.window % flags.micro_batch or flags.num_samples % flags.window or flags.epochs < 1:
+    if flags.window_size % flags.micro_batch_size or flags.num_samples % flags.window_size or flags.epochs < 1:
         parser.error(
-            f"num_samples ({flags.num_samples}) must be a multiple of window ({flags.window}), and window of micro_batch "
-            f"({flags.micro_batch}), because Trainer drops or repeats the rest; epochs must be at least 1, got {flags.epochs}"
+            f"num_samples ({flags.num_samples}) must be a multiple of window ({flags.window_size}), and window of micro_batch "
+            f"({flags.micro_batch_size}), because Trainer drops or repeats the rest; epochs must be at least 1, got {flags.epochs}"
         )
     return flags
 
 
 def _settings(flags: argparse.Namespace) -> list[Setting]:
-    return [
-        Setting(
-            model=model,
-            size=flags.size,
-            device=flags.device,
-            num_threads=flags.num_threads,
-            mixed_precision=flags.mixed_precision,
-            dropout=flags.dropout,
-            max_length=flags.max_length,
-            window_size=flags.window,
-            micro_batch_size=flags.micro_batch,
-            epochs=flags.epochs,
-            **documentation_strings(model, flags.max_length, flags.num_samples),
-        )
-        for model in flags.model
-    ]
+    common = {name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__}
+    return [Setting(model, **common, **documentation_strings(model, flags.max_length, flags.num_samples)) for model in flags.models]
 
 
 def _machine(flags: argparse.Namespace) -> str:
@@ -129,8 +115,8 @@ def _machine(flags: argparse.Namespace) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     return (
         f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision {flags.mixed_precision}, dropout "
-        f"{flags.dropout}, window {flags.window}, micro-batch {flags.micro_batch}, {flags.num_samples} samples of at most "
-        f"{flags.max_length} tokens, {flags.epochs} epoch(s) measured."
+        f"{flags.dropout}, window {flags.window_size}, micro-batch {flags.micro_batch_size}, {flags.num_samples} samples of at "
+        f"most {flags.max_length} tokens, {flags.epochs} epoch(s) measured."
     )
 
 

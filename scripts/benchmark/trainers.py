@@ -6,7 +6,6 @@ from typing import Any
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmark.lap import Lap
-from hf_ga import ExactTrainer
 
 
 class _Clock(TrainerCallback):
@@ -17,8 +16,8 @@ class _Clock(TrainerCallback):
         self.lap.step_done()
 
 
-def train(lap: Lap, strategy: str, trainer_class: type[Trainer] = Trainer) -> None:
-    """Train with one of Trainer's sampling strategies."""
+def train(lap: Lap, strategy: str = "random", trainer_class: type[Trainer] = Trainer) -> None:
+    """Train with one of Trainer's sampling strategies, or with hf_ga's trainer."""
     setting = lap.setting
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -47,8 +46,3 @@ def train(lap: Lap, strategy: str, trainer_class: type[Trainer] = Trainer) -> No
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-
-
-def exact_trainer(lap: Lap) -> None:
-    """hf_ga's trainer with default settings."""
-    train(lap, "random", ExactTrainer)

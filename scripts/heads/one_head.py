@@ -138,7 +138,8 @@ def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample
     """The small model of a head with its samples and collate function."""
     model_class = getattr(transformers, head.class_name)
     _check_text(head, model_class)
-    config = small_config(_config_class(head, model_class), dropout, **_attributes(head))
+    decoder = {"is_decoder": True} if head.kind.startswith("causal LM") else {}
+    config = small_config(_config_class(head, model_class), dropout, **KINDS[head.kind], **decoder)
     pad_id = _with_special_tokens(config)
     model = build_small(model_class, config)
     if head.kind == "image classification" and not any("Attention" in type(module).__name__ for module in model.modules()):
@@ -289,8 +290,3 @@ def _with_special_tokens(config: transformers.PreTrainedConfig) -> int:
                 setattr(part, name, chosen)
         chosen = text.pad_token_id
     return text.pad_token_id
-
-
-def _attributes(head: Head) -> dict[str, Any]:
-    decoder = {"is_decoder": True} if head.kind.startswith("causal LM") else {}
-    return {**KINDS[head.kind], **decoder}

@@ -152,19 +152,6 @@ def test_a_collate_function_that_draws_masks():
     assert hf_ga.check_equivalence(helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate, ["uneven"]).passed
 
 
-def state_of(model):
-    """Everything of a model that a check may not change."""
-    tensors = [t.clone() for t in (*model.parameters(), *model.buffers())]
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
-    return tensors, grads, flags, [set(vars(m)) for m in model.modules()]
-
-
-def assert_same(state, other):
-    assert all(map(torch.equal, state[0], other[0])) and state[2:] == other[2:]
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(state[1], other[1], strict=True))
-
-
 def moving(model, micro_batches):
     """A step that changes everything it can reach: weights, modes, random states, Accelerate's state."""
     torch.rand(3), np.random.rand(3)
@@ -181,11 +168,10 @@ def test_everything_is_left_as_found():
     model.bert.pooler.train()
     model.classifier.bias.requires_grad_(False)
     model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
-    before, random, shared = state_of(model), helpers.global_random_states(), dict(accelerator.state._shared_state)
+    before, shared = helpers.everything(model), dict(accelerator.state._shared_state)
     report = check(model, helpers.class_samples(12), ["even"], steps={"step": moving})
     assert report.arm(OURS).passed and not report.arm("step").passed
-    assert_same(state_of(model), before)
-    assert helpers.global_random_states() == random
+    assert helpers.everything(model) == before
     assert accelerator.state._shared_state == shared and accelerator.gradient_accumulation_steps == 3
     assert accelerator.mixed_precision == "no"
 
@@ -194,10 +180,10 @@ def test_a_prepared_model_is_checked_without_its_autocast():
     with own_accelerate_state():
         accelerator = Accelerator(mixed_precision="bf16")
         model = accelerator.prepare(helpers.bert_classifier())
-        before = state_of(model)
+        before = helpers.everything(model)
         report = check(model, helpers.class_samples(12), ["even"])
         assert report.passed and report.max_error < 1e-6  # float32 was asked for
-        assert_same(state_of(model), before)
+        assert helpers.everything(model) == before
         assert accelerator.mixed_precision == "bf16"
 
 

@@ -1,28 +1,53 @@
-"""The promises in the environment that users have: threads, allocator and variables as a fresh shell leaves them."""
+"""ExactTrainer, the checker and a whole run with the threads, allocator and variables that a fresh shell has."""
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from fresh_shell import run_python
 
-TRAINER = """
-import json, tempfile, torch
-from trainers import arguments, trained, weight_error
+PRIVATE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLIBC_TUNABLES", "MALLOC_", "ACCELERATE_")
+# Each leaves the largest relative error between splits in `error`.
+CASES = {
+    # It once planned micro-batches for two threads where Trainer takes `gradient_accumulation_steps` of them.
+    "ExactTrainer": """
+from helpers import gpt2, token_samples
+from trainers import Case, weight_error
+cases = [Case(folder, gpt2, token_samples(number)) for number in (48, 90)]
+error = max(weight_error(case.run(layout=(4, 4)), case.run(layout=(16, 1))) for case in cases)
+""",
+    "check_equivalence": """
 from helpers import gpt2, pad_right, token_samples
-from hf_ga import ExactTrainer
-samples, folder = token_samples({samples}), tempfile.mkdtemp()
-runs = [
-    trained(ExactTrainer, gpt2(0.1), arguments(folder, layout), samples, data_collator=pad_right) for layout in [(4, 4), (16, 1)]
-]
-print(json.dumps([torch.get_num_threads(), weight_error(*runs)]))
-"""
+from hf_ga import check_equivalence
+error = check_equivalence(gpt2(0.1), token_samples(12), pad_right).max_error
+""",
+    "finetune.py": """
+from runs import filled_place, relative_distance, small_config
+with filled_place(folder) as place:
+    for size in (3, 16):
+        config = small_config(place, folder / f"micro-batches of {size}", per_device_train_batch_size=size, max_steps=4)
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+        sys.argv[1:] = [str(folder / "config.json")]
+        try:
+            runpy.run_path("SCRIPT", run_name="__main__")
+        except SystemExit as end:
+            assert end.code == 0
+error = relative_distance(folder / "micro-batches of 3", folder / "micro-batches of 16")
+""".replace("SCRIPT", str(Path(__file__).parents[2] / "scripts" / "finetune.py")),
+}
+BEGIN = "import json, runpy, sys, tempfile, torch; from pathlib import Path; folder = Path(tempfile.mkdtemp())"
+END = "print(json.dumps([torch.get_num_threads(), error]))"
 
 
-@pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("samples", [48, 90])
-def test_exact_trainer_with_all_threads(samples):
-    """ExactTrainer once planned micro-batches for two threads where Trainer takes `gradient_accumulation_steps` of them."""
-    num_threads, error = json.loads(run_python(TRAINER.format(samples=samples)).splitlines()[-1])
+@pytest.mark.slow("starts a process")
+@pytest.mark.parametrize("name", CASES)
+def test_splits_agree_with_all_threads(name):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+    command = [sys.executable, "-c", BEGIN + CASES[name] + END]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr[-4000:]
+    num_threads, error = json.loads(done.stdout.splitlines()[-1])
     assert num_threads == len(os.sched_getaffinity(0))
     assert error < 1e-6

@@ -15,7 +15,7 @@ from runs import filled_place, relative_distance, small_config
 import hf_ga
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
-STEPS, LIMIT = 40, 120  # optimizer steps; seconds
+STEPS, LIMIT = 30, 120  # optimizer steps; seconds
 
 
 def kill_after(config, checkpoint: str) -> None:
@@ -34,9 +34,9 @@ def kill_after(config, checkpoint: str) -> None:
     assert not (output / "summary.json").exists(), "the run ended before it was killed"
 
 
-def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
-    with filled_place(tmp_path) as place:  # a GPT-2 with dropout 0.1, ragged texts
-        settings = {"max_steps": STEPS, "save_steps": 5, "eval_steps": 10, "save_total_limit": 99}
+def check(folder: Path, **more) -> None:
+    with filled_place(folder) as place:  # a GPT-2 with dropout 0.1, ragged texts
+        settings = {"max_steps": STEPS, "save_steps": 5, "eval_steps": 10, "save_total_limit": 99, **more}
         undisturbed = hf_ga.finetune(small_config(place, place / "undisturbed", **settings))
         kill_after(small_config(place, place / "killed", **settings), "checkpoint-10")
         resumed = hf_ga.finetune(small_config(place, place / "killed", **settings, resume_from_checkpoint="auto"))
@@ -44,3 +44,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
         assert relative_distance(place / "killed" / "checkpoint-10", place / "undisturbed") > 1e-4
         lines = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+
+
+def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
+    check(tmp_path)

@@ -15,13 +15,18 @@ from accelerate import Accelerator
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 
 
+def launch(profile, folder, precision="no"):
+    """What the worker finds on two processes."""
+    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", PROFILES / f"{profile}.yaml"]
+    words += ["--num_processes", "2", "--mixed_precision", precision, "--main_process_port", "0"]
+    done = subprocess.run([*words, worker.__file__, folder / "found.json"], capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
 @pytest.mark.parametrize("profile", ["cpu_2", pytest.param("fsdp2", marks=pytest.mark.slow("starts two processes"))])
 def test_two_processes_train_as_one(profile, tmp_path):
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", PROFILES / f"{profile}.yaml"]
-    flags = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
-    done = subprocess.run([*launch, *flags, worker.__file__, tmp_path / "found.json"], capture_output=True, text=True, timeout=240)
-    assert not done.returncode, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = launch(profile, tmp_path)
     assert (found["processes"], found["kind"]) == (2, "FSDP" if profile == "fsdp2" else "MULTI_CPU")
     alone = worker.train(Accelerator(cpu=True))
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 import helpers as h
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 
 import hf_ga
 from hf_ga.parallel.prepare import enable_fsdp_on_cpu
@@ -44,7 +45,7 @@ def usual_loss(accelerator: Accelerator) -> float:
 
 
 if __name__ == "__main__":
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     found = train(accelerator) | {"processes": accelerator.num_processes, "kind": accelerator.distributed_type.value}
     found["usual loss"] = usual_loss(accelerator)
     if accelerator.is_main_process:

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.batches import entries_of_samples, take_rows
@@ -35,6 +36,13 @@ class Weighted(nn.Module):
         return {"loss": F.cross_entropy(self.head(x), labels, weight=torch.tensor([1.0, 10.0]))}
 
 
+def two_classes():
+    """Whose outputs are logits."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.forward = lambda x: model[0](x)
+    return model
+
+
 def pad_tokens(samples):
     rows = nn.utils.rnn.pad_sequence([torch.tensor(sample["idx"]) for sample in samples], batch_first=True)
     return {"idx": rows, "targets": rows}
@@ -48,9 +56,8 @@ def features(count=64, minority=8):
     return [{"x": torch.randn(4), "y": int(i % minority == 0)} for i in range(count)]
 
 
-def one_window(samples, collate, **more):
-    loader = hf_ga.WindowLoader(samples, collate, accelerator=Accelerator(), global_batch_size=WINDOW, **more)
-    return next(iter(loader))
+def window_of(samples, size=8):
+    return one_window(samples, size, stack, global_batch_size=WINDOW)
 
 
 def test_most_rows_cut_at_one_length():
@@ -73,13 +80,9 @@ def test_class_weights_with_a_loss_function():
         weights = torch.tensor([1.0, 10.0])
         return F.cross_entropy(outputs, batch["labels"], weight=weights, reduction="sum"), weights[batch["labels"]].sum()
 
-    model, samples, found = nn.Sequential(nn.Linear(4, 2)), features(), []
-    model.forward = lambda x: model[0](x)
-    for size in (WINDOW, 3):
-        model.zero_grad()
-        hf_ga.backward_window(Accelerator(), model, one_window(samples, stack, per_device_batch_size=size), loss_fn=loss_fn)
-        found.append(model[0].weight.grad.clone())
-    assert helpers.relative_error({"w": found[1]}, {"w": found[0]}) < 1e-6
+    model, samples = two_classes(), features()
+    split, full = (window_gradient(model, window_of(samples, size), loss_fn=loss_fn)[0] for size in (3, WINDOW))
+    assert helpers.relative_error(split, full) < 1e-6
 
 
 def test_pixels_are_counted():
@@ -133,7 +136,7 @@ def test_another_mode_than_in_the_proof():
     model.forward = lambda x, labels: {"loss": F.cross_entropy(model[2](model[1](model[0](x))), labels)}
     model.train()[1].eval()
     samples = features()
-    rule, window = hf_ga.prove_targets(model, samples, stack), one_window(samples, stack)
+    rule, window = hf_ga.prove_targets(model, samples, stack), window_of(samples)
     hf_ga.backward_window(Accelerator(), model, window, targets=rule)
     hf_ga.backward_window(Accelerator(), model, window)
     model.train()
@@ -182,9 +185,7 @@ def closure_over_a_tensor(reduction):
 @pytest.mark.parametrize("make", [closure_over, closure_over_a_tensor, lambda reduction: Loss(reduction).compute])
 def test_another_loss_function_is_proven_anew(make):
     """Equal code is not an equal function, nor the method of another object; a lambda written in the loop is not a new one."""
-    model = nn.Sequential(nn.Linear(4, 2))
-    model.forward = lambda x: model[0](x)
-    window = one_window(features(), stack)
+    model, window = two_classes(), window_of(features())
     for _ in range(3):
         hf_ga.backward_window(Accelerator(), model, window, loss_fn=make("sum"))
     assert len(window.state.proofs) == 1
@@ -194,15 +195,14 @@ def test_another_loss_function_is_proven_anew(make):
 
 def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
     """Only what is trained is divided by the targets."""
-    model = nn.Sequential(nn.Linear(4, 2))
-    model.forward = lambda x: model[0](x)
+    model = two_classes()
     model[0].bias.grad = torch.ones(2)
     model[0].bias.requires_grad_(False)
 
     def loss_fn(outputs, batch):
         return F.cross_entropy(outputs, batch["labels"], reduction="sum"), 0.5 * len(batch["labels"])
 
-    hf_ga.backward_window(Accelerator(), model, one_window(features(), stack), loss_fn=loss_fn)
+    hf_ga.backward_window(Accelerator(), model, window_of(features()), loss_fn=loss_fn)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from helpers import DTYPES, ROUNDING, SCALE, autocast_gradient, divided
 from torch import nn
 from windows import one_window
 
@@ -21,9 +22,6 @@ from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.probes import TOLERANCE
 
 ACCUMULATION = 16
-ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
-SCALE = 2.0**16  # the default of torch's scaler; a power of two, so to divide by it is exact
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +47,6 @@ def gradient_in(precision, model, window, loss_fn=None):
     return divided(h.gradients(prepared), SCALE if precision == "fp16" else 1.0)
 
 
-def divided(grads, number):
-    return {name: g / number for name, g in grads.items()}
-
-
-def autocast_gradient(precision, model, batches, weights, loss_fn=None):
-    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient accumulated as `.grad` does."""
-    model = copy.deepcopy(model)
-    model.zero_grad()
-    scale = SCALE if precision == "fp16" else 1.0
-    for batch, weight in zip(batches, weights, strict=True):
-        with torch.autocast("cpu", DTYPES.get(precision), enabled=precision != "no"):
-            loss = h.mean_loss(model, batch, loss_fn)
-        (loss.float() * weight * scale).backward()
-    return divided(h.gradients(model), scale)
-
-
 def low_precision_sum(precision, model, batches, weights, loss_fn=None):
     """The control: micro-batches as good as ours, their gradients added up in half precision."""
     total = None
@@ -73,18 +55,6 @@ def low_precision_sum(precision, model, batches, weights, loss_fn=None):
         grads = {name: (g * 2**10).to(DTYPES[precision]) for name, g in grads.items()}  # well inside the range of float16
         total = grads if total is None else {name: total[name] + grads[name] for name in grads}
     return {name: g.double() / 2**10 for name, g in total.items()}
-
-
-def assert_promise(precision, grads, full, grads64):
-    """All parameters together as in promise 1: twice the full batch's error plus 1e-6 of the norm. For each parameter the floor is
-    one rounding of the global norm: autocast rounds the gradient of each micro-batch to half precision, in plain PyTorch too, and
-    where those cancel (the bias of a classifier) their roundings do not.
-    """
-    floor = h.norm(grads64)
-    off, off_full = h.difference(grads, grads64), h.difference(full, grads64)
-    assert h.norm(off) <= 2 * h.norm(off_full) + h.FLOOR * floor, f"all parameters: {h.norm(off):.2e}, {h.norm(off_full):.2e}"
-    for name in grads64:
-        assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * floor, name
 
 
 CASES = {
@@ -110,13 +80,13 @@ def test_accumulation_is_the_full_batch_under_autocast(case, precision):
     window = one_window(samples, 4)
     assert len(window.micro_batches) == ACCUMULATION
     grads = gradient_in(precision, model, window, loss_fn)
-    assert_promise(precision, grads, full, grads64)
+    h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
     batches, weights = plain_shares(model, window, loss_fn)
     plain = autocast_gradient(precision, model, batches, weights, loss_fn)
     assert h.relative_error(grads, plain) <= ROUNDING[precision]  # what it costs is what accumulation under autocast costs
     naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
     with pytest.raises(AssertionError, match="all parameters"):  # a wrong divisor
-        assert_promise(precision, naive, full, grads64)
+        h.assert_promise_1(naive, full, grads64, ROUNDING[precision])
 
 
 def plain_shares(model, window, loss_fn):
@@ -127,15 +97,14 @@ def plain_shares(model, window, loss_fn):
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow("the same control in the other type"))])
-@pytest.mark.parametrize("case", ["token classification", "plain module, weighted loss_fn"])
-def test_accumulation_in_half_precision_would_not_be(case, precision):
+def test_accumulation_in_half_precision_would_not_be(precision):
     """One sample a micro-batch, 192 of them: ours stays within the promise, the control does not."""
-    model, samples, loss_fn, grads64, full = references(case, precision, 192)
+    model, samples, loss_fn, grads64, full = references("plain module, weighted loss_fn", precision, 192)
     window = one_window(samples, 1)
     control = low_precision_sum(precision, model, *plain_shares(model, window, loss_fn), loss_fn)
-    assert_promise(precision, gradient_in(precision, model, window, loss_fn), full, grads64)
+    h.assert_promise_1(gradient_in(precision, model, window, loss_fn), full, grads64, ROUNDING[precision])
     with pytest.raises(AssertionError, match="all parameters"):
-        assert_promise(precision, control, full, grads64)
+        h.assert_promise_1(control, full, grads64, ROUNDING[precision])
 
 
 class OneWeight(nn.Module):
@@ -240,7 +209,7 @@ class QuantisedTagger(nn.Module):
 
 
 def plain_tags(num_samples):
-    return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in h.tag_samples(num_samples)]
+    return [{name: s[name] for name in ("input_ids", "labels")} for s in h.tag_samples(num_samples)]
 
 
 # (builder, samples, precision of the accelerator, type of what is frozen)
@@ -279,7 +248,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
         assert tensor is object_before and tensor.data_ptr() == address and tensor.dtype == dtype_before
         assert torch.equal(tensor, value) and tensor.grad is None
     grads = divided(h.gradients(model), SCALE if precision == "fp16" else 1.0)
-    assert_promise(precision, grads, full, grads64)
+    h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
 
     monkeypatch.setattr(hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext())  # the control
     assert not proven_exactly(prepared, samples)

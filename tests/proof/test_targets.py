@@ -96,6 +96,17 @@ def equal_length_samples(n):
     return [{"input_ids": i, "attention_mask": [1] * 8, "labels": i} for i in ids]
 
 
+def few_targets(n):
+    return [s if i < 2 else h.without_targets(s) for i, s in enumerate(h.token_samples(n))]
+
+
+def frozen_batch_norm():
+    """The usual remedy for BatchNorm: frozen statistics. In training the model runs so, and so must the proof."""
+    model = with_batch_norm()
+    model.norm.eval()
+    return model
+
+
 # name: (model, samples, rule, whether the padding width matters: True, False, None for "cannot be told")
 RIGHT = {
     "GPT-2": (h.gpt2, h.token_samples, "shifted labels", False),
@@ -104,7 +115,9 @@ RIGHT = {
     "GPT-2, completion only": (h.gpt2, completion_samples, "shifted labels", False),
     "GPT-2, equal lengths": (h.gpt2, equal_length_samples, "shifted labels", None),
     "GPT-2, one sample": (h.gpt2, lambda n: h.token_samples(1), "shifted labels", None),
+    "GPT-2, few samples with targets": (h.gpt2, few_targets, "shifted labels", False),
     "BERT masked LM": (h.bert_masked_lm, h.token_samples, "labels", False),
+    "BERT masked LM, few samples with targets": (h.bert_masked_lm, few_targets, "labels", False),
     "BERT masked LM, column 0 ignored": (h.bert_masked_lm, completion_samples, "labels", False),
     "BERT tokens": (h.bert_token_classifier, h.tag_samples, "labels", False),
     "T5": (h.t5, h.token_samples, "labels", False),
@@ -114,6 +127,7 @@ RIGHT = {
     "BERT regression": (lambda: h.bert_classifier(num_labels=1), regression_samples, "samples", False),
     "BERT multi-label": (h.bert_classifier, multi_label_samples, "samples", False),
     "BERT question answering": (h.bert_question_answering, question_samples, "start and end positions", True),
+    "BatchNorm in evaluation mode": (frozen_batch_norm, h.class_samples, "labels", False),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
     "FNet": (h.fnet_masked_lm, h.token_samples, "labels", True),
@@ -131,30 +145,29 @@ def test_right_rule(name):
     assert rule.residual < 1e-5
 
 
-def wrong_count(outputs, batch):
-    total, _ = h.weighted_token_loss(outputs, batch)
-    return total, len(outputs) + 1  # one too many in every batch
-
-
 def mean_instead_of_sum(outputs, batch):
     total, count = h.weighted_token_loss(outputs, batch)
     return total / count, count
 
 
-@pytest.mark.parametrize("loss_fn", [wrong_count, mean_instead_of_sum])
-def test_a_wrong_loss_fn_is_refused(loss_fn):
-    """Control: the right one is not."""
+NO_SUM = ((ValueError, TypeError), r"loss_fn|iteration over a 0-d tensor")
+WRONG = {
+    "one target too many in every batch": (lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1), hf_ga.LossNotAdditive, None),
+    "mean": (mean_instead_of_sum, hf_ga.LossNotAdditive, None),
+    "no count": (lambda o, b: o.sum(), *NO_SUM),
+    "vector": (lambda o, b: (o.sum(1), 1), *NO_SUM),
+    "float": (lambda o, b: (1.0, 1), *NO_SUM),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_fn_is_refused(name):
+    """It must return a sum and a count. Control: the right one is not refused."""
+    loss_fn, error, message = WRONG[name]
     right = hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss)
     assert right.name == "loss_fn" and right.width_matters is False
-    with pytest.raises(hf_ga.LossNotAdditive):
+    with pytest.raises(error, match=message):
         hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=loss_fn)
-
-
-@pytest.mark.parametrize("returned", ["scalar", "vector", "float sum"])
-def test_loss_fn_must_return_a_sum_and_a_count(returned):
-    wrong = {"scalar": lambda o, b: o.sum(), "vector": lambda o, b: (o.sum(1), 1), "float sum": lambda o, b: (1.0, 1)}
-    with pytest.raises((ValueError, TypeError), match=r"loss_fn|iteration over a 0-d tensor"):
-        hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=wrong[returned])
 
 
 # name: (model, samples, what the message must say)
@@ -200,17 +213,6 @@ def test_refused_with_its_cause(name):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
 
 
-def everything(model):
-    """All that a proof must leave: weights, buffers, gradients, each module's mode, hooks, random states."""
-    return {
-        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
-        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
-        "modes": [m.training for m in model.modules()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "random": h.global_random_states(),
-    }
-
-
 FROZEN = ("embedding", "bert.encoder", "transformer.layer.0")  # one module of each of the models below
 
 
@@ -227,29 +229,15 @@ def test_the_model_stays_as_found(build, mode):
     model(**h.pad_right(samples))["loss"].backward()  # so that there are gradients
     if mode == "one module in eval":
         next(m for name, m in model.named_modules() if name in FROZEN).eval()
-    before = everything(model)
+    before = h.everything(model)
     if build is not with_batch_norm:
         hf_ga.prove_targets(model, samples, h.pad_right)
     else:
         with pytest.raises(hf_ga.LossNotAdditive):
             hf_ga.prove_targets(model, samples, h.pad_right)
-    assert everything(model) == before
+    assert h.everything(model) == before
     model.train()(**h.pad_right(samples))["loss"].backward()
-    assert everything(model) != before, "control: a plain forward and backward"
-
-
-@pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm])
-def test_samples_without_targets_do_not_spoil_a_proof(build):
-    samples = [s if i < 2 else h.without_targets(s) for i, s in enumerate(h.token_samples(16))]
-    rule = hf_ga.prove_targets(build(), samples, h.pad_right)
-    assert rule.name == {h.gpt2: "shifted labels", h.bert_masked_lm: "labels"}[build]
-
-
-def test_batch_norm_kept_in_eval_is_additive():
-    """The usual remedy for BatchNorm: frozen statistics. In training the model runs so, and so must the proof."""
-    model = with_batch_norm()
-    model.norm.eval()
-    assert hf_ga.prove_targets(model, h.class_samples(8), h.pad_right).name == "labels"
+    assert h.everything(model) != before, "control: a plain forward and backward"
 
 
 def nan_gradient(features, labels, mask):

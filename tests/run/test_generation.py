@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
-from runs import JOBS, job_config, lines_of, train_job, write_rows
+from runs import job_config, job_rows, lines_of, train_job, write_rows
 
 import hf_ga
 from hf_ga.data.collation import collate_ids
@@ -121,7 +121,7 @@ def test_smoothed_loss_against_torch(place):
 @pytest.mark.slow("two whole runs")
 def test_rows_without_a_target_add_nothing(place, tmp_path):
     """Alone in their micro-batch too: the run is that of micro-batches in which they stand beside others."""
-    rows = JOBS[NAME][1](32, 5)
+    rows = job_rows(NAME, 32, 5)
     for i in range(0, 32, 3):
         rows[i]["target"] = None if i % 2 else ""
     flags = {"max_steps": 2, "still": True, "predict_with_generate": False}

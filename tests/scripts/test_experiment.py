@@ -22,7 +22,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "FinetuneConfig", partial(experiment.FinetuneConfig, text_column="text", **files))
         patch.setattr(experiment, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
-        trial = experiment.Experiment(num_samples=150, max_length=24, steps=3, learning_rate=5e-4, seed=0)
+        trial = experiment.Experiment(steps=3, num_samples=150, max_length=24)
     groups = {"layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]], "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
     return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
 

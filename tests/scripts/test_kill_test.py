@@ -1,11 +1,12 @@
 """scripts/kill_test.py: real kills end as the undisturbed run does, and its comparison sees a run that does not."""
 
-import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import kill_test
+import killed_run
 import pytest
 
 import hf_ga
@@ -17,33 +18,25 @@ COMMANDS = [line.partition("#")[0].split() for line in DOCS if line.startswith("
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """(kill_test, killed_run) as modules."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("kill_test"), importlib.import_module("killed_run")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(scripts, tmp_path_factory):
+def undisturbed(tmp_path_factory):
     """A folder with the inputs and a whole run in `undisturbed`."""
     folder = tmp_path_factory.mktemp("kill test")
-    scripts[1].write_inputs(folder)
-    hf_ga.finetune(hf_ga.FinetuneConfig(**scripts[1].settings(folder, folder / "undisturbed")))
+    killed_run.write_inputs(folder)
+    hf_ga.finetune(hf_ga.FinetuneConfig(**killed_run.settings(folder, folder / "undisturbed")))
     return folder
 
 
-def resumed(scripts, folder, output):
+def resumed(folder, output):
     """What is left of the run when only its first checkpoint that was kept is there, and then resumed."""
     shutil.copytree(folder / "undisturbed", output)
     for name in ("checkpoint-12", "summary.json", "model.safetensors"):
         (shutil.rmtree if (output / name).is_dir() else Path.unlink)(output / name)
-    hf_ga.finetune(hf_ga.FinetuneConfig(**scripts[1].settings(folder, output)))
-    return scripts[0].differences(folder / "undisturbed", output)
+    hf_ga.finetune(hf_ga.FinetuneConfig(**killed_run.settings(folder, output)))
+    return kill_test.differences(folder / "undisturbed", output)
 
 
-def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(scripts, undisturbed, tmp_path, monkeypatch):
-    assert resumed(scripts, undisturbed, tmp_path / "out") == []
+def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(undisturbed, tmp_path, monkeypatch):
+    assert resumed(undisturbed, tmp_path / "out") == []
     resume = finetune.resume
 
     def forgets(run, *args, **kwargs):
@@ -53,12 +46,12 @@ def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(scripts,
         return progress
 
     monkeypatch.setattr(finetune, "resume", forgets)
-    found = resumed(scripts, undisturbed, tmp_path / "forgets")
+    found = resumed(undisturbed, tmp_path / "forgets")
     assert any(text.startswith("weights_sha256 ") for text in found) and "model.safetensors differs" in found
     assert any(text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's") for text in found)
 
 
-def test_lines_and_files_are_compared(scripts, undisturbed, tmp_path):
+def test_lines_and_files_are_compared(undisturbed, tmp_path):
     """The speed may be another one."""
     whole, output = undisturbed / "undisturbed", tmp_path / "out"
     shutil.copytree(whole, output)
@@ -71,12 +64,12 @@ def test_lines_and_files_are_compared(scripts, undisturbed, tmp_path):
         ([line.replace('"tokens_per_second": ', '"tokens_per_second": 1') for line in lines], None),
     ]:
         path.write_text("".join(damaged))
-        found = scripts[0].differences(whole, output)
+        found = kill_test.differences(whole, output)
         assert len(found) == (seen is not None) and all(seen in text for text in found)
     (output / "partial-checkpoint-4").mkdir()
     weights = output / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    assert scripts[0].differences(whole, output) == [
+    assert kill_test.differences(whole, output) == [
         "best/model.safetensors differs",
         "files in only one of the folders: partial-checkpoint-4",
     ]

@@ -88,16 +88,12 @@ def test_the_demonstration_fails_and_then_passes(capsys):
     assert ours < 1e-6
 
 
-def test_the_loop_runs(capsys):
-    _, printed = execute(BLOCKS["README"][1], capsys)
-    assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
-
-
-def test_the_loop_of_the_library_resumes(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("blocks", [BLOCKS["README"][1:2], BLOCKS["library"]], ids=["README", "library, which resumes"])
+def test_the_loop_runs(blocks, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, printed = execute("".join(BLOCKS["library"]), capsys)
+    _, printed = execute("".join(blocks), capsys)
     assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
-    assert "same weights after resuming: True" in printed
+    assert ("same weights after resuming: True" in printed) == (blocks == BLOCKS["library"])
 
 
 def test_the_stream_gives_windows(capsys):
@@ -117,27 +113,39 @@ def test_the_check_convicts_the_step_and_acquits_ours(capsys):
     assert names["report"].arm("hf_ga").passed and not names["report"].passed
 
 
-SHORTER = ["--max_steps", "2", "--max_length", "16", "--per_device_eval_batch_size", "256"]
-PLAIN = "accelerate launch scripts/finetune.py"  # nothing between the launcher and the script
+SHORTER = {
+    "finetune": "--max_steps 2 --max_length 16 --per_device_eval_batch_size 256",
+    "check": "--quick --compare none --max_length 16",
+}
+LAUNCHED = [command for command in RUNS if command == "accelerate launch scripts/finetune.py" or "cpu_2.yaml" in command]
+
+
+def shortened(command: str) -> list[str]:
+    """With paths from anywhere, a few steps and few tokens."""
+    words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in command.split()]
+    return [*words, *SHORTER["check" if command in CHECKS else "finetune"].split()]
 
 
 @pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("command", LAUNCHED)
+def test_the_launcher_starts(command, tmp_path):
+    """One process and two."""
+    words = [str(Path(sys.executable).parent / "accelerate"), *shortened(command)[1:]]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert list(tmp_path.glob("outputs/*/summary.json"))
+
+
+@pytest.mark.slow("many runs")
 def test_the_commands_run(tmp_path):
-    """In one folder and in this order, as some resume; shortened to a few steps and few tokens. First those that give the launcher
-    arguments and one that does not, by themselves, then the others without importing everything for each.
-    """
-    others = [command for command in RUNS if command.startswith(PLAIN)]
-    alone = [others[0], *(command for command in RUNS if command not in others)]
-    for command in alone:
-        words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in command.split()]
-        words[0] = str(Path(sys.executable).parent / words[0])
-        result = subprocess.run([*words, *SHORTER], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
-    (tmp_path / "job.json").write_text(json.dumps([[*c.removeprefix(PLAIN).split(), *SHORTER] for c in others[1:]]))
+    """The others in one folder and in this order, as some resume, without importing everything for each."""
+    commands = [*CHECKS, *(command for command in RUNS if command not in LAUNCHED)]
+    (tmp_path / "job.json").write_text(json.dumps([shortened(command) for command in commands]))
     words = [sys.executable, str(ROOT / "tests/support/command_lines.py"), "job.json"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=480)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (tmp_path / "outputs/finetune/summary.json").exists() and (tmp_path / "outputs/safe/summary.json").exists()
+    assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
+    assert (tmp_path / "outputs/safe/summary.json").exists()
 
 
 def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
@@ -153,17 +161,6 @@ def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
     shown = [line.strip() for line in PAGES["processes"].splitlines() if line.startswith("    samples ")]
     assert len(shown) == 2 and set(shown) <= set(printed[0].splitlines())
     assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
-
-
-@pytest.mark.slow("starts processes")
-def test_the_check_runs(tmp_path):
-    """With a quick window; it must pass, as `--assert` says by the exit code."""
-    (check,) = CHECKS
-    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in check.split()[1:]]
-    command = [sys.executable, *words, "--quick", "--compare", "none", "--max_length", "16"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
 
 
 def test_ci_runs_the_test_command():

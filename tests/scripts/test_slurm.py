@@ -183,7 +183,7 @@ def test_run_to_end_ignores_the_signal_and_gives_the_exit_code():
 SAVES = """
 import os, signal, sys, time
 if os.fork(): signal.pause()
-def save(*_): time.sleep(1); open(sys.argv[1], "w").write("saved"); os._exit(0)
+def save(*_): time.sleep(0.3); open(sys.argv[1], "w").write("saved"); os._exit(0)
 signal.signal(signal.SIGTERM, save); open(sys.argv[1], "w").write("runs"); time.sleep(60)
 """
 

@@ -58,20 +58,18 @@ def test_a_mean_of_means_is_called_wrong(monkeypatch):
     assert verdict.error > 1e-2
 
 
-def test_a_batchnorm_model_is_refused_with_its_reason():
-    verdict = examine(Head("levit", "LevitForImageClassification", "image classification"))
-    assert verdict.status == "refused"
-    assert "BatchNorm" in verdict.reason
-
-
-def test_what_is_no_head_of_this_sweep_is_not_counted():
-    for name in (
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "causal LM with router loss"),
-        ("vit_mae", "ViTMAEForPreTraining", "pre-training"),
-    ):
-        assert examine(Head(*name)).status == "out of scope"
-    failed = examine(Head("lxmert", "LxmertForQuestionAnswering", "question answering"))
-    assert failed.status == "not built" and "visual_feats" in failed.reason
+@pytest.mark.parametrize(
+    ("head", "status", "reason"),
+    [
+        (Head("levit", "LevitForImageClassification", "image classification"), "refused", "BatchNorm"),
+        (Head("deepseek_v3", "DeepseekV3ForCausalLM", "causal LM with router loss"), "out of scope", "router"),
+        (Head("vit_mae", "ViTMAEForPreTraining", "pre-training"), "out of scope", "text labels"),
+        (Head("lxmert", "LxmertForQuestionAnswering", "question answering"), "not built", "visual_feats"),
+    ],
+)
+def test_what_is_not_compared_has_its_reason(head, status, reason):
+    verdict = examine(head)
+    assert verdict.status == status and reason in verdict.reason
 
 
 def test_the_collate_function_pads_each_entry_with_its_own_filler():
@@ -93,11 +91,11 @@ def test_at_least_450_heads_of_every_kind_are_listed_once():
 def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
     names = ("fine", "kills", "good", "hangs", "last")
     heads = [SimpleNamespace(name=name, model_type="x", class_name=name, kind="causal LM") for name in names]
-    verdicts = list(sweep_run.sweep(heads, jobs=1, time_limit=2.0, serve=serve_strange_heads))
+    verdicts = list(sweep_run.sweep(heads, jobs=1, time_limit=1.0, serve=serve_strange_heads))
     assert [v.class_name for v in verdicts] == [head.class_name for head in heads]
     assert [v.status for v in verdicts] == ["right", "not built", "right", "not built", "right"]
     assert "died (3)" in verdicts[1].reason
-    assert "longer than 2 s" in verdicts[3].reason
+    assert "longer than 1 s" in verdicts[3].reason
 
 
 @pytest.mark.parametrize(("status", "code"), [("refused", 0), ("wrong", 1)])

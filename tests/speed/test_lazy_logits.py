@@ -297,10 +297,6 @@ def proven(model, *speed_ups, samples=SAMPLES, **more):
     return hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups or [ChunkedLoss()], **more)
 
 
-def forgets_the_bias(head, *args, mean):
-    return cross_entropy(dataclasses.replace(head, bias=None), *args, mean=mean)
-
-
 def loses_the_last_chunk(head, hidden, target, rows, *, mean):
     assert rows == lazy_logits.TRIAL_ROWS < len(hidden), "the proof itself has several chunks"
     return cross_entropy(head, hidden[:-1], target[:-1], rows, mean=mean)
@@ -311,17 +307,14 @@ def all_rows(head, hidden, target, ignore_index):
     return hidden, target.clamp(min=0)
 
 
-@pytest.mark.parametrize("wrong", [forgets_the_bias, loses_the_last_chunk, all_rows])
-def test_a_wrong_way_is_noticed(wrong, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"), [(lazy_logits, "cross_entropy", loses_the_last_chunk), (ChunkedLoss, "rows_with_target", all_rows)]
+)
+def test_a_wrong_way_is_noticed(owner, name, wrong, monkeypatch):
     """The controls: then the head is proven and trained with its logits."""
     model = h.bert_masked_lm()
-    with torch.no_grad():
-        model.cls.predictions.bias.normal_()
     assert [s.name for s in proven(model).speed_ups] == ["chunked loss"]
-    if wrong is all_rows:
-        monkeypatch.setattr(ChunkedLoss, "rows_with_target", wrong)
-    else:
-        monkeypatch.setattr(lazy_logits, "cross_entropy", wrong)
+    monkeypatch.setattr(owner, name, wrong)
     rule = proven(model)
     assert not rule.speed_ups and rule.name == "labels"
     assert "relative error" in rule.left_out["chunked loss"]
@@ -351,20 +344,18 @@ def type_is_asked(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(
-    ("use", "why"),
-    [(by_hand, "not a cross entropy"), (type_is_asked, "AssertionError: not one of ours")],
-    ids=["no cross entropy", "fails on ours"],
-)
-def test_heads_that_need_their_logits_get_them(use, why):
-    rule = proven(h.seeded(OwnHead)(use), samples=h.plain_samples(12))
+NEED_LOGITS = {
+    "not a cross entropy": lambda: (h.seeded(OwnHead)(by_hand), {"samples": h.plain_samples(12)}),
+    "AssertionError: not one of ours": lambda: (h.seeded(OwnHead)(type_is_asked), {"samples": h.plain_samples(12)}),
+    "computed from the logits": lambda: (h.gpt2(), {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)}),
+}
+
+
+@pytest.mark.parametrize("why", NEED_LOGITS)
+def test_heads_and_losses_that_need_logits_get_them(why):
+    model, options = NEED_LOGITS[why]()
+    rule = proven(model, **options)
     assert not rule.speed_ups and why in rule.left_out["chunked loss"]
-    assert rule.name == "labels"
-
-
-def test_an_own_loss_gets_its_logits():
-    rule = proven(h.gpt2(), loss_fn=SmoothedCrossEntropy(0.1, shifted=True))
-    assert not rule.speed_ups and "computed from the logits" in rule.left_out["chunked loss"]
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])

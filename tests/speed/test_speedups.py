@@ -9,7 +9,6 @@ import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from windows import one_window
 
 import hf_ga
@@ -38,13 +37,6 @@ PLANS = {
     "by length": ByLength(5, None, overhead=4, in_step=False),
     "small": ByLength(5, 24, overhead=8, in_step=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def proven(model, samples, speed_ups=None):
@@ -164,10 +156,11 @@ def test_every_speed_up_draws_the_same_dropout(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "classes"])
-def test_under_autocast_no_speed_up_is_further_off(name):
+def test_under_autocast_no_speed_up_is_further_off(name, launched):
+    launched("bf16")
     build, make_samples, not_used = MODELS[name]
     model, samples = build(), make_samples(NUM_SAMPLES)
-    truth, accelerator = h.full_batch_gradient(model, h.pad_right(samples)), Accelerator(mixed_precision="bf16", cpu=True)
+    truth, accelerator = h.full_batch_gradient(model, h.pad_right(samples)), Accelerator(cpu=True)
     model = accelerator.prepare(model)
     none, *others = rules(model, samples, {*not_used, "fused attention"})
     rounding = h.relative_error(gradient(accelerator, model, none, samples)[0], truth)

@@ -6,6 +6,7 @@ Nothing here calls hf_ga: what judges must not be what is judged.
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 IGNORED = -100
 FLOOR = 1e-6  # of the global norm, as promise 1 says
 CAUSAL = (tf.GPT2LMHeadModel, tf.LlamaForCausalLM, tf.MixtralForCausalLM)  # column 0 is not predicted
@@ -35,76 +37,35 @@ def seeded(build: Callable) -> Callable:
     return built
 
 
-def _bert(head: type, dropout: float, **more) -> nn.Module:
-    config = tf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **{"num_labels": NUM_CLASSES, **more},
-    )
-    return head(config)
+def _bert(head: type, dropout: float = 0.0, **more) -> nn.Module:
+    sizes = {**SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 32, "num_labels": NUM_CLASSES, **more}
+    return head(tf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
-@seeded
-def bert_classifier(dropout: float = 0.0, **more) -> nn.Module:
-    return _bert(tf.BertForSequenceClassification, dropout, **more)
-
-
-@seeded
-def bert_masked_lm(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForMaskedLM, dropout)
-
-
-@seeded
-def bert_token_classifier(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForTokenClassification, dropout)
-
-
-@seeded
-def bert_question_answering(dropout: float = 0.0) -> nn.Module:
-    return _bert(tf.BertForQuestionAnswering, dropout, num_labels=2)
+bert_classifier = seeded(partial(_bert, tf.BertForSequenceClassification))
+bert_masked_lm = seeded(partial(_bert, tf.BertForMaskedLM))
+bert_token_classifier = seeded(partial(_bert, tf.BertForTokenClassification))
+bert_question_answering = seeded(partial(_bert, tf.BertForQuestionAnswering, num_labels=2))
 
 
 @seeded
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "n_embd": WIDTH,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 32,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
+    sizes = {**SIZES, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
 
 
-def _llama_sizes() -> dict:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-    }
+LLAMA_SIZES = {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "max_position_embeddings": 32}
 
 
 @seeded
 def llama(dropout: float = 0.0) -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_llama_sizes(), attention_dropout=dropout))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA_SIZES, attention_dropout=dropout))
 
 
 @seeded
 def mixtral(router_coefficient: float = 0.0) -> nn.Module:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": router_coefficient}
-    config = tf.MixtralConfig(**_llama_sizes(), **experts, output_router_logits=router_coefficient > 0)
+    config = tf.MixtralConfig(**LLAMA_SIZES, **experts, output_router_logits=router_coefficient > 0)
     return tf.MixtralForCausalLM(config)
 
 
@@ -114,20 +75,14 @@ def t5(dropout: float = 0.0) -> nn.Module:
     return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
 
 
-def _xlnet_config(dropout: float) -> tf.XLNetConfig:
+def _xlnet(head: type, dropout: float = 0.0) -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 2 * WIDTH, "num_labels": NUM_CLASSES}
-    return tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout)
+    return head(tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout))
 
 
-@seeded
-def xlnet_classifier(dropout: float = 0.0) -> nn.Module:
-    """A head whose loss depends on the padding width: its summary is the last column."""
-    return tf.XLNetForSequenceClassification(_xlnet_config(dropout))
-
-
-@seeded
-def xlnet_lm(dropout: float = 0.0) -> nn.Module:
-    return tf.XLNetLMHeadModel(_xlnet_config(dropout))
+# The loss of the classifier depends on the padding width: its summary is the last column.
+xlnet_classifier = seeded(partial(_xlnet, tf.XLNetForSequenceClassification))
+xlnet_lm = seeded(partial(_xlnet, tf.XLNetLMHeadModel))
 
 
 @seeded
@@ -153,9 +108,7 @@ class PlainTagger(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
-@seeded
-def plain_tagger(dropout: float = 0.0) -> nn.Module:
-    return PlainTagger(dropout)
+plain_tagger = seeded(PlainTagger)
 
 
 def weighted_token_loss(logits: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,6 +198,30 @@ def full_batch_gradient(
     return gradients(model)
 
 
+ROUNDING = {"no": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
+SCALE = 2.0**16  # the default of torch's scaler of losses; a power of two, so to divide by it is exact
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_gradient(
+    precision: str, model: nn.Module, batches: list[dict], weights: list[float], loss_fn: Callable | None = None
+) -> Gradients:
+    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient accumulated as `.grad` does."""
+    model, scale = copy.deepcopy(model), SCALE if precision == "fp16" else 1.0
+    model.zero_grad()
+    device = next(model.parameters()).device
+    for batch, weight in zip(batches, weights, strict=True):
+        with torch.autocast(device.type, DTYPES.get(precision), enabled=precision != "no"):
+            loss = mean_loss(model, {name: values.to(device) for name, values in batch.items()}, loss_fn)
+        (loss.float() * weight * scale).backward()
+    return divided(gradients(model), scale)
+
+
+def divided(grads: Gradients, number: float) -> Gradients:
+    """On the CPU."""
+    return {name: g.cpu() / number for name, g in grads.items()}
+
+
 def mean_loss(model: nn.Module, batch: dict, loss_fn: Callable | None = None) -> torch.Tensor:
     """The mean loss of a batch. Causal heads cast logits to float32 inside, so theirs is computed here from the logits."""
     outputs = model(**{k: v for k, v in batch.items() if k not in ("targets", "weights")})
@@ -277,15 +254,17 @@ def relative_error(grads: Gradients, reference: Gradients) -> float:
     return norm(difference(grads, reference)) / norm(reference)
 
 
-def assert_promise_1(grads: Gradients, grads32_full: Gradients, grads64: Gradients) -> None:
+def assert_promise_1(grads: Gradients, full: Gradients, grads64: Gradients, rounding: float = FLOOR) -> None:
     """At most twice as far from float64 as the full batch in the same precision, plus 1e-6 of the global norm: over all
     parameters together and for each. A NaN fails.
+
+    rounding: one of half precision, which is then the floor of each parameter: autocast rounds the gradient of each micro-batch to
+    it, in plain PyTorch too, and where those cancel (the bias of a classifier) their roundings do not.
     """
-    floor = FLOOR * norm(grads64)
-    off, off_full = difference(grads, grads64), difference(grads32_full, grads64)
-    assert norm(off) <= 2 * norm(off_full) + floor, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
+    off, off_full, whole = difference(grads, grads64), difference(full, grads64), norm(grads64)
+    assert norm(off) <= 2 * norm(off_full) + FLOOR * whole, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
     for name in grads64:
-        allowed = 2 * float(off_full[name].norm()) + floor
+        allowed = 2 * float(off_full[name].norm()) + rounding * whole
         assert float(off[name].norm()) <= allowed, f"{name}: {float(off[name].norm()):.2e} > {allowed:.2e}"
 
 
@@ -307,3 +286,14 @@ def global_random_states() -> tuple:
     """Of torch, numpy and Python, comparable with `==`."""
     numpy_state = np.random.get_state()
     return torch.get_rng_state().tolist(), numpy_state[1].tolist(), numpy_state[2], random.getstate()
+
+
+def everything(model: nn.Module) -> dict:
+    """All of a model that a proof and a check must leave as it is, and the random states."""
+    return {
+        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
+        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
+        "trained": [p.requires_grad for p in model.parameters()],
+        "modules": [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()],
+        "random": global_random_states(),
+    }

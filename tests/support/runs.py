@@ -16,11 +16,7 @@ import hf_ga
 from hf_ga.data import corpus
 
 TRAIN, VALIDATION, WINDOW = 60, 13, 16  # 3 windows of 16 and one of 12 in an epoch
-
-
 SENTENCE = "the window of samples is one step and every split gives same update while dropout stays keyed by position"
-
-
 WORDS = SENTENCE.split()
 
 
@@ -115,7 +111,7 @@ def relative_distance(folder: Path, other: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-# One small job for every task: the model it starts from, its rows, its flags. `save_jobs` writes what they need.
+# One small job for every task: the model it starts from, what makes a row, its flags. `save_jobs` writes what they need.
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -127,16 +123,6 @@ COLOURS = {"the": "red", "window": "green", "of": "blue"}  # what a text is abou
 def told(i: int, rng: np.random.Generator, least: int = 0, most: int = 8) -> list[str]:
     """Words of a text, of which the first tells what it is about."""
     return [list(COLOURS)[i % 3], *rng.choice(WORDS[3:], rng.integers(least, most)).tolist()]
-
-
-def rows_of(make: Callable[[int, np.random.Generator], dict]) -> Callable[[int, int], list[dict]]:
-    """(count, seed) -> rows, from a function that makes one."""
-
-    def rows(count: int, seed: int) -> list[dict]:
-        rng = np.random.default_rng(seed)
-        return [make(i, rng) for i in range(count)]
-
-    return rows
 
 
 def conversation(i: int, rng: np.random.Generator) -> dict:
@@ -217,27 +203,26 @@ def translated(i: int, rng: np.random.Generator) -> dict:
     return {"source": " ".join(words), "target": " ".join(COLOURS[word] for word in words)}
 
 
-CLASSES = rows_of(of_text(lambda words: COLOURS[words[0]]))
 JOBS = {
-    "causal LM, row by row": ("gpt", rows_of(cycle), {}),
-    "causal LM, blocks": ("gpt", rows_of(cycle), {"block_size": 16}),
-    "messages": ("chat", rows_of(conversation), {"max_length": 48}),
-    "prompt and completion": ("chat", rows_of(completion), {"max_length": 48}),
-    "instruction": ("gpt", rows_of(instruction), {"max_length": 48}),
-    "masked LM": ("bert", rows_of(repeated), {"task": "masked-lm", "mlm_probability": 0.3}),
-    "classes": ("bert", CLASSES, {"task": "text-classification"}),
-    "pairs": ("bert", rows_of(pair), {"task": "text-classification"}),
-    "numbers": ("bert", rows_of(of_text(lambda words: len(COLOURS[words[0]]) - 2.0)), {"task": "regression"}),
-    "label sets": ("bert", rows_of(of_text(label_set, "labels")), {"task": "multi-label"}),
-    "tags": ("bert", rows_of(tagged), {"task": "token-classification"}),
-    "smoothed tags": ("bert", rows_of(tagged), {"task": "token-classification", "label_smoothing_factor": 0.2}),
-    "smoothed causal LM": ("gpt", rows_of(cycle), {"label_smoothing_factor": 0.1}),
-    "LoRA": ("gpt", rows_of(cycle), {"lora_r": 4, "lora_dropout": 0.1}),
-    "answers": ("bert", rows_of(question), {"task": "question-answering", "max_length": 16}),
-    "choices": ("bert", rows_of(choice), {"task": "multiple-choice"}),
+    "causal LM, row by row": ("gpt", cycle, {}),
+    "causal LM, blocks": ("gpt", cycle, {"block_size": 16}),
+    "messages": ("chat", conversation, {"max_length": 48}),
+    "prompt and completion": ("chat", completion, {"max_length": 48}),
+    "instruction": ("gpt", instruction, {"max_length": 48}),
+    "masked LM": ("bert", repeated, {"task": "masked-lm", "mlm_probability": 0.3}),
+    "classes": ("bert", of_text(lambda words: COLOURS[words[0]]), {"task": "text-classification"}),
+    "pairs": ("bert", pair, {"task": "text-classification"}),
+    "numbers": ("bert", of_text(lambda words: len(COLOURS[words[0]]) - 2.0), {"task": "regression"}),
+    "label sets": ("bert", of_text(label_set, "labels"), {"task": "multi-label"}),
+    "tags": ("bert", tagged, {"task": "token-classification"}),
+    "smoothed tags": ("bert", tagged, {"task": "token-classification", "label_smoothing_factor": 0.2}),
+    "smoothed causal LM": ("gpt", cycle, {"label_smoothing_factor": 0.1}),
+    "LoRA": ("gpt", cycle, {"lora_r": 4, "lora_dropout": 0.1}),
+    "answers": ("bert", question, {"task": "question-answering", "max_length": 16}),
+    "choices": ("bert", choice, {"task": "multiple-choice"}),
     "translations": (
         "t5",
-        rows_of(translated),
+        translated,
         {"task": "seq2seq", "predict_with_generate": True, "max_new_tokens": 8, "per_device_eval_batch_size": 13},
     ),
 }
@@ -259,9 +244,14 @@ def save_jobs(folder: Path) -> None:
             torch.manual_seed(6)
             job_model(folder, name, dropout, more).save_pretrained(folder / f"job-{name}{end}")
             tokenizer.save_pretrained(folder / f"job-{name}{end}")
-    for name, (_, make, _) in JOBS.items():
+    for name in JOBS:
         for seed, (split, count) in enumerate({"train": TRAIN, "validation": VALIDATION, "test": 7}.items()):
-            write_rows(folder / f"{name}.{split}.jsonl", make(count, seed))
+            write_rows(folder / f"{name}.{split}.jsonl", job_rows(name, count, seed))
+
+
+def job_rows(name: str, count: int, seed: int) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    return [JOBS[name][1](i, rng) for i in range(count)]
 
 
 def job_model(folder: Path, name: str, dropout: float, tokens: dict) -> tf.PreTrainedModel:

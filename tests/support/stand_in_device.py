@@ -10,7 +10,8 @@ another way, its kernels, its memory and its speed are not to be seen here.
 import copy
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,47 +152,22 @@ def _note() -> None:
     waits.append(" < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in reversed(frames[-40:])))
 
 
-class DeviceModule:
-    """What torch asks `torch.<device>`."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    is_available = is_initialized
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.zeros(1, dtype=torch.uint8)
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        pass
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def current_stream(self) -> "DeviceModule":
-        """There is one only."""
-        return self
-
-    def stream(self, stream: "DeviceModule") -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+# What torch asks `torch.<device>`. There is one stream only.
+MODULE = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    get_rng_state=lambda device=None: torch.zeros(1, dtype=torch.uint8),
+    set_rng_state=lambda state, device=None: None,
+    manual_seed_all=lambda seed: None,
+    synchronize=lambda device=None: None,
+    current_stream=lambda: None,
+    stream=lambda stream: nullcontext(),
+    empty_cache=lambda: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
 
 
 def _register() -> torch.library.Library:
@@ -218,7 +194,7 @@ def _register() -> torch.library.Library:
 def set_up() -> torch.device:
     """From now on this process has the device. Returns it."""
     global _library  # what is registered is gone with the object
-    _setup_privateuseone_for_python_backend(NAME, DeviceModule())
+    _setup_privateuseone_for_python_backend(NAME, MODULE)
     _library = _register()
     EverythingPasses().__enter__()
     torch.__future__.set_swap_module_params_on_conversion(True)  # a weight with two owners stays one when a module is moved

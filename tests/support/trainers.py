@@ -1,17 +1,21 @@
 """Runs of transformers' Trainer and of hf_ga's, side by side: what each step's gradient was, what was logged, the last weights."""
 
+import copy
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
-from helpers import Gradients, gradients
+from helpers import Gradients, gradients, pad_right
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers.trainer_callback import PrinterCallback
+
+from hf_ga import ExactTrainer, ExactTrainerMixin
 
 gc.freeze()  # Trainer collects garbage before each training; looking at all the imported libraries takes a third of a second
 LAYOUTS = [(16, 1), (4, 4), (1, 16)]  # per-device batch, accumulation steps: one window
@@ -49,16 +53,12 @@ class Run(tf.TrainerCallback):
         return [log["loss"] for log in self.logs]
 
 
-def arguments(folder: Path, layout: tuple[int, int], **more) -> tf.TrainingArguments:
+def arguments(folder: Path, layout: tuple[int, int], kind: type = tf.TrainingArguments, **more) -> tf.TrainingArguments:
     """Plain gradient descent: an adaptive optimizer would turn the sign of a rounding error into a step."""
-    return tf.TrainingArguments(**settings(folder, layout, **more))
-
-
-def settings(folder: Path, layout: tuple[int, int], **more) -> dict:
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False, "use_cpu": True}
     sizes = {"per_device_train_batch_size": layout[0], "gradient_accumulation_steps": layout[1]}
     training = {"num_train_epochs": 2, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 1e9, "seed": 3}
-    return {"output_dir": str(folder), **quiet, **sizes, **training, **more}
+    return kind(**{"output_dir": str(folder), **quiet, **sizes, **training, **more})
 
 
 def make_trainer(trainer_class: type, model: torch.nn.Module, args: tf.TrainingArguments, samples: Any, **more) -> Any:
@@ -70,12 +70,29 @@ def make_trainer(trainer_class: type, model: torch.nn.Module, args: tf.TrainingA
     return trainer
 
 
-def trained(trainer_class: type, model: torch.nn.Module, args: tf.TrainingArguments, samples: Any, **more) -> Run:
-    """The finished run."""
-    resume = more.pop("resume", None)
-    trainer = make_trainer(trainer_class, model, args, samples, **more)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer.run
+def mixed(base: type) -> type:
+    """The mixin before a trainer of one's own."""
+    return type("Mixed", (ExactTrainerMixin, base), {})
+
+
+class Case:
+    """A model, its samples, and how to train it in any layout."""
+
+    def __init__(self, folder: Path, build: Callable, samples: list, dropout: float = 0.1) -> None:
+        self.folder, self.samples, self.model = folder, samples, build(dropout)
+
+    def make(
+        self, trainer_class: type = ExactTrainer, layout: tuple[int, int] = (4, 4), trainer: dict | None = None, **args
+    ) -> Any:
+        """A trainer of a copy of the model. trainer: what it is given besides its arguments."""
+        given = {"model": copy.deepcopy(self.model), "data_collator": pad_right, **(trainer or {})}
+        return make_trainer(trainer_class, args=arguments(self.folder, layout, **args), samples=self.samples, **given)
+
+    def run(self, *how, resume: int | None = None, **more) -> Run:
+        """The finished run. resume: number of a checkpoint."""
+        trainer = self.make(*how, **more)
+        trainer.train(resume_from_checkpoint=resume and str(self.folder / f"checkpoint-{resume}"))
+        return trainer.run
 
 
 WORDS = [f"w{i}" for i in range(35)]

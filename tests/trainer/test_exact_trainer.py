@@ -1,40 +1,33 @@
 """ExactTrainer: every split of a window makes the same update, Trainer's does not; everything else stays Trainer's own."""
 
-import copy
-from functools import partial
-from pathlib import Path
-
 import helpers as h
 import numpy as np
 import pytest
 import torch.nn.functional as F
 import transformers as tf
-from trainers import LAYOUTS, arguments, distance, trained, weight_error, word_tokenizer
+from trainers import LAYOUTS, distance, mixed, weight_error, word_tokenizer
 
 from hf_ga.exact.order import epoch_order
-from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
+from hf_ga.trainer.exact_trainer import ExactTrainer
 
 NUM_SAMPLES, WINDOW = 24, 16  # a full window and a short one in each of two epochs
 CLOSE = 1e-5
 STILL = {"learning_rate": 0.0, "train_sampling_strategy": "sequential", "num_train_epochs": 1}  # to look at gradients only
-MODELS = {"bert": (h.bert_classifier, h.class_samples), "gpt2": (h.gpt2, h.token_samples), "t5": (h.t5, h.token_samples)}
 
 
-class Case:
-    """A model, its samples, and how to train it in any layout."""
-
-    def __init__(self, folder: Path, build, samples: list, dropout: float = 0.1) -> None:
-        self.folder, self.samples, self.model = folder, samples, build(dropout)
-
-    def run(self, trainer_class: type = ExactTrainer, layout: tuple[int, int] = (4, 4), trainer: dict | None = None, **args):
-        options = {"data_collator": h.pad_right, **(trainer or {})}
-        settings = arguments(self.folder, layout, **args)
-        return trained(trainer_class, copy.deepcopy(self.model), settings, self.samples, **options)
+def answer_samples(number):
+    """Question answering: a third of the answers end beyond the text, which the second of its two means leaves out."""
+    texts = [{k: s[k] for k in ("input_ids", "attention_mask")} for s in h.token_samples(number)]
+    return [{**s, "start_positions": 1, "end_positions": 99 if i % 3 == 0 else i % 4} for i, s in enumerate(texts)]
 
 
-@pytest.fixture
-def case(tmp_path):
-    return partial(Case, tmp_path)
+MODELS = {
+    "bert": (h.bert_classifier, h.class_samples),
+    "gpt2": (h.gpt2, h.token_samples),  # Trainer divides by the unshifted labels
+    "t5": (h.t5, h.token_samples),
+    "xlnet": (h.xlnet_classifier, h.class_samples),  # its summary is the last column: one width a window
+    "answers": (h.bert_question_answering, answer_samples),  # a sum of means
+}
 
 
 def test_all_layouts_make_the_same_updates_and_trainers_do_not(case):
@@ -64,7 +57,7 @@ def test_each_windows_gradient_and_loss_are_those_of_the_full_batch(case, name):
         assert h.relative_error(run.gradients[step], reference) < CLOSE
         assert run.losses[step] == pytest.approx(float(h.mean_loss(given.model, batch).detach()), rel=CLOSE)
         assert run.logs[step]["grad_norm"] == pytest.approx(h.norm(reference), rel=CLOSE)
-        assert h.relative_error(plain.gradients[step], reference) > 0.01  # GPT-2: divided by the unshifted labels
+        assert h.relative_error(plain.gradients[step], reference) > 0.01
 
 
 def test_each_epoch_has_an_order_of_its_own(case):
@@ -76,26 +69,6 @@ def test_each_epoch_has_an_order_of_its_own(case):
         reference = h.full_batch_gradient(given.model, h.pad_right([given.samples[i] for i in window]))
         assert h.relative_error(run.gradients[2 * epoch], reference) < CLOSE
         assert h.relative_error(run.gradients[2 - 2 * epoch], reference) > 0.01  # not the other epoch's
-
-
-def test_heads_whose_loss_depends_on_padding_get_one_width_a_window(case):
-    """The summary of XLNet is its last column."""
-    given = case(h.xlnet_classifier, h.class_samples(NUM_SAMPLES), dropout=0.0)
-    reference = h.full_batch_gradient(given.model, h.pad_right(given.samples[:WINDOW]))
-    assert h.relative_error(given.run(layout=(1, 16), **STILL).gradients[0], reference) < CLOSE
-
-
-def test_heads_whose_loss_is_a_sum_of_means(case):
-    """Question answering: a third of the answers end beyond the text, which the second mean leaves out."""
-    samples = [
-        {**{k: s[k] for k in ("input_ids", "attention_mask")}, "start_positions": 1, "end_positions": 99 if i % 3 == 0 else i % 4}
-        for i, s in enumerate(h.token_samples(NUM_SAMPLES))
-    ]
-    given = case(h.bert_question_answering, samples, dropout=0.0)
-    reference = h.full_batch_gradient(given.model, h.pad_right(samples[:WINDOW]))
-    run, plain = (given.run(c, (1, 16), **STILL) for c in (ExactTrainer, tf.Trainer))
-    assert h.relative_error(run.gradients[0], reference) < CLOSE
-    assert h.relative_error(plain.gradients[0], reference) > 0.1
 
 
 def test_micro_batches_and_windows_without_targets(case):
@@ -131,12 +104,11 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     whole = given.run(save_strategy="steps", save_steps=1)
     for stopped_after, workers in ((2, 0), (3, 2)):
-        checkpoint = {"resume": str(given.folder / f"checkpoint-{stopped_after}")}
-        resumed = given.run(dataloader_num_workers=workers, trainer=checkpoint)
+        resumed = given.run(dataloader_num_workers=workers, resume=stopped_after)
         assert len(resumed.weights) == 4 - stopped_after
         assert distance(resumed.weights[-1], whole.weights[-1]) == 0
-    assert 0 < weight_error(given.run(layout=(16, 1), trainer=checkpoint), whole) < CLOSE
-    assert weight_error(given.run(seed=4, trainer=checkpoint), whole) > 1e-4  # another order, other masks
+    assert 0 < weight_error(given.run(layout=(16, 1), resume=3), whole) < CLOSE
+    assert weight_error(given.run(seed=4, resume=3), whole) > 1e-4  # another order, other masks
 
 
 def test_max_steps_stops_the_same_run_earlier_and_short_windows_can_be_dropped(case):
@@ -228,10 +200,6 @@ class LossOfMyOwn(tf.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class MixedIn(ExactTrainerMixin, LossOfMyOwn):
-    """The mixin before a trainer of one's own."""
-
-
 class Derived(ExactTrainer):
     """Only the import line was changed."""
 
@@ -246,11 +214,11 @@ def test_subclasses_with_a_loss_of_their_own(case):
 
     given = case(h.bert_token_classifier, h.tag_samples(NUM_SAMPLES), dropout=0.0)
     reference = h.full_batch_gradient(given.model, h.pad_right(given.samples[:WINDOW]), loss_fn=squares)
-    for trainer_class in (MixedIn, Derived):
+    for trainer_class in (mixed(LossOfMyOwn), Derived):
         assert h.relative_error(given.run(trainer_class, **STILL).gradients[0], reference) < CLOSE
     assert h.relative_error(given.run(LossOfMyOwn, **STILL).gradients[0], reference) > 2
     given = case(h.bert_token_classifier, given.samples)
-    assert weight_error(given.run(MixedIn, (1, 16)), given.run(MixedIn, (16, 1))) < CLOSE
+    assert weight_error(*(given.run(mixed(LossOfMyOwn), layout) for layout in ((1, 16), (16, 1)))) < CLOSE
 
 
 class DividesByItself(tf.Trainer):
@@ -262,13 +230,9 @@ class DividesByItself(tf.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class MixedDividesByItself(ExactTrainerMixin, DividesByItself):
-    """The division does nothing here."""
-
-
 def test_a_division_by_the_accumulation_steps_in_the_loss_does_no_harm(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES), dropout=0.0)
     reference = h.full_batch_gradient(given.model, h.pad_right(given.samples[:WINDOW]))
-    run = given.run(MixedDividesByItself, **STILL)
+    run = given.run(mixed(DividesByItself), **STILL)
     assert h.relative_error(run.gradients[0], reference) < CLOSE
     assert run.trainer.args.gradient_accumulation_steps == 4

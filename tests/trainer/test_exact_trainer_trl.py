@@ -11,14 +11,12 @@ import torch
 from datasets import Dataset
 from forked import together
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
-from trainers import LAYOUTS, WORDS, make_trainer, settings, weight_error, word_tokenizer
+from trainers import LAYOUTS, WORDS, arguments, make_trainer, mixed, weight_error, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
-from hf_ga import ConfigError, ExactTrainerMixin
+from hf_ga import ConfigError
 
-
-class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):
-    """What a user writes."""
+ExactSFTTrainer = mixed(SFTTrainer)
 
 
 def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
@@ -33,7 +31,7 @@ def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
 
 def sft(folder, trainer_class, model, layout, **more):
     """A finished run of a copy of the model."""
-    args = SFTConfig(**settings(folder, layout, **more), bf16=False)
+    args = arguments(folder, layout, SFTConfig, bf16=False, **more)
     dataset = Dataset.from_list(rows())
     trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer())
     trainer.train()

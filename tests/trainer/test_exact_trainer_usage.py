@@ -12,19 +12,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, Case, LossOfMyOwn
+from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, LossOfMyOwn
 from torch import nn
 from torch.utils.data import IterableDataset
-from trainers import arguments, distance, make_trainer, settings, weight_error, word_tokenizer
+from trainers import distance, mixed, weight_error, word_tokenizer
 
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
-
-
-@pytest.fixture
-def case(tmp_path):
-    return lambda *args, **kwargs: Case(tmp_path, *args, **kwargs)
+from hf_ga.trainer.exact_trainer import ExactTrainer
 
 
 def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
@@ -77,8 +72,7 @@ def positions(batch):
 def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     """As many as Trainer's, each window sorted by length; what the model is proven with is what trains."""
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
-    args = arguments(given.folder, (4, 4), train_sampling_strategy="sequential")
-    trainer = make_trainer(ExactTrainer, given.model, args, given.samples, data_collator=h.pad_right)
+    trainer = given.make(train_sampling_strategy="sequential")
     loader = trainer.get_train_dataloader()
     batches = list(loader)
     assert len(loader) == len(batches) == 6
@@ -107,7 +101,7 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
     given = case(h.bert_classifier, DependsOnEpoch(h.class_samples(NUM_SAMPLES)))
     trainer = given.run(save_strategy="steps", save_steps=3).trainer
     assert trainer.train_dataset.epochs == (0, 1)
-    given.run(trainer={"resume": str(given.folder / "checkpoint-3")})
+    given.run(resume=3)
     assert given.samples.epochs == (0, 1, 1)
     batch = next(iter(trainer.get_train_dataloader()))
     for copied in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):  # pinning memory copies, workers pickle
@@ -121,26 +115,16 @@ def test_training_again_and_models_from_model_init(case):
     trainer = given.run(bf16=True, **one).trainer
     trainer.train()
     assert trainer.state.global_step == 2
-    args = arguments(given.folder, (4, 4), **one)
-    made = make_trainer(
-        ExactTrainer, None, args, given.samples, data_collator=h.pad_right, model_init=lambda: h.bert_classifier(0.1)
-    )
-    made.train()
-    assert distance(made.run.weights[-1], given.run(**one).weights[-1]) == 0
-
-
-class GeneratingTrainer(ExactTrainerMixin, tf.Seq2SeqTrainer):
-    """The mixin before a trainer of transformers."""
+    made = given.run(trainer={"model": None, "model_init": lambda: h.bert_classifier(0.1)}, **one)
+    assert distance(made.weights[-1], given.run(**one).weights[-1]) == 0
 
 
 def test_the_sequence_to_sequence_trainer_generates(case):
     given = case(h.t5, h.token_samples(NUM_SAMPLES))
     one = {"num_train_epochs": 1}
-    args = tf.Seq2SeqTrainingArguments(**settings(given.folder, (4, 4), **one), predict_with_generate=True)
-    trainer = make_trainer(GeneratingTrainer, copy.deepcopy(given.model), args, given.samples, data_collator=h.pad_right)
-    trainer.train()
-    assert distance(trainer.run.weights[-1], given.run(**one).weights[-1]) == 0
-    assert len(trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
+    run = given.run(mixed(tf.Seq2SeqTrainer), kind=tf.Seq2SeqTrainingArguments, predict_with_generate=True, **one)
+    assert distance(run.weights[-1], given.run(**one).weights[-1]) == 0
+    assert len(run.trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
 
 
 def test_adapters_and_activation_checkpointing(case):
@@ -165,8 +149,7 @@ def test_mixed_precision(case, precision, rounding):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
 
     def first_gradient(layout, trainer_class=ExactTrainer):
-        args = arguments(given.folder, layout, max_steps=1, **{precision: True})
-        trainer = make_trainer(trainer_class, copy.deepcopy(given.model), args, given.samples, data_collator=h.pad_right)
+        trainer = given.make(trainer_class, layout, max_steps=1, **{precision: True})
         enable_fp16_on_cpu(trainer.accelerator)
         trainer.train()
         return trainer.run.gradients[0]
@@ -225,9 +208,7 @@ REFUSED_ARGUMENTS = {
 
 
 def prepared(case, trainer_class=ExactTrainer, **more):
-    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
-    args = arguments(given.folder, (4, 4))
-    return make_trainer(trainer_class, given.model, args, given.samples, **{"data_collator": h.pad_right, **more})
+    return case(h.bert_classifier, h.class_samples(NUM_SAMPLES)).make(trainer_class, trainer=more)
 
 
 @pytest.mark.parametrize("message", REFUSED_ARGUMENTS)
@@ -275,9 +256,8 @@ def test_collate_functions_that_make_two_rows_of_a_sample_are_refused(case):
 @pytest.mark.parametrize("method", ["get_train_dataloader", "_get_train_sampler", "get_batch_samples"])
 def test_loaders_and_samplers_of_ones_own_are_refused(case, method):
     base = type("Own", (tf.Trainer,), {method: lambda *_, **__: pytest.fail("refused before")})
-    mixed = type("Mixed", (ExactTrainerMixin, base), {})
     with pytest.raises(ConfigError, match=f"Own.{method} overrides the order of samples"):
-        prepared(case, mixed).train()
+        prepared(case, mixed(base)).train()
 
 
 def divides_again(self, model, inputs, num_items_in_batch=None):
@@ -297,17 +277,17 @@ def trains_twice(self, model, inputs, num_items_in_batch=None):
 
 
 @pytest.mark.parametrize(
-    ("step", "mixed", "message"),
+    ("step", "parent", "message"),
     [
-        (divides_again, True, "was multiplied by 0.25: an overridden training_step scales it again"),
-        (never_asks_for_help, False, "must call super"),
-        (trains_twice, False, "called once for each micro-batch"),
+        (divides_again, tf.Trainer, "was multiplied by 0.25: an overridden training_step scales it again"),
+        (never_asks_for_help, ExactTrainer, "must call super"),
+        (trains_twice, ExactTrainer, "called once for each micro-batch"),
     ],
 )
-def test_overridden_steps_that_would_not_be_exact_are_found(case, step, mixed, message):
-    base = type("Own", (tf.Trainer if mixed else ExactTrainer,), {"training_step": step})
+def test_overridden_steps_that_would_not_be_exact_are_found(case, step, parent, message):
+    own = type("Own", (parent,), {"training_step": step})
     with pytest.raises(ConfigError, match=message):
-        prepared(case, type("Mixed", (ExactTrainerMixin, base), {}) if mixed else base).train()
+        prepared(case, mixed(own) if parent is tf.Trainer else own).train()
 
 
 class PutsIntoEvaluationMode(tf.TrainerCallback):
@@ -341,10 +321,10 @@ class Noisy(tf.Trainer):
 def test_losses_that_do_not_add_up_or_draw_are_refused(case):
     given = case(h.bert_token_classifier, h.tag_samples(NUM_SAMPLES))
     with pytest.raises(LossNotAdditive, match="not the mean over its targets") as refusal:
-        given.run(type("Mixed", (ExactTrainerMixin, ClassWeights), {}))
+        given.run(mixed(ClassWeights))
     assert "compute_loss" in refusal.value.__notes__[0]
     with pytest.raises(UnkeyedRandomness, match="TrainerLoss"):
-        given.run(type("Mixed", (ExactTrainerMixin, Noisy), {}))
+        given.run(mixed(Noisy))
 
 
 class NoisyLater(ExactTrainer):
@@ -376,12 +356,8 @@ def test_batch_norm_is_refused(case):
 
 
 def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):
-    samples = [
-        {**s, "labels": [h.IGNORED] * len(s["labels"])} if i < WINDOW else s for i, s in enumerate(h.tag_samples(NUM_SAMPLES))
-    ]
-    given = case(h.bert_token_classifier, samples)
-    args = arguments(given.folder, (4, 4), fp16=True, train_sampling_strategy="sequential")
-    trainer = make_trainer(ExactTrainer, given.model, args, samples, data_collator=h.pad_right)
+    samples = [h.without_targets(s) if i < WINDOW else s for i, s in enumerate(h.tag_samples(NUM_SAMPLES))]
+    trainer = case(h.bert_token_classifier, samples).make(fp16=True, train_sampling_strategy="sequential")
     enable_fp16_on_cpu(trainer.accelerator)
     with pytest.raises(DataError, match="no targets"):
         trainer.train()

@@ -1,12 +1,7 @@
-"""List the loops that run a model forward and backward, once per micro-batch; the package should have one.
-
-python scripts/count_loops.py [FOLDER]
-"""
+"""Find the loops that run a model forward and backward, once per micro-batch; the package should have one."""
 
 import ast
 import re
-import sys
-from pathlib import Path
 
 # Calls on a batch, by the last part of the name: model(...), self.module(...), forward_term(...), compute_loss(...).
 _FORWARD = re.compile(r"(^|_)(model|module|replica|forward|compute_loss)(_|$)")
@@ -24,15 +19,3 @@ def _trains(loop: ast.AST) -> bool:
     calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
     names = [getattr(called, "attr", getattr(called, "id", "")) for called in calls]  # the last part
     return any(map(_FORWARD.search, names)) and any(map(_BACKWARD.search, names))
-
-
-def main() -> None:
-    """Print `file:line head` for each loop."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "hf_ga"
-    for path in sorted(folder.rglob("*.py")):
-        for line, head in loops(path.read_text(encoding="utf-8")):
-            print(f"{path}:{line} {head}")
-
-
-if __name__ == "__main__":
-    main()
