@@ -70,7 +70,7 @@ def added(folder: Path, kind: str) -> None:
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
-def buckets(folder: Path, kind: str) -> None:
+def buckets(folder: Path) -> None:
     """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process has its own numbers."""
     index = make_accelerator("ddp").process_index
     types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32]
@@ -95,7 +95,7 @@ def steps(folder: Path, kind: str) -> None:
     save(accelerator, folder, f"steps {kind}", weights, losses=[r.loss for r in results], norms=[r.grad_norm for r in results])
 
 
-def naive(folder: Path, kind: str) -> None:
+def naive(folder: Path) -> None:
     """The control: DDP's average of local means (Accelerate's usual loop)."""
     accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
@@ -301,13 +301,16 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {2: [steps, naive, counted, overflow, options, subset, added, buckets], 3: [gradients, heads]}
+SCENARIOS = {2: [steps, counted, overflow, options, subset, added], 3: [gradients, heads]}
 
 
 def run(folder: Path, num_processes: int) -> None:
     for scenario in SCENARIOS[num_processes]:
         for kind in KINDS:
             scenario(folder, kind)
+    if num_processes == 2:
+        naive(folder)
+        buckets(folder)
 
 
 if __name__ == "__main__":
