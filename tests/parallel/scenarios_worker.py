@@ -112,20 +112,18 @@ def larger() -> nn.Module:
 
 
 def counted(folder: Path, kind: str) -> None:
-    """Collectives of one window at 1, 4 and 16 micro-batches a process."""
-    samples = h.class_samples(WINDOW)
+    """Collectives of one window at 1 and 4 micro-batches a process."""
+    accelerator, samples = make_accelerator(kind), h.class_samples(WINDOW)
+    model, _, rule = prepare(accelerator, kind, larger(), samples)
+    share, size = WINDOW // accelerator.num_processes, sum(p.numel() * 4 for p in larger().parameters())
     for micro_batches in MICRO_BATCHES:
+        (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
-            accelerator = make_accelerator(kind)
-            model, _, rule = prepare(accelerator, kind, larger(), samples)
-            share = WINDOW // accelerator.num_processes
-            (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
             hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
                 hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
-            size = sum(p.numel() * 4 for p in larger().parameters())
             facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}
             save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
 

@@ -27,15 +27,14 @@ RATE, WARMUP, STEPS = 3e-4, 2, 8  # of `small_config`; epochs of 60 samples in w
 STOP = 6  # the checkpoint: two windows into the second epoch
 
 
-@pytest.fixture(scope="module")
-def place(place):
-    """With other rows and a wider model, too."""
+@pytest.fixture(scope="module", autouse=True)
+def _more(place):
+    """Other rows and a wider model."""
     write_rows(place / "more.jsonl", ragged_rows(90, seed=5))
     write_rows(place / "fewer.jsonl", ragged_rows(24, seed=5))
     wide = tf.GPT2Config.from_pretrained(place / "gpt", n_embd=32)
     tf.GPT2LMHeadModel(wide).save_pretrained(place / "wide")
     tf.AutoTokenizer.from_pretrained(place / "gpt").save_pretrained(place / "wide")
-    return place
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ RESUMED = ("first checkpoint", "latest", "best model", "metrics")  # with room a
 
 @pytest.fixture(scope="module")
 def undisturbed(place):
-    return train(place, place / "undisturbed", **SMALL), lines_of(place / "undisturbed")
+    return train(place, place / "small", **SMALL), lines_of(place / "small")
 
 
 @pytest.mark.parametrize("case", CASES)
