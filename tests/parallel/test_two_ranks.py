@@ -1,4 +1,4 @@
-"""What two ranks exchange in a window, of models that need no more than a second. `test_processes.py` has more of both."""
+"""What two ranks exchange in a window, of small models, in a second each. `test_processes.py` has more models and more ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typing import Any
 import helpers as h
 import pytest
 import torch
-from forked import on_ranks, outcome
+from forked import on_two_ranks, outcome
 from processes import make_accelerator, make_windows, prepare, whole_gradients
 from torch import nn
 
@@ -17,8 +17,6 @@ import hf_ga
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
 
 
 class Halves(nn.Module):
@@ -79,7 +77,7 @@ def ddp_window(size: int = 5, fails: Callable[[int], Exception | None] | None = 
 @pytest.mark.parametrize("size", [5, 1], ids=["3 samples and 2", "1 sample and none"])
 def test_replicas_have_the_gradient_of_the_full_batch(size):
     """Also of a parameter that only the other rank used. Control: neither rank's share alone is near to it."""
-    found = on_ranks(lambda: ddp_window(size))
+    found = on_two_ranks(lambda: ddp_window(size))
     assert_full_batch(found, Halves(), stack(points()[:size]))
     assert [result.num_targets for _, result in found] == [size, size]
     assert (
@@ -93,7 +91,7 @@ def test_both_ranks_know_of_a_failure():
         failed = outcome(lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose")))
         return [failed, ddp_window()]
 
-    (first, after), (second, _) = on_ranks(work)
+    (first, after), (second, _) = on_two_ranks(work)
     assert second == "ZeroDivisionError: on purpose" and first == f"ProcessFailed: process 1 failed: {second}"
     assert_full_batch([after], Halves(), stack(points()))
 
@@ -116,7 +114,7 @@ def failing_window(where: str) -> tuple[str, float]:
     model, _, rule = prepare(accelerator, "ddp", base, samples, collate=collate)
     if where != "collate":
         base.register_forward_pre_hook(fail)
-    (window,) = make_windows(accelerator, samples, collate, global_batch_size=16)
+    (window,) = make_windows(accelerator, samples, collate, global_batch_size=16, per_device_batch_size=2)
     rule = replace(rule, pad_to_window=where == "collate")
     is_armed = True
     said = outcome(partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
@@ -129,7 +127,7 @@ def test_both_ranks_raise_in_the_same_window_and_can_go_on(where):
     """The failing rank its own error, the other one its message: where a window must have one width, in the pass in which experts
     are counted, and where a sample alone does not fit.
     """
-    (first, loss), (second, same) = on_ranks(partial(failing_window, where))
+    (first, loss), (second, same) = on_two_ranks(partial(failing_window, where))
     words = "does not fit into the memory of process 1" if where == "memory" else "ValueError: row \udc80 is bad"
     assert words in second and first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
     assert loss == same > 0
@@ -139,7 +137,7 @@ def test_both_ranks_compute_again_where_one_ran_out_of_memory():
     def out_of_memory(num_samples: int) -> Exception | None:
         return torch.OutOfMemoryError("on purpose") if num_samples > 1 else None
 
-    found = on_ranks(lambda: ddp_window(fails=out_of_memory))
+    found = on_two_ranks(lambda: ddp_window(fails=out_of_memory))
     assert [result.retries for _, result in found] == [1, 1]
     assert_full_batch(found, Halves(), stack(points()))
 
@@ -160,7 +158,7 @@ def test_shards_have_the_gradient_of_the_full_batch():
         stepped = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
         return gradients, result, stepped.grad_norm
 
-    found = on_ranks(work)
+    found = on_two_ranks(work)
     assert_full_batch([of_rank[:2] for of_rank in found], h.gpt2(), h.pad_right(samples))
     assert [norm for *_, norm in found] == [pytest.approx(h.norm(found[0][0]), rel=1e-5)] * 2
 
@@ -183,7 +181,7 @@ def test_errors_and_values_are_those_of_all_ranks():
             broadcast_from_main(accelerator, rank),
         ]
 
-    first, second = on_ranks(work)
+    first, second = on_two_ranks(work)
     assert first == second
     assert first[0] == "CheckpointError: the disk of rank 1 is full"
     assert first[1].startswith("ConfigError: all processes must have the same rows, but they have process 0: 0, process 1: 1")

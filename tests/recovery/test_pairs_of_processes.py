@@ -23,7 +23,7 @@ import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from disk_limits import limit_at
-from forked import KINDS, SHARDED, on_ranks, outcome
+from forked import KINDS, SHARDED, on_two_ranks, outcome
 from launching import launch
 from memory_worker import Device
 from processes import make_accelerator, make_windows, prepare
@@ -39,10 +39,7 @@ from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.run.optimizers import build_optimizer
 
-pytestmark = [
-    pytest.mark.slow("starts processes"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork"),
-]
+pytestmark = pytest.mark.slow("starts processes")
 
 
 # Not finite
@@ -97,7 +94,7 @@ def spoilt_run(kind: str, where: str) -> dict:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_processes_say_the_same_and_skip_the_same(kind, where):
-    first, second = on_ranks(partial(spoilt_run, kind, where))
+    first, second = on_two_ranks(partial(spoilt_run, kind, where))
     assert first["said"] == second["said"] and first["causes"] == second["causes"]
     assert max(first["seconds"], second["seconds"]) < 30
     other, own = first["micro_batch"]
@@ -135,7 +132,7 @@ def short_of_memory(fails: bool) -> dict:
 
 def test_run_with_failures_on_either_process():
     """That of one process where nothing failed; all processes try as often, and keep the same limit."""
-    first, second = on_ranks(partial(short_of_memory, fails=True))
+    first, second = on_two_ranks(partial(short_of_memory, fails=True))
     undisturbed = short_of_memory(fails=False)
     assert first["losses"] == second["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
     assert first["retries"] == second["retries"] and first["limit"] == second["limit"] <= 60
@@ -183,7 +180,7 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
 def test_all_processes_stop_with_the_same_words(place, tmp_path):
     """Under FSDP."""
     small = {"max_steps": 4, "eval_steps": 4, "save_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2}
-    first, second = on_ranks(partial(on_a_full_disk, small_config(place, tmp_path / "out", **small)), kind="fsdp2")
+    first, second = on_two_ranks(partial(on_a_full_disk, small_config(place, tmp_path / "out", **small)), kind="fsdp2")
     assert first == second
     partial_folder = tmp_path / "out" / "partial-checkpoint-4"
     assert first["shards of process 1"].startswith(f"CheckpointError: cannot write {partial_folder / 'shards'}: ")
@@ -260,7 +257,7 @@ def test_a_plain_checkpoint_goes_into_shards_and_back(optim, name, kind, tmp_pat
     model, optimizer = made(name, optim, rate=1e-2)
     few_steps(model, optimizer)
     plain = save_checkpoint(ALONE, tmp_path / "plain", model, optimizer, {}, step=3, keep=1)
-    assert on_ranks(partial(into_shards, plain, tmp_path / "sharded", optim, name), kind=kind) == [None, None]
+    assert on_two_ranks(partial(into_shards, plain, tmp_path / "sharded", optim, name), kind=kind) == [None, None]
     other, expected = made(name, optim, rate=0.5), contents(model, optimizer)
     assert len(different(contents(*other), expected)) >= 0.9 * len(expected)
     load_checkpoint(tmp_path / "sharded" / "checkpoint-4", *other)
