@@ -116,7 +116,7 @@ def on_two_ranks(work: Callable[[], Any], kind: str = "ddp") -> list[Any]:
         context.Process(target=_be_rank, args=(mine, work, other), daemon=True).start()
         other.close()  # so that the end of a rank is seen
         ends.append(end)
-    assert all(end.poll(120) for end in ends)
+    assert all(end.poll(60) for end in ends)
     return [pickle.loads(end.recv_bytes()) for end in ends]
 
 
