@@ -70,7 +70,7 @@ def added(folder: Path, kind: str) -> None:
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
-def buckets(folder: Path, kind: str) -> None:
+def buckets(folder: Path) -> None:
     """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process has its own numbers."""
     index = make_accelerator("ddp").process_index
     types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32]
@@ -95,7 +95,7 @@ def steps(folder: Path, kind: str) -> None:
     save(accelerator, folder, f"steps {kind}", weights, losses=[r.loss for r in results], norms=[r.grad_norm for r in results])
 
 
-def naive(folder: Path, kind: str) -> None:
+def naive(folder: Path) -> None:
     """The control: DDP's average of local means (Accelerate's usual loop)."""
     accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
@@ -112,20 +112,18 @@ def larger() -> nn.Module:
 
 
 def counted(folder: Path, kind: str) -> None:
-    """Collectives of one window at 1, 4 and 16 micro-batches a process."""
-    samples = h.class_samples(WINDOW)
+    """Collectives of one window at 1 and 4 micro-batches a process."""
+    accelerator, samples = make_accelerator(kind), h.class_samples(WINDOW)
+    model, _, rule = prepare(accelerator, kind, larger(), samples)
+    share, size = WINDOW // accelerator.num_processes, sum(p.numel() * 4 for p in larger().parameters())
     for micro_batches in MICRO_BATCHES:
+        (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
-            accelerator = make_accelerator(kind)
-            model, _, rule = prepare(accelerator, kind, larger(), samples)
-            share = WINDOW // accelerator.num_processes
-            (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
             hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
                 hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
-            size = sum(p.numel() * 4 for p in larger().parameters())
             facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}
             save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
 
@@ -301,13 +299,16 @@ def heads(folder: Path, kind: str) -> None:
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
 
 
-SCENARIOS = {2: [steps, naive, counted, overflow, options, subset, added, buckets], 3: [gradients, heads]}
+SCENARIOS = {2: [steps, counted, overflow, options, subset, added], 3: [gradients, heads]}
 
 
 def run(folder: Path, num_processes: int) -> None:
     for scenario in SCENARIOS[num_processes]:
         for kind in KINDS:
             scenario(folder, kind)
+    if num_processes == 2:
+        naive(folder)
+        buckets(folder)
 
 
 if __name__ == "__main__":

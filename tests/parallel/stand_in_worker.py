@@ -25,7 +25,6 @@ from hf_ga.trainer.exact_trainer import WindowLoss
 CPU, DROPOUT = torch.device("cpu"), 0.3
 CASES = {  # model, samples, own loss
     "GPT-2": (h.gpt2, h.token_samples, None),
-    "classes": (h.bert_classifier, h.class_samples, None),
     "T5": (h.t5, h.token_samples, None),
     "router": (lambda dropout: h.mixtral(0.5), h.token_samples, None),
     "width": (h.xlnet_classifier, h.class_samples, None),
@@ -50,7 +49,7 @@ def noted(work, *args, **kwargs):
 
 def computed(device, build, make_samples, loss_fn):
     """Gradients of the windows of an epoch, an evaluation, and what was waited for in each."""
-    accelerator, samples = accelerator_on(device), make_samples(24)
+    accelerator, samples = accelerator_on(device), make_samples(16)
     model = accelerator.prepare(build(DROPOUT))
     rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
     sizes = {"per_device_batch_size": 2, "global_batch_size": 8, "seed": 0}
@@ -75,12 +74,15 @@ def compared(device, *case):
     return {**there, "error": max(errors), "error of another window": another, "results on the CPU": on_cpu["results"]}
 
 
-def steps(device, max_grad_norm):
-    """What one optimizer step waits for, and whoever reads what it did; without the first one, which proves the model."""
+def steps(device):
+    """What an optimizer step waits for, and whoever reads what it did, with clipping and without; behind one that proves the
+    model.
+    """
     accelerator = accelerator_on(device)
     model = accelerator.prepare(h.gpt2(DROPOUT))
     optimizer, found = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2)), []
-    for window in hf_ga.WindowLoader(h.token_samples(24), h.pad_right, accelerator=accelerator, seed=0):
+    windows = hf_ga.WindowLoader(h.token_samples(24), h.pad_right, accelerator=accelerator, seed=0)
+    for window, max_grad_norm in zip(windows, (None, 1.0, None), strict=True):
         result, waits = noted(hf_ga.train_step, accelerator, model, optimizer, window, max_grad_norm=max_grad_norm)
         found.append(waits + noted(lambda result=result: (result.loss, result.grad_norm))[1])
     return found[1:]
@@ -119,26 +121,26 @@ def trainers(device, folder):
 
 def whole_runs(device, folder):
     """A run on the CPU and one on the device, and one that is stopped there and goes on."""
-    step, found = loop.train_step, {}
+    step, found, short = loop.train_step, {}, {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
 
     def stops(*args, **kwargs):
         found["steps"] = found.get("steps", 0) + 1
-        if found["steps"] == 5:
+        if found["steps"] == 4:
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
     with runs.filled_place(folder / "place") as place:
         for name, where in (("on the CPU", CPU), ("whole", device)):
             accelerator_on(where)
-            found[name] = runs.train(place, folder / name)["weights_sha256"]
+            found[name] = runs.train(place, folder / name, **short)["weights_sha256"]
         with mock.patch.object(loop, "train_step", stops):
             try:
-                runs.train(place, folder / "cut")
+                runs.train(place, folder / "cut", **short)
             except KeyboardInterrupt:
                 found["stopped"] = True
-        found["cut"] = runs.train(place, folder / "cut", resume_from_checkpoint="auto")["weights_sha256"]
+        found["cut"] = runs.train(place, folder / "cut", **short, resume_from_checkpoint="auto")["weights_sha256"]
         found["distance"] = runs.relative_distance(folder / "whole", folder / "on the CPU")
-        found["of one step"] = runs.relative_distance(folder / "on the CPU", folder / "on the CPU" / "checkpoint-6")
+        found["of one step"] = runs.relative_distance(folder / "on the CPU", folder / "on the CPU" / "checkpoint-2")
     return found
 
 
@@ -161,6 +163,6 @@ if __name__ == "__main__":
     tf.logging.set_verbosity_error()
     folder, device = Path(sys.argv[1]), stand_in_device.set_up() if sys.argv[2] == "standin" else torch.device(sys.argv[2])
     found = {name: compared(device, *case) for name, case in CASES.items()}
-    found |= {"steps": [steps(device, norm) for norm in (1.0, None)], "usual loop": usual_loop(device)}
+    found |= {"steps": steps(device), "usual loop": usual_loop(device)}
     found |= {"mixed": mixed_devices(device), "equivalence": equivalence(device), "trainers": trainers(device, folder / "trainer")}
     (folder / "found.json").write_text(json.dumps({**found, "runs": whole_runs(device, folder)}))

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import helpers as h
 import pytest
-import steps
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
-from steps import same
+from steps import Training, same
 from torch import nn
 
 import hf_ga
@@ -45,6 +44,7 @@ class Regression(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.linear = nn.Linear(3, 1)
 
     def forward(self, x, y=None):
@@ -73,14 +73,8 @@ def loader(samples, micro_batch=MICRO_BATCH, window=WINDOW, collate=h.pad_right)
     )
 
 
-def regression():
-    torch.manual_seed(0)
-    return Regression()
-
-
-class Training(steps.Training):
-    def __init__(self, accelerator, model=None, **more):
-        super().__init__(accelerator, model or regression(), **more)
+def training_of(accelerator, model=None, **more):
+    return Training(accelerator, model or Regression(), **more)
 
 
 # -- overflow ---------------------------------------------------------------------------------------------------------------
@@ -93,7 +87,7 @@ class Training(steps.Training):
 def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, max_grad_norm, fused):
     """The second of four micro-batches of the second of three windows."""
     samples = points(3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target")
-    training, options = Training(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    training, options = training_of(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
     snapshots, results = [training.snapshot()], []
     for window in loader(samples):
         results.append(training.step(window, **options))
@@ -112,7 +106,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, m
 def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
     """The scale falls three times (what overflowed stays in .grad), and the first micro-batch moves the weights."""
     samples = points(WINDOW, [MICRO_BATCH])
-    training = Training(fp16_accelerator())
+    training = training_of(fp16_accelerator())
     before = training.snapshot()
     for micro_batch in next(iter(loader(samples))).micro_batches:
         training.accelerator.backward(training.model(**micro_batch.batch))
@@ -123,7 +117,7 @@ def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
 
 def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
     """Why `overflowed` of a fused optimizer is told from the scale."""
-    training = Training(fp16_accelerator(), fused=True)
+    training = training_of(fp16_accelerator(), fused=True)
     (window,) = loader(points(WINDOW, [MICRO_BATCH]))
     assert training.step(window).overflowed
     assert not training.accelerator.optimizer_step_was_skipped
@@ -132,7 +126,7 @@ def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
 def test_the_scale_grows_after_the_interval():
     """By hand: it doubles after three windows in a row, and an overflow begins the count again."""
     samples = points(8 * WINDOW, [WINDOW])
-    training = Training(fp16_accelerator(growth_interval=3))
+    training = training_of(fp16_accelerator(growth_interval=3))
     results = [training.step(window) for window in loader(samples)]
     assert [r.loss_scale / SCALE for r in results] == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
     assert [r.overflowed for r in results] == [False, True, *[False] * 6]
@@ -141,7 +135,7 @@ def test_the_scale_grows_after_the_interval():
 
 def test_a_window_without_targets_does_not_count_for_the_scale():
     targets = h.tag_samples(WINDOW)
-    training = Training(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
+    training = training_of(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
     with_targets, without = loader(targets + [h.without_targets(s) for s in targets])
     training.step(with_targets)
     before, state = training.snapshot(), training.accelerator.scaler.state_dict()
@@ -152,11 +146,14 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
     assert training.accelerator.scaler.get_scale() == 2 * SCALE
 
 
-def test_without_fp16_there_is_no_scale():
-    training = Training(Accelerator(cpu=True))
+@pytest.mark.parametrize(("precision", "scale"), [("no", None), ("fp16", 1.0)], ids=["float32", "scaler switched off"])
+def test_without_a_scaler_nothing_is_skipped(precision, scale):
+    accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    enable_fp16_on_cpu(accelerator)
+    assert precision == "no" or accelerator.scaler.state_dict() == {}
     (window,) = loader(points(WINDOW))
-    result = training.step(window)
-    assert (result.skipped, result.overflowed, result.loss_scale) == (False, False, None)
+    result = training_of(accelerator).step(window)
+    assert (result.skipped, result.overflowed, result.loss_scale) == (False, False, scale)
 
 
 class HalfLoss(nn.Module):
@@ -205,7 +202,6 @@ def test_clipping_comes_after_unscaling():
     (window,) = loader(samples)
     result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=max_norm)
     error = h.relative_error(update(before, model), clipped)
-    print(f"MEASURED fp16 norm {result.grad_norm:.5f}, float32 {h.norm(reference):.5f}; clipped update off by {error:.1e}")
     assert h.norm(reference) > 3 * max_norm  # so clipping did something
     assert result.grad_norm == pytest.approx(h.norm(reference), rel=4 * FP16)
     assert error <= 4 * FP16
@@ -242,7 +238,7 @@ def test_windows_are_added_under_one_scale_and_unscaled_once():
 
 def test_an_unprepared_optimizer_is_refused():
     """It would step with gradients that are `SCALE` times too large, and go over an overflow."""
-    accelerator, plain = fp16_accelerator(), regression()
+    accelerator, plain = fp16_accelerator(), Regression()
     model = accelerator.prepare(plain)
     before = copy.deepcopy(plain.state_dict())
     (window,) = loader(points(WINDOW))
@@ -259,7 +255,7 @@ def test_an_unprepared_optimizer_is_refused():
 
 def test_an_optimizer_prepared_before_the_scaler_is_refused():
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
-    training = Training(accelerator)
+    training = training_of(accelerator)
     enable_fp16_on_cpu(accelerator)
     (window,) = loader(points(WINDOW))
     with pytest.raises(hf_ga.ConfigError, match="behind enable_fp16_on_cpu"):
@@ -269,7 +265,7 @@ def test_an_optimizer_prepared_before_the_scaler_is_refused():
 def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
     """Accelerate's clipping unscales all prepared optimizers: an infinity among the other's gradients would lower the scale."""
     accelerator = fp16_accelerator()
-    ours, other = Training(accelerator), Training(accelerator, nn.Linear(2, 1))
+    ours, other = training_of(accelerator), training_of(accelerator, nn.Linear(2, 1))
     pending = torch.tensor([[3.0, math.inf]])
     other.model.weight.grad = pending.clone()
     (window,) = loader(points(WINDOW))
@@ -285,7 +281,7 @@ def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
 
 def test_a_skip_of_another_optimizer_is_not_ours():
     accelerator = fp16_accelerator()
-    ours, other = Training(accelerator), Training(accelerator)
+    ours, other = training_of(accelerator), training_of(accelerator)
     good, bad = loader(points(2 * WINDOW, [WINDOW]))
     assert other.step(bad).overflowed
     result = ours.step(good)
@@ -310,7 +306,7 @@ def test_the_norm_is_of_what_the_optimizer_owns():
 def test_an_optimizer_without_any_gradient_skips(precision):
     """torch's scaler would raise an AssertionError; in float32 the schedule would go on and nothing be trained."""
     accelerator = fp16_accelerator() if precision == "fp16" else Accelerator(cpu=True)
-    model, unrelated = accelerator.prepare(regression()), Training(accelerator)
+    model, unrelated = accelerator.prepare(Regression()), training_of(accelerator)
     before = unrelated.snapshot()
     (window,) = loader(points(WINDOW))
     state = accelerator.scaler and accelerator.scaler.state_dict()
@@ -330,16 +326,16 @@ def test_an_optimizer_without_any_gradient_skips(precision):
 def test_a_run_goes_on_with_its_scale():
     """Stopped after five windows of ten: scales, skips and weights are those of the run that was not stopped."""
     samples = points(10 * WINDOW, [WINDOW])
-    whole = Training(fp16_accelerator(growth_interval=3))
+    whole = training_of(fp16_accelerator(growth_interval=3))
     results = [whole.step(window) for window in loader(samples)]
-    first = Training(fp16_accelerator(growth_interval=3))
+    first = training_of(fp16_accelerator(growth_interval=3))
     windows = list(loader(samples))
     for window in windows[:5]:
         first.step(window)
     state = json.loads(json.dumps(first.accelerator.scaler.state_dict()))
     scales = {}
     for loaded in (True, False):
-        second = Training(fp16_accelerator(), unprepared(first))
+        second = training_of(fp16_accelerator(), unprepared(first))
         second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         second.scheduler.load_state_dict(first.scheduler.state_dict())
         if loaded:
@@ -353,15 +349,6 @@ def test_a_run_goes_on_with_its_scale():
 
 def unprepared(training):
     """The weights in a module that no accelerator wrapped."""
-    model = regression()
+    model = Regression()
     model.load_state_dict(training.model.state_dict())
     return model
-
-
-def test_a_scaler_that_is_switched_off_skips_nothing():
-    handler = GradScalerKwargs(enabled=False)
-    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
-    enable_fp16_on_cpu(accelerator)
-    assert accelerator.scaler.state_dict() == {}
-    result = Training(accelerator).step(next(iter(loader(points(WINDOW)))))
-    assert (result.skipped, result.loss_scale) == (False, 1.0)

@@ -1,30 +1,22 @@
-"""What two ranks exchange in a window: forked from this process, so in seconds. `test_processes.py` launches real jobs."""
+"""What two ranks exchange in a window, of small models, in a second each. `test_processes.py` has more models and more ranks."""
 
-import multiprocessing
-import os
-import pickle
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import helpers as h
 import pytest
 import torch
-from accelerate import PartialState
-from launching import PORTS
-from processes import make_accelerator, whole_gradients
+from forked import on_two_ranks, outcome
+from processes import make_accelerator, make_windows, prepare, whole_gradients
 from torch import nn
 
 import hf_ga
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
-LIMIT = 20  # seconds in which a rank waits for the other
 
 
 class Halves(nn.Module):
@@ -57,36 +49,6 @@ def points() -> list[dict]:
 
 def stack(samples: list[dict]) -> dict:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def on_two_ranks(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns on each of two ranks; the text of what it raises."""
-    context, port, ends = multiprocessing.get_context("fork"), next(PORTS), []
-    for rank in range(2):
-        end, other = context.Pipe(duplex=False)
-        context.Process(target=_be_rank, args=(rank, port, work, other), daemon=True).start()
-        other.close()  # so that the end of a rank is seen
-        ends.append(end)
-    assert all(end.poll(6 * LIMIT) for end in ends)
-    return [pickle.loads(end.recv_bytes()) for end in ends]
-
-
-def _be_rank(rank: int, port: int, work: Callable[[], Any], end: Connection) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
-    PartialState._reset_state()
-    PartialState(cpu=True, timeout=timedelta(seconds=LIMIT))
-    end.send_bytes(pickle.dumps(_outcome(work)))
-    os._exit(0)
-
-
-def _outcome(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def assert_full_batch(found: list[Any], model: nn.Module, batch: dict) -> None:
@@ -145,12 +107,49 @@ def test_chunks_have_the_same_bits_on_one_rank_and_on_two(chunk):
 
 def test_both_ranks_know_of_a_failure():
     def work() -> list[Any]:
-        failed = _outcome(lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose")))
+        failed = outcome(lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose")))
         return [failed, ddp_window()]
 
     (first, after), (second, _) = on_two_ranks(work)
     assert second == "ZeroDivisionError: on purpose" and first == f"ProcessFailed: process 1 failed: {second}"
     assert_full_batch([after], Halves(), stack(points()))
+
+
+def failing_window(where: str) -> tuple[str, float]:
+    """What this rank raises in a window in which rank 1 fails, and the loss of the same window after that."""
+    accelerator, is_armed = make_accelerator("ddp"), False
+    error = torch.OutOfMemoryError() if where == "memory" else ValueError("row \udc80 is bad")  # a text that cannot be encoded
+
+    def fail(*args: Any) -> None:
+        if is_armed and accelerator.process_index == 1:
+            raise error
+
+    def collate(samples: list[dict]) -> dict:
+        if where == "collate":
+            fail()
+        return h.pad_right(samples)
+
+    base, samples = (h.mixtral(0.5), h.token_samples(16)) if where == "router" else (h.bert_classifier(0.1), h.class_samples(16))
+    model, _, rule = prepare(accelerator, "ddp", base, samples, collate=collate)
+    if where != "collate":
+        base.register_forward_pre_hook(fail)
+    (window,) = make_windows(accelerator, samples, collate, global_batch_size=16, per_device_batch_size=2)
+    rule = replace(rule, pad_to_window=where == "collate")
+    is_armed = True
+    said = outcome(partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
+    is_armed = False
+    return said, hf_ga.backward_window(accelerator, model, window, targets=rule).loss
+
+
+@pytest.mark.parametrize("where", ["collate", "router", "memory"])
+def test_both_ranks_raise_in_the_same_window_and_can_go_on(where):
+    """The failing rank its own error, the other one its message: where a window must have one width, in the pass in which experts
+    are counted, and where a sample alone does not fit.
+    """
+    (first, loss), (second, same) = on_two_ranks(partial(failing_window, where))
+    words = "does not fit into the memory of process 1" if where == "memory" else "ValueError: row \udc80 is bad"
+    assert words in second and first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
+    assert loss == same > 0
 
 
 def test_both_ranks_compute_again_where_one_ran_out_of_memory():
@@ -193,11 +192,11 @@ def test_errors_and_values_are_those_of_all_ranks():
                 if rank == 1:
                     raise CheckpointError("the disk of rank 1 is full")
 
-        agree = _outcome(lambda: check_agreement(accelerator, "rows", str(rank)))
+        agree = outcome(lambda: check_agreement(accelerator, "rows", str(rank)))
         return [
-            _outcome(write),
+            outcome(write),
             agree,
-            _outcome(lambda: check_agreement(accelerator, "rows", "3")),
+            outcome(lambda: check_agreement(accelerator, "rows", "3")),
             broadcast_from_main(accelerator, rank),
         ]
 

@@ -1,16 +1,16 @@
-"""Tiny models and files for a module's runs, and a run that nothing disturbed."""
+"""Tiny models and files for all runs of the room, and a run that nothing disturbed."""
 
 import pytest
 from runs import filled_place, train
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place(tmp_path_factory):
     with filled_place(tmp_path_factory.mktemp("place")) as folder:
         yield folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(place):
     """Its summary and its folder, with all three checkpoints."""
     return train(place, place / "undisturbed", save_total_limit=9), place / "undisturbed"

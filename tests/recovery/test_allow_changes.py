@@ -27,22 +27,20 @@ RATE, WARMUP, STEPS = 3e-4, 2, 8  # of `small_config`; epochs of 60 samples in w
 STOP = 6  # the checkpoint: two windows into the second epoch
 
 
-@pytest.fixture(scope="module")
-def place(place):
-    """With other rows and a wider model, too."""
+@pytest.fixture(scope="module", autouse=True)
+def _more(place):
+    """Other rows and a wider model."""
     write_rows(place / "more.jsonl", ragged_rows(90, seed=5))
     write_rows(place / "fewer.jsonl", ragged_rows(24, seed=5))
     wide = tf.GPT2Config.from_pretrained(place / "gpt", n_embd=32)
     tf.GPT2LMHeadModel(wide).save_pretrained(place / "wide")
     tf.AutoTokenizer.from_pretrained(place / "gpt").save_pretrained(place / "wide")
-    return place
 
 
 @pytest.fixture(scope="module")
-def old(place):
+def old(undisturbed):
     """The folder of a run of 8 steps, with checkpoints 3, 6 and 8."""
-    train(place, place / "old", save_total_limit=9)
-    return place / "old"
+    return undisturbed[1]
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +131,10 @@ def linear(step: int, warmup: int, steps: int) -> float:
 @pytest.mark.parametrize(
     ("change", "rate_of"),
     [
-        ({"learning_rate": 1e-4}, lambda step: cosine(step, rate=1e-4)),
         ({"warmup_steps": 5, "lr_scheduler_type": "linear", "max_steps": 10}, lambda step: linear(step, 5, 10)),
-        ({"warmup_steps": 9, "max_steps": 12}, lambda step: cosine(step, warmup=9, steps=12)),
+        ({"learning_rate": 1e-4, "warmup_steps": 9, "max_steps": 12}, lambda step: cosine(step, 1e-4, 9, 12)),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+    ids=["linear", "cosine"],
 )
 def test_the_new_schedule_acts(change, rate_of, place, old, checkpoint, tmp_path):
     """The first loss is that of the old run's weights; steps and moments are counted on."""
@@ -158,11 +155,13 @@ def test_the_new_decay_and_clipping_act_and_the_best_of_another_metric_is_forgot
     assert [how["max_grad_norm"] for how in seen.how] == [0.125] * 2 and seen.before.best_metric is None
 
 
-def test_moments_and_schedule_are_kept(place, old, checkpoint, tmp_path):
+@pytest.mark.parametrize("file", ["fewer.jsonl", "validation.jsonl"], ids=["another validation file", "nothing"])
+def test_moments_and_schedule_are_kept(file, place, old, checkpoint, tmp_path, capsys):
     """With another validation file the training is bit for bit that of the old run. Its best model is another one."""
-    more = {"validation_file": str(place / "fewer.jsonl")}
-    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, **more)
-    assert seen.before.changes and seen.before.best_metric is None
+    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, validation_file=str(place / file))
+    changed = file == "fewer.jsonl"
+    assert bool(seen.before.changes) == ("resumed with changes" in capsys.readouterr().out) == changed
+    assert (seen.before.best_metric is None) == changed
     assert summary["weights_sha256"] == json.loads((old / "summary.json").read_text())["weights_sha256"]
     assert [line["loss"] for line in lines] == [line["loss"] for line in lines_of(old)[STOP:]]
 
@@ -208,17 +207,18 @@ def num_windows_before(rows: int, size: int, consumed: int, drops: bool) -> int:
     return in_epoch + math.ceil(consumed / size)
 
 
-def test_behind_a_whole_epoch_the_next_one_begins(place, old, tmp_path):
-    """Its last window was short: 60 samples are 7 windows of 8 and 4 samples, none of which come again."""
-    seen, _, _ = go_on(place, tmp_path / "out", old / "checkpoint-8", global_batch_size=8, max_steps=10)
-    assert seen.ids == windows_of(epoch_order(60, 7, 2), 8)[:2] and seen.epochs == [2, 2]
-
-
-def test_behind_a_whole_epoch_of_fewer_rows(place, old, tmp_path):
-    """All 60 samples were consumed, not four windows of 16: with 90 rows 30 positions of the epoch are left, from window 3 on."""
-    change = {"dataset_name": str(place / "more.jsonl"), "max_steps": 10}
-    seen, _, _ = go_on(place, tmp_path / "out", old / "checkpoint-8", **change)
-    assert seen.ids == windows_of(epoch_order(90, 7, 1), 16, 48)[:2] and seen.epochs == [1, 1]
+@pytest.mark.parametrize(
+    ("change", "rows", "epoch", "size", "consumed"),
+    [({"global_batch_size": 8}, 60, 2, 8, 0), ({"dataset_name": "more.jsonl"}, 90, 1, 16, 48)],
+    ids=["smaller windows", "more rows"],
+)
+def test_behind_a_whole_epoch(change, rows, epoch, size, consumed, place, old, tmp_path):
+    """All 60 samples were consumed, the last in a short window. In smaller windows none of them comes again; of 90 rows, 30
+    positions of the epoch are left, from window 3 of 16 on.
+    """
+    change = {name: str(place / value) if name == "dataset_name" else value for name, value in change.items()}
+    seen, _, _ = go_on(place, tmp_path / "out", old / "checkpoint-8", max_steps=10, **change)
+    assert seen.ids == windows_of(epoch_order(rows, 7, epoch), size, consumed)[:2] and seen.epochs == [epoch] * 2
 
 
 @pytest.mark.parametrize(
@@ -253,14 +253,6 @@ def test_a_stream_with_another_buffer(place, tmp_path):
     seen, _, _ = go_on(place, tmp_path / "out", tmp_path / "old" / f"checkpoint-{STOP}", **changes)
     orders = [np.array(list(shuffled(iter(range(60)), 9, seed=7, epoch=epoch))) for epoch in (1, 2)]
     assert [sorted(ids) for ids in seen.ids] == [sorted(ids) for ids in windows_of(orders[0], 8, 32)]
-
-
-def test_without_changes_the_flag_does_nothing(place, old, checkpoint, tmp_path, capsys):
-    """Bit for bit the run that never stopped."""
-    seen, lines, summary = go_on(place, tmp_path / "out", checkpoint)
-    assert seen.before.changes == [] and "another run" not in capsys.readouterr().out
-    assert summary["weights_sha256"] == json.loads((old / "summary.json").read_text())["weights_sha256"]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in lines_of(old)[STOP:]]
 
 
 # Allowed: what surrounds the weights

@@ -7,17 +7,16 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers as h
 import pytest
 import torch
-from runs import lines_of, ragged_rows, relative_distance, small_config, train, write_rows
+from runs import lines_of, relative_distance, saved_weights, train
 from stops import Stopped, content, interrupted, without_speed
 
 import hf_ga
 from hf_ga.parallel import shards
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
 from hf_ga.recovery.manifest import write_manifest
-from hf_ga.run import build, loop, saving
+from hf_ga.run import build, loop
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that saving needs of an Accelerator
 
@@ -25,39 +24,18 @@ ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that savin
 # Stop and resume
 
 
-@pytest.mark.parametrize("windows", [3, 7], ids=lambda n: f"after {n} steps")
-def test_resumed_run_is_the_undisturbed_run(windows, place, undisturbed, tmp_path):
-    """Stopped right after a checkpoint and a step behind one, in the first and in the second epoch; dropout on."""
-    interrupted(place, tmp_path / "out", windows)
+@pytest.mark.parametrize(
+    ("windows", "save_steps"), [(3, 3), (7, 3), (5, 4)], ids=["right after a checkpoint", "in the second epoch", "between epochs"]
+)
+def test_resumed_run_is_the_undisturbed_run(windows, save_steps, place, undisturbed, tmp_path):
+    """Dropout on."""
+    interrupted(place, tmp_path / "out", windows, save_steps=save_steps)
     assert len(lines_of(tmp_path / "out")) == windows and not (tmp_path / "out" / "summary.json").exists()
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
+    summary = train(place, tmp_path / "out", save_steps=save_steps, resume_from_checkpoint="auto")
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
     same = ("eval_loss", "best_eval_loss", "train_loss", "steps", "skipped_windows")
     assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
-
-
-def test_resume_at_the_end_of_an_epoch(place, undisturbed, tmp_path):
-    interrupted(place, tmp_path / "out", 5, save_steps=4)
-    summary = train(place, tmp_path / "out", save_steps=4, resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
-
-
-def test_without_the_optimizer_it_is_another_run(place, undisturbed, tmp_path, monkeypatch):
-    """The control: a resume that forgets the optimizer's moments does not give the same weights."""
-    interrupted(place, tmp_path / "out", 5)
-
-    def load(folder, model, optimizer, **how):
-        fresh = optimizer.state_dict()
-        state = load_checkpoint(folder, model, optimizer, **how)
-        optimizer.load_state_dict({**fresh, "state": {}})
-        return state
-
-    monkeypatch.setattr(saving, "load_checkpoint", load)
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] != undisturbed[0]["weights_sha256"]
-    assert relative_distance(tmp_path / "out", undisturbed[1]) > 1e-4
 
 
 def test_resume_with_another_micro_batch(place, undisturbed, tmp_path):
@@ -68,23 +46,17 @@ def test_resume_with_another_micro_batch(place, undisturbed, tmp_path):
     assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5
 
 
-def test_resume_into_another_folder(place, undisturbed, tmp_path):
-    """The named checkpoint's run goes on; the old folder is left as it is."""
-    before = content(undisturbed[1])
-    from_folder = str(undisturbed[1] / "checkpoint-3")
-    summary = train(place, tmp_path / "new", resume_from_checkpoint=from_folder)
+@pytest.mark.parametrize("moved", [False, True], ids=["in its folder", "moved"])
+def test_resume_into_another_folder(moved, place, undisturbed, tmp_path):
+    """The named checkpoint's run goes on, also without its run's folder around it; the old folder is left as it is."""
+    before, checkpoint = content(undisturbed[1]), undisturbed[1] / "checkpoint-3"
+    if moved:
+        checkpoint = shutil.copytree(checkpoint, tmp_path / "moved" / "any name")
+    summary = train(place, tmp_path / "new", resume_from_checkpoint=str(checkpoint))
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "new") == without_speed(undisturbed[1])[3:]
     assert content(undisturbed[1]) == before
     assert relative_distance(tmp_path / "new" / "best", undisturbed[1] / "best") == 0
-
-
-def test_resume_from_a_checkpoint_alone(place, undisturbed, tmp_path):
-    """Without its run's folder around it the earlier lines are missing; the rest is the same."""
-    shutil.copytree(undisturbed[1] / "checkpoint-6", tmp_path / "moved" / "checkpoint-6")
-    summary = train(place, tmp_path / "new", resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-6"))
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert without_speed(tmp_path / "new") == without_speed(undisturbed[1])[6:]
 
 
 def test_resume_of_a_finished_run_changes_nothing(place, undisturbed, tmp_path):
@@ -94,24 +66,47 @@ def test_resume_of_a_finished_run_changes_nothing(place, undisturbed, tmp_path):
     assert lines_of(tmp_path / "out") == lines_of(undisturbed[1])
 
 
-def test_skipped_windows_and_best_loss_survive_a_stop(place, tmp_path):
-    rows = [{"text": "<eos>"} if 20 <= i < 44 else row for i, row in enumerate(ragged_rows(60, seed=1))]
-    file = write_rows(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows])
-    settings = {
-        "dataset_name": file,
-        "global_batch_size": 2,
-        "max_steps": None,
-        "num_train_epochs": 1.0,
-        "save_steps": 5,
-        "eval_steps": 10,
-    }
-    whole = train(place, tmp_path / "whole", **settings)
-    assert whole["skipped_windows"] > 2
-    interrupted(place, tmp_path / "out", 19, **settings)
-    resumed = train(place, tmp_path / "out", resume_from_checkpoint="auto", **settings)
-    same = ("skipped_windows", "steps", "best_eval_loss", "weights_sha256")
-    assert {k: resumed[k] for k in same} == {k: whole[k] for k in same}
-    assert without_speed(tmp_path / "out") == without_speed(tmp_path / "whole")
+def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, undisturbed, tmp_path):
+    path, out = str(undisturbed[1] / "checkpoint-3"), tmp_path / "out"
+    interrupted(place, out, 1, resume_from_checkpoint=path)
+    interrupted(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
+    with pytest.raises(hf_ga.ConfigError, match="contains checkpoints"):
+        train(place, out, resume_from_checkpoint=path)
+    train(place, out, resume_from_checkpoint="auto")
+    assert [line["step"] for line in lines_of(out)] == list(range(4, 9))
+
+
+def test_best_is_not_of_a_future_that_was_given_up(place, undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed[1], tmp_path / "out")
+    before = saved_weights(out / "best")
+    summary = train(place, out, resume_from_checkpoint=str(out / "checkpoint-3"), learning_rate=30.0, resume_with_changes=True)
+    measured = {line["step"]: line["eval_loss"] for line in lines_of(out) if "eval_loss" in line}
+    assert summary["best_eval_loss"] == min(measured[6], measured[8])
+    assert not all(weight.equal(before[name]) for name, weight in saved_weights(out / "best").items())
+
+
+def test_the_same_files_elsewhere_are_the_same_run(place, undisturbed, tmp_path):
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    shutil.copytree(place / "gpt", tmp_path / "gpt")
+    moved = {"model_name_or_path": str(tmp_path / "gpt")}
+    for key, name in {"dataset_name": "train.jsonl", "validation_file": "validation.jsonl"}.items():
+        moved[key] = shutil.copy(place / name, tmp_path)
+    assert train(place, tmp_path / "out", **moved, resume_from_checkpoint="auto")["changes"] == []
+
+
+def test_a_checkpoint_may_be_a_link(place, tmp_path):
+    interrupted(place, tmp_path / "out", 4)
+    shutil.move(tmp_path / "out" / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "out" / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
+    train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
+    assert {path.name for path in (tmp_path / "out").glob("*checkpoint-*")} == {"checkpoint-8"}
+
+
+def test_what_a_killed_run_did_not_come_to_delete_is_deleted(place, undisturbed, tmp_path):
+    """Killed behind its last checkpoint, before older ones went: no other checkpoint will be saved."""
+    shutil.copytree(undisturbed[1], tmp_path / "out")
+    train(place, tmp_path / "out", resume_from_checkpoint="auto", save_total_limit=1)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
 
 
 # Files
@@ -129,19 +124,20 @@ def test_newest_is_by_number(tmp_path):
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
 
 
-def test_a_named_checkpoint_that_is_damaged_is_refused(place, undisturbed, tmp_path, monkeypatch):
-    """Before a model is built; nothing is changed. test_damaged_checkpoints.py damages all files in all ways."""
-    shutil.copytree(undisturbed[1], tmp_path / "out")
-    shard = tmp_path / "out" / "checkpoint-8" / "shards" / "shard-00001-model-00001-of-00001.safetensors"
+def test_what_cannot_be_resumed_is_refused_before_a_model_is_built(place, undisturbed, tmp_path, monkeypatch):
+    """Nothing is changed. test_damaged_checkpoints.py damages all files in all ways."""
+    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
+    folder = shutil.copytree(undisturbed[1] / "checkpoint-8", tmp_path / "checkpoint-8")
+    shard = folder / "shards" / "shard-00001-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    before = content(tmp_path / "out")
-    with (
-        pytest.raises(hf_ga.CheckpointError, match=r"checkpoint-8/shards/shard-00001-model-00001-of-00001\.safetensors is damaged"),
-        pytest.MonkeyPatch.context() as patch,
+    before = content(tmp_path)
+    for name, words in (
+        (folder, rf"checkpoint-8/shards/{shard.name} is damaged"),
+        (tmp_path / "absent", "absent is not a checkpoint"),
     ):
-        patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
-        train(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
-    assert content(tmp_path / "out") == before
+        with pytest.raises(hf_ga.CheckpointError, match=words):
+            train(place, tmp_path / "out", resume_from_checkpoint=str(name))
+    assert content(tmp_path) == before and not (tmp_path / "out").exists()
 
 
 def test_auto_starts_anew_where_there_is_no_checkpoint(place, undisturbed, tmp_path, capsys):
@@ -233,13 +229,16 @@ def small(width=3):
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def test_save_and_load_by_hand(tmp_path):
+@pytest.mark.parametrize("file_bytes", [shards.FILE_BYTES, 16], ids=["one file", "several files"])
+def test_save_and_load_by_hand(file_bytes, tmp_path, monkeypatch):
     """Weights, the optimizer's moments and the state come back exactly; a model of another width is refused."""
+    monkeypatch.setattr(shards, "FILE_BYTES", file_bytes)
     model, optimizer = small()
     for _ in range(3):
         model(torch.randn(4, 3)).square().sum().backward()
         optimizer.step()
     folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {"best": math.inf, "note": "é"}, step=3, keep=1)
+    assert (len(list((folder / "shards").iterdir())) > 2) == (file_bytes == 16)
     other, other_optimizer = small()
     other_optimizer.param_groups[0]["lr"] = 9.0
     assert not torch.equal(other.weight, model.weight)
@@ -261,30 +260,3 @@ def test_the_sha256_sees_every_bit():
     assert state_sha256(model.state_dict()) != before
     assert state_sha256(torch.nn.Sequential(model).state_dict()) != state_sha256(model.state_dict())  # names count
     assert state_sha256(model.double().state_dict()) != state_sha256(model.float().state_dict())  # and types
-
-
-def test_resume_is_refused_before_a_model_is_built(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("a model was built"))
-    with pytest.raises(hf_ga.CheckpointError, match="absent is not a checkpoint"):
-        hf_ga.finetune(small_config(place, tmp_path / "out", resume_from_checkpoint=str(tmp_path / "absent")))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_large_state_is_several_files(tmp_path, monkeypatch):
-    """Each is made in memory. Control: another model of the same kind has other weights before."""
-    monkeypatch.setattr(shards, "FILE_BYTES", 4096)
-    made = []
-    for rate in (1e-3, 1e-1):
-        model = h.gpt2()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        model(**h.pad_right(h.token_samples(4))).loss.backward()
-        optimizer.step()
-        made.append((model, optimizer))
-    (model, optimizer), (other, others) = made
-    shards.save_shards(model, optimizer, tmp_path / "shards")
-    assert len(list((tmp_path / "shards").iterdir())) > 2
-    different = [n for n, p in other.named_parameters() if not torch.equal(p, model.get_parameter(n))]
-    shards.load_shards(other, others, tmp_path / "shards")
-    assert different and all(torch.equal(p, model.get_parameter(n)) for n, p in other.named_parameters())
-    for mine, restored in zip(model.parameters(), other.parameters(), strict=True):
-        assert all(torch.equal(value, others.state[restored][k]) for k, value in optimizer.state[mine].items())

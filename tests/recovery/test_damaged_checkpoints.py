@@ -175,22 +175,18 @@ def test_manifest_lists_versions_and_all_files(runs):
     assert manifest["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
-def test_white_space_of_the_manifest_is_not_free(runs, tmp_path):
-    """A blank more changes nothing that it states."""
-    shutil.copytree(runs / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
-    file = tmp_path / "checkpoint-6" / "manifest.json"
-    file.write_text(file.read_text() + " ")
-    with pytest.raises(hf_ga.CheckpointError, match=r"manifest\.json is damaged"):
-        verify(tmp_path / "checkpoint-6")
-
-
-def test_an_earlier_form_of_the_manifest(runs, tmp_path):
-    shutil.copytree(runs / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
-    for text, words in (('{"state.json": "0123"}', "is damaged"), ('{"format": 1, "sha256": "0123"}', "has format 1")):
-        (tmp_path / "checkpoint-6" / "manifest.json").write_text(text)
-        with pytest.raises(hf_ga.CheckpointError, match=rf"manifest\.json {words}"):
-            verify(tmp_path / "checkpoint-6")
-    assert len(list_checkpoints(tmp_path)) == 1
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("{} ", "is damaged"), ('{{"state.json": "0123"}}', "is damaged"), ('{{"format": 1, "sha256": "0123"}}', "has format 1")],
+    ids=["a blank more", "a list of files", "format 1"],
+)
+def test_a_manifest_of_another_form(form, words, runs, tmp_path):
+    """Also where it states the same."""
+    folder = shutil.copytree(runs / "own" / "checkpoint-6", tmp_path / "checkpoint-6")
+    (folder / "manifest.json").write_text(form.format((folder / "manifest.json").read_text()))
+    with pytest.raises(hf_ga.CheckpointError, match=rf"manifest\.json {words}"):
+        verify(folder)
+    assert list_checkpoints(tmp_path) == [folder]
 
 
 # A crash between any two operations

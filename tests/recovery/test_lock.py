@@ -1,8 +1,6 @@
 """One run in a folder at a time: the second is refused and changes nothing, and no lock is left in the way."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,34 +13,6 @@ from hf_ga.recovery.lock import LOCK, is_empty_folder, only_run_in
 from hf_ga.run import finetune
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
-HOLDER = """
-import sys, time
-from filelock import FileLock
-
-lock = FileLock(sys.argv[1])
-lock.acquire()
-print("held", flush=True)
-time.sleep(300)
-"""
-
-
-@pytest.fixture
-def holder():
-    """Start a process that holds the lock of a folder, until it is killed."""
-    started = []
-
-    def start(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder / LOCK)], stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout.readline() == "held\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_the_second_run_is_refused(tmp_path):
@@ -59,34 +29,22 @@ def test_the_second_run_is_refused(tmp_path):
         pass
 
 
-def test_a_run_in_a_folder_that_is_in_use(place, tmp_path, holder):
-    """By a process of its own. Without the lock, the second run would continue what is there."""
-    out, more = tmp_path / "out", {"max_steps": 3, "resume_from_checkpoint": "auto"}
-    train(place, out, max_steps=3)
-    before = content(out)
-    process = holder(out)
-    with pytest.raises(hf_ga.ConfigError, match="is in use by another run"):
-        train(place, out, **more)
-    assert {path: data for path, data in content(out).items() if path.name != LOCK} == before
-    process.kill()
-    process.wait()
-    assert (out / LOCK).exists(), "the killed process has left its file"
-    train(place, out, **more)
-    assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
+def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
+    """It is refused and changes nothing; without the lock it would continue what is there. What a killed run left is nothing."""
+    out, fit, more = tmp_path / "out", finetune.fit, {"max_steps": 3, "resume_from_checkpoint": "auto"}
+    out.mkdir()
+    (out / LOCK).write_text("process 1")
 
-
-def test_a_run_holds_the_lock(place, tmp_path, monkeypatch):
-    out, found, fit = tmp_path / "out", [], finetune.fit
-
-    def tried(*args):
-        found.extend(path.name for path in out.iterdir())
-        with pytest.raises(hf_ga.ConfigError, match="is in use"), only_run_in(out, ALONE):
-            pytest.fail("two runs are in the folder")
+    def fit_beside(*args):
+        before = content(out)
+        with pytest.raises(hf_ga.ConfigError, match="is in use by another run"):
+            train(place, out, **more)
+        assert content(out) == before
         return fit(*args)
 
-    monkeypatch.setattr(finetune, "fit", tried)
-    train(place, out, max_steps=3)
-    assert found == [LOCK] and len(lines_of(out)) == 3
+    monkeypatch.setattr(finetune, "fit", fit_beside)
+    train(place, out, **more)
+    assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
 
 
 def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
@@ -112,11 +70,11 @@ def test_a_folder_that_was_made_for_nothing_is_removed(place, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"] and not any((tmp_path / "there").iterdir())
 
 
-def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path, holder):
+def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path):
     """It writes files of its own only."""
-    process = holder(tmp_path / "out")
-    train(place, tmp_path / "out", eval_only=True)
-    assert process.poll() is None and sorted(path.name for path in (tmp_path / "out").iterdir()) == ["evaluation.json", LOCK]
+    with only_run_in(tmp_path / "out", ALONE):
+        train(place, tmp_path / "out", eval_only=True)
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["evaluation.json", LOCK]
 
 
 def test_the_lock_of_a_killed_run_is_nothing(tmp_path):

@@ -6,8 +6,8 @@ run or, for gradients, one forward and backward of the whole window.
 
 import random
 from collections import Counter
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 
 import helpers as h
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from memory_worker import ERRORS, Device, of_sample
 from runs import lines_of, relative_distance, train
 
@@ -119,14 +120,6 @@ def test_gradient_against_the_whole_window():
     assert result.retries == len(device.failures) >= 3 and sum(device.take().values()) == WINDOW
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, samples: list[dict]) -> None:
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
-
-
 def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind: str = "list", backward: bool = False):
     """An epoch of updates. Returns the losses, retries by window, the device, and whether each window saw its samples once."""
     accelerator, model, samples = accelerator_in(precision), h.gpt2(0.1), h.token_samples(SAMPLES)
@@ -136,7 +129,9 @@ def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind
     device = Device(model, 20, chosen=chosen, backward=backward)
     if kind == "stream":
         options = {"per_device_batch_size": micro_batch, "global_batch_size": WINDOW, "seed": SEED, "num_workers": 1}
-        windows = hf_ga.StreamLoader(Stream(samples), h.pad_right, accelerator=accelerator, **options)
+        windows = hf_ga.StreamLoader(
+            Dataset.from_list(samples).to_iterable_dataset(), h.pad_right, accelerator=accelerator, **options
+        )
     else:
         more = {"num_workers": 2} if kind == "workers" else {}
         windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
@@ -149,11 +144,6 @@ def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind
     return np.array(losses), retries, device, once
 
 
-@cache
-def undisturbed_losses(kind: str) -> np.ndarray:
-    return run_of_steps("no", lambda: False, kind=kind)[0]
-
-
 def at_random(seed: int, share: float = 0.25):
     rng = random.Random(seed)
     return lambda: rng.random() < share
@@ -162,7 +152,7 @@ def at_random(seed: int, share: float = 0.25):
 @pytest.mark.parametrize(("kind", "seed"), [("workers", 4), ("stream", 7)])
 def test_run_with_failures_at_random_is_the_undisturbed_one(kind, seed):
     """Loss by loss, in forwards and backwards; every window sees each of its samples once."""
-    expected = undisturbed_losses("stream" if kind == "stream" else "list")
+    expected, *_ = run_of_steps("no", lambda: False, kind="stream" if kind == "stream" else "list")
     losses, retries, device, once = run_of_steps("no", at_random(seed), kind=kind, backward=seed % 2 == 0)
     assert sum(retries) == len(device.failures) >= 2 and all(once)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -225,8 +215,10 @@ def small_device(fits: float, **how):
 
 @pytest.fixture(scope="module")
 def short_of_memory(place):
-    with small_device(60):
-        return train(place, place / "short", per_device_eval_batch_size=2)
+    """Its summary, and what it printed of memory."""
+    with small_device(60), redirect_stdout(StringIO()) as printed:
+        summary = train(place, place / "short", per_device_eval_batch_size=2)
+    return summary, [line for line in printed.getvalue().splitlines() if "out of memory" in line]
 
 
 def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
@@ -234,18 +226,13 @@ def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
     lines, expected = lines_of(place / "short"), lines_of(place / "undisturbed")
     assert [line.get("retries", 0) > 0 for line in lines] == [True] + [False] * 7
     assert not any("retries" in line for line in expected) and undisturbed[0]["most_tokens_in_a_micro_batch"] is None
-    assert 24 <= short_of_memory["most_tokens_in_a_micro_batch"] <= 60
+    summary, said = short_of_memory
+    assert 24 <= summary["most_tokens_in_a_micro_batch"] <= 60
+    assert len(said) == 1 and "tokens (padding included) in a micro-batch; the update is the same" in said[0]
     for name in ("loss", "eval_loss", "grad_norm"):
         found, right = ([line[name] for line in run if name in line] for run in (lines, expected))
         assert found == pytest.approx(right, rel=1e-5) and found
     assert 0 < relative_distance(place / "short", place / "undisturbed") < 1e-6  # in other parts, so rounded otherwise
-
-
-def test_a_lower_limit_is_printed(place, tmp_path, capsys):
-    with small_device(60):
-        train(place, tmp_path / "out", max_steps=2, warmup_steps=0, per_device_eval_batch_size=2)
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
-    assert "tokens (padding included) in a micro-batch; the update is the same" in said
 
 
 def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short_of_memory):
@@ -254,7 +241,7 @@ def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short
         resumed = train(
             place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"), per_device_eval_batch_size=2
         )
-    assert resumed["weights_sha256"] == short_of_memory["weights_sha256"]
+    assert resumed["weights_sha256"] == short_of_memory[0]["weights_sha256"]
     assert not any("retries" in line for line in lines_of(tmp_path / "out"))
 
 

@@ -85,16 +85,9 @@ def test_signals_are_remembered_and_handlers_come_back():
     assert handlers() == before
 
 
-def test_the_same_signal_again_acts_as_before(at_once):
-    """Of another kind it does not: SLURM warns before it terminates. Control of the control: within a second nothing happens."""
-    before = handlers()
-    with pytest.raises(KeyboardInterrupt), stop_requests():
-        signal.raise_signal(signal.SIGINT)
-    assert handlers() == before
-
-
-def test_a_signal_that_comes_twice_within_a_second_is_one(monkeypatch):
-    clock = [10.0]
+def test_the_same_signal_again_acts_as_before(monkeypatch):
+    """Within a second it is one request. Of another kind it is not: SLURM warns before it terminates."""
+    before, clock = handlers(), [10.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     with pytest.raises(KeyboardInterrupt), stop_requests() as request:
         for clock[0] in (10.0, 10.2, 11.0):
@@ -103,6 +96,7 @@ def test_a_signal_that_comes_twice_within_a_second_is_one(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         assert request.first == {signal.SIGINT: 10.0, signal.SIGTERM: 30.0}
         signal.raise_signal(signal.SIGINT)
+    assert handlers() == before
 
 
 def test_the_second_sigterm_ends_the_process(at_once):
@@ -211,6 +205,13 @@ def test_a_second_interrupt_stops_at_once(at_once, place, tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         train(place, tmp_path / "out")
     assert len(lines_of(tmp_path / "out")) == 4 and not (tmp_path / "out" / "checkpoint-4").exists()
+
+
+def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
+    leave = loop._raise_if_stopped
+    monkeypatch.setattr(loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        train(place, tmp_path / "out")
 
 
 def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monkeypatch, capsys):

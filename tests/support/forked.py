@@ -7,17 +7,25 @@ JOB.json is a list of phases, done one after the other; ends with code 1 at the 
 """
 
 import json
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no process imports it by itself)
+import pytest
+import torch.distributed.checkpoint.state_dict
 import transformers as tf
+from accelerate.state import AcceleratorState
 from launching import PORTS
 
 from hf_ga.run import finetune, loop
@@ -96,6 +104,39 @@ def together(work: Callable[[], None], kind: str, processes: int) -> set[int]:
             for other in running:
                 os.kill(other, signal.SIGKILL)
     return codes
+
+
+def on_two_ranks(work: Callable[[], Any], kind: str = "ddp") -> list[Any]:
+    """What `work` returns on each of two ranks, forked from this process; the text of what it raises."""
+    if torch.cuda.is_available():
+        pytest.skip("autograd's threads for a GPU survive no fork")
+    context, environment, ends = multiprocessing.get_context("fork"), environment_of(kind, 2), []
+    for rank in range(2):
+        end, other = context.Pipe(duplex=False)
+        mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        context.Process(target=_be_rank, args=(mine, work, other), daemon=True).start()
+        other.close()  # so that the end of a rank is seen
+        ends.append(end)
+    assert all(end.poll(60) for end in ends)
+    return [pickle.loads(end.recv_bytes()) for end in ends]
+
+
+def _be_rank(environment: dict[str, str], work: Callable[[], Any], end: Connection) -> None:
+    warnings.simplefilter("ignore")  # torch's own, about its next releases
+    os.environ.update(environment)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # pytest's files would be limited by `disk_limits`
+        found = outcome(work)
+    end.send_bytes(pickle.dumps(found))
+    os._exit(0)
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the text of what it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def stop_after(windows: int) -> None:

@@ -9,7 +9,7 @@ another way, its kernels, its memory and its speed are not to be seen here.
 
 import copy
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -97,7 +96,7 @@ class EverythingPasses(TorchDispatchMode):
 
 def compute(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """On the CPU; the result is on the device if operands are, or if it is asked for there."""
-    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    tensors = [x for x in _leaves([*args, *kwargs.values()]) if isinstance(x, Tensor)]
     ours = [x for x in tensors if isinstance(x, DeviceTensor)]
     device = kwargs.get("device")
     to_device = bool(ours) if device is None else torch.device(device).type == NAME
@@ -105,26 +104,33 @@ def compute(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         _check(function, args, kwargs, tensors, ours, to_device)
     if not ours and not to_device:
         return function(*args, **kwargs)
-    more = {} if device is None else {"device": torch.device("cpu")}
-    inner_args, inner_kwargs = pytree.tree_map(
-        _inner, (args, {**kwargs, **more, **({"pin_memory": False} if "pin_memory" in kwargs else {})})
-    )
+    here = {"device": torch.device("cpu"), "pin_memory": False}
+    inner_args, inner_kwargs = _inner(args), {name: here.get(name, _inner(value)) for name, value in kwargs.items()}
     if function is aten.histc.default:  # GPUs take integers
         inner_args = (inner_args[0].float(), *inner_args[1:])
     found = function(*inner_args, **inner_kwargs)
     if function is aten.copy_.default:
         return args[0]
-    found = pytree.tree_map(_on_device, found) if to_device else found
+    found = _on_device(found) if to_device else found
     if function._schema.is_mutable or any(result.alias_info for result in function._schema.returns):
         return return_and_correct_aliasing(function, args, kwargs, found)
     return found
 
 
+def _leaves(values: Iterable) -> list:
+    """Values, and those in lists of them. (torch's own functions for trees take as long as all that is computed.)"""
+    return [x for value in values for x in (_leaves(value) if isinstance(value, (list, tuple)) else [value])]
+
+
 def _inner(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_inner, value))
     return value.inner if isinstance(value, DeviceTensor) else value
 
 
 def _on_device(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_device, value))
     return DeviceTensor(value) if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) else value
 
 
