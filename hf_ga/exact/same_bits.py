@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.window import Window
 
+ALIGNMENT = 64  # bytes
+
 
 class ChunkBackend(Backend):
     """One process or DDP. Keeps the gradient of each subtree that this rank computes, about log2(chunks) of them at most."""
@@ -28,6 +31,8 @@ class ChunkBackend(Backend):
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """See the base class."""
         super().begin(model, loss)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = aligned(tensor.data)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.used = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
@@ -35,6 +40,8 @@ class ChunkBackend(Backend):
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Begin the sums of a window with targets. Ranks make different numbers of forwards."""
+        batches = [{name: aligned(value) for name, value in call.micro_batch.batch.items()} for call in calls]
+        calls = [replace(c, micro_batch=replace(c.micro_batch, batch=batch)) for c, batch in zip(calls, batches, strict=True)]
         self.chunks = window.request.chunks
         self.run = self.chunks.runs[self.accelerator.process_index]
         self.next, self.sum = self.run.start, TreeSum(self.chunks, _added)
@@ -124,6 +131,14 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
     parts = [own.new_empty(width) for _ in range(num_ranks)]
     dist.all_gather(parts, tree.nodes[0][1])
     return torch.cat(parts)[:size]
+
+
+def aligned(value: Any) -> Any:
+    """A tensor as torch allocates it on a CPU; other values as they are.
+
+    MKL's products depend on where a matrix begins, and weights that were loaded from safetensors begin anywhere.
+    """
+    return value.clone() if isinstance(value, Tensor) and value.data_ptr() % ALIGNMENT else value
 
 
 def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from windows import one_window, window_gradient
 import hf_ga
 from hf_ga.errors import ConfigError, OutOfMemory
 from hf_ga.exact.chunks import Chunks, TreeSum
+from hf_ga.exact.same_bits import ALIGNMENT
 
 
 def sum_over(chunks: Chunks, values: np.ndarray) -> np.float32:
@@ -97,6 +98,16 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="FSDP does not support same_bits"):
         hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=h.weighted_token_loss)
+
+
+def test_weights_begin_where_torch_begins_tensors():
+    """MKL's products may depend on it, and safetensors lays weights anywhere."""
+    model, window = h.plain_tagger(), chunked_window(h.plain_samples(8))
+    for parameter in model.parameters():
+        parameter.data = torch.empty(parameter.numel() + 1)[1:].view(parameter.shape).copy_(parameter.data)
+    assert any(parameter.data_ptr() % ALIGNMENT for parameter in model.parameters())
+    window_gradient(model, window)
+    assert not any(parameter.data_ptr() % ALIGNMENT for parameter in model.parameters())
 
 
 def test_a_chunk_that_does_not_fit_is_never_cut():
