@@ -17,7 +17,7 @@ BUDGETS = {
     "hf_ga/exact": 2900,  # 2,400, and 500 for the same bits
     "hf_ga/proof": 950,
     "hf_ga/speed": 950,
-    "hf_ga/parallel": 450,
+    "hf_ga/parallel": 465,  # 450, and what the same bits need
     "hf_ga/recovery": 850,
     "hf_ga/training.py": 220,
     "hf_ga/data": 2600,

@@ -1,4 +1,4 @@
-"""Promise of `same_bits`: the gradient of a window has the same bits whatever the per-device batch size."""
+"""Promise of `same_bits`: the gradient of a window has the same bits for every per-device batch size."""
 
 import hashlib
 

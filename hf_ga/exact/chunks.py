@@ -2,7 +2,7 @@
 
 Floating-point sums depend on their order, so ranks that add up what they happen to compute agree to 1e-7 only. Here a window's
 chunks
-depend on its samples alone, and a binary tree over them says which sums are made: each rank computes consecutive chunks, adds up
+depend on its samples alone, and a binary tree over them determines all sums: each rank computes consecutive chunks, adds up
 the subtrees that lie within them, and the ranks' subtrees are added along the same tree.
 """
 
@@ -77,7 +77,7 @@ def share_chunks(chunks: list[np.ndarray], lengths: np.ndarray, num_processes: i
 class TreeSum:
     """Adds up the values of consecutive nodes, two at a time wherever they are the children of one node.
 
-    So the sum of a node is computed from the same two numbers whoever computes it and whatever came before.
+    So the sum of a node is computed from the same two numbers on every rank.
 
     Args:
         plus: (left, right) -> their sum. It may use the memory of both.

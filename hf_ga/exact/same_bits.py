@@ -96,7 +96,7 @@ class ChunkBackend(Backend):
             self._add([numbers, *map(torch.zeros_like, self.parameters)])
 
     def _over_ranks(self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums have memory of their own, as
+        """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums are separate tensors, as
         kernels may depend on how it is aligned.
         """
         sums = [torch.empty_like(tensor) for tensor in like]
@@ -134,7 +134,7 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
 
 
 def aligned(value: Any) -> Any:
-    """A tensor as torch allocates it on a CPU; other values as they are.
+    """A tensor as torch allocates it on a CPU; other values unchanged.
 
     MKL's products depend on where a matrix begins, and weights that were loaded from safetensors begin anywhere.
     """

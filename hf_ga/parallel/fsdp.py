@@ -38,8 +38,7 @@ def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = Fal
         return ChunkBackend(accelerator) if same_bits else Backend(accelerator)
     if same_bits:
         raise ConfigError(
-            "FSDP does not support same_bits, because it adds the ranks' gradients in an order of its own: use DDP, or omit "
-            "same_bits."
+            "FSDP does not support same_bits, because it adds the ranks' gradients in another order: use DDP, or omit same_bits."
         )
     return ShardedBackend(accelerator, reduce_each_micro_batch)
 

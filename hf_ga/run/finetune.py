@@ -189,7 +189,7 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
     unsupported = {
-        "same_bits, because it adds the ranks' gradients in an order of its own: use DDP": config.same_bits is not None,
+        "same_bits, because it adds the ranks' gradients in another order: use DDP": config.same_bits is not None,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
         "lora_r, which leaves little to shard: use DDP": config.lora_r is not None,
         "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,

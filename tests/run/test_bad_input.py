@@ -53,6 +53,7 @@ CASES = {
         ["unknown metric_for_best_model 'acc'", "loss, accuracy, f1"],
     ),
     "unknown tracker": ("--report_to tensorbord", ["report_to tensorbord is not an installed tracker", "none, all", "tensorboard"]),
+    "chunks that do not fit": ("--same_bits 9", ["per_device_train_batch_size 4", "one chunk of same_bits 9"]),
     "dropout of LoRA alone": ("--lora_dropout 0.1", ["lora_dropout", "need lora_r"]),
     "scale of LoRA alone": ("--lora_alpha 8", ["lora_alpha", "need lora_r"]),
     "layers of LoRA alone": ("--lora_target_modules c_attn", ["lora_target_modules", "need lora_r"]),

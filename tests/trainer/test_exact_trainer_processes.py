@@ -2,14 +2,12 @@
 number of processes.
 """
 
-import copy
-
 import helpers as h
 import pytest
 import torch
 import transformers as tf
 from forked import together
-from trainers import arguments, trained
+from trainers import Case
 
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
@@ -19,30 +17,23 @@ LAYOUTS = {1: (12, 1), 2: (3, 2), 3: (1, 4)}  # processes: per-device batch size
 MODELS = {
     "bert": (h.bert_token_classifier, h.tag_samples),
     "gpt2": (h.gpt2, h.token_samples),
-    "mixtral": (h.mixtral, h.token_samples),
+    "mixtral": (lambda dropout: h.mixtral(0.1), h.token_samples),
 }
 
 
-def run_on(folder, processes, trainer_class, name="bert", resume=None, **more):
+def run_on(folder, processes, trainer_class, name="bert", **more):
     """First gradient and the losses of all steps, with dropout."""
     build, make_samples = MODELS[name]
-    build = (lambda dropout: h.mixtral(0.1)) if name == "mixtral" else build
-    samples, model = make_samples(NUM_SAMPLES), build(0.1)
-    settings = {
-        "max_steps": STEPS,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "ddp_backend": "gloo" if processes > 1 else None,
-        **more,
-    }
+    case = Case(folder / "trainer", build, make_samples(NUM_SAMPLES))
+    settings = {"max_steps": STEPS, "learning_rate": 0.05, "lr_scheduler_type": "constant", **more}
+    settings["ddp_backend"] = "gloo" if processes > 1 else None
 
     def work():
         torch.set_num_threads(1)
-        args = arguments(folder / "trainer", LAYOUTS[processes], **settings)
-        run = trained(trainer_class, copy.deepcopy(model), args, samples, data_collator=h.pad_right, resume=resume)
-        if args.process_index == 0:
-            gradients = {n.removeprefix("module."): g for n, g in run.gradients[0].items()}
-            torch.save({"gradient": gradients, "losses": run.losses}, folder / "found.pt")
+        run = case.run(trainer_class, LAYOUTS[processes], **settings)
+        if run.trainer.args.process_index == 0:
+            gradient = {name.removeprefix("module."): value for name, value in run.gradients[0].items()}
+            torch.save({"gradient": gradient, "losses": run.losses}, folder / "found.pt")
 
     assert together(work, "ddp", processes) == {0}
     return torch.load(folder / "found.pt")
@@ -66,5 +57,5 @@ def test_a_run_is_resumed_on_another_number_of_processes(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 10}
     whole = run_on(tmp_path, 1, ExactTrainer)
     run_on(tmp_path, 3, ExactTrainer, max_steps=10, **saving)
-    resumed = run_on(tmp_path, 2, ExactTrainer, resume=str(tmp_path / "trainer" / "checkpoint-10"))
+    resumed = run_on(tmp_path, 2, ExactTrainer, resume=10)
     assert resumed["losses"] == pytest.approx(whole["losses"][10:], rel=1e-5)
