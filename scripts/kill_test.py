@@ -102,9 +102,7 @@ class Runs:
         """Kill a process after `instant` seconds, unless it kills itself; False: the run had ended before."""
         processes = self.start(output, watches)
         killed = processes.pop(victim)
-        killed.join(instant)
-        killed.kill()  # no effect if it has exited
-        killed.join()
+        joined([killed], instant)
         for process in processes:
             end_as_a_launcher_would(process)
         if killed.exitcode not in (0, -signal.SIGKILL):
@@ -128,12 +126,12 @@ def started(function: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
-def joined(processes: list[Any]) -> list[int]:
-    """Wait for processes; returns their exit codes."""
-    deadline = time.monotonic() + TIME_LIMIT
+def joined(processes: list[Any], seconds: float = TIME_LIMIT) -> list[int]:
+    """Wait for processes, kill those that still run after `seconds`; returns their exit codes."""
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
+        process.kill()  # no effect if it has exited
         process.join()
     return [process.exitcode for process in processes]
 
@@ -142,9 +140,7 @@ def end_as_a_launcher_would(process: Any) -> None:
     """Wait, then send SIGTERM, finally SIGKILL."""
     process.join(SURVIVES)
     process.terminate()  # no effect if it has exited
-    process.join(SURVIVES)
-    process.kill()
-    process.join()
+    joined([process], SURVIVES)
 
 
 def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> tuple[str, bool]:
@@ -193,9 +189,8 @@ def lost_or_different(runs: Runs, output: Path) -> list[str]:
 
 def differences(reference: Path, output: Path) -> list[str]:
     """The differences between two finished runs."""
-    found = []
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, output)]
-    found += [
+    found = [
         f"{name} {summaries[1].get(name)} instead of {summaries[0][name]}"
         for name in SUMMARY
         if len({s.get(name) for s in summaries}) > 1

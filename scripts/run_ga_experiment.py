@@ -41,8 +41,8 @@ def main() -> int:
     (flags.output_dir / "experiment.md").write_text(table + "\n")
     plot(results, flags.output_dir / "experiment.png")
     print(table)
-    within = ", ".join(f"{name} within {limit:.0e}" for name, limit in limits.items())
-    print("\n".join(failures) if failures else f"every layout matches the full batch: {within}")
+    within = "matches the full batch: " + ", ".join(f"{name} within {limit:.0e}" for name, limit in limits.items())
+    print("\n".join(failures) if failures else f"every layout {'has the same bits' if flags.same_bits else within}")
     return 1 if failures else 0
 
 
@@ -64,7 +64,7 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def broken_limits(results: dict[str, list[ArmResult]], limits: dict[str, float]) -> list[str]:
+def broken_limits(results: dict[str, list[ArmResult]], limits: dict[str, float] = LIMITS) -> list[str]:
     """One line for every exceeded limit."""
     lines = []
     for group in ("layouts", "dropout 0"):

@@ -22,11 +22,6 @@ PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in pla
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
-def own_loop(lap: Lap) -> None:
-    """The README's loop: dataset, collate function and batch size only."""
-    _hf_ga(lap)
-
-
 def default(lap: Lap, left_out: str = "") -> None:
     """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of keyed dropout."""
     setting, loading = lap.setting, {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]}
@@ -36,7 +31,7 @@ def default(lap: Lap, left_out: str = "") -> None:
     loss = hf_ga.prove_targets(lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups)
     if left_out == NATIVE:
         loss = replace(loss, dropout=_NativeDropout(lap.model))
-    _hf_ga(lap, loading, targets=loss, allow_split_dependent_randomness=left_out == NATIVE)
+    own_loop(lap, loading, targets=loss, allow_split_dependent_randomness=left_out == NATIVE)
 
 
 class _NativeDropout(KeyedDropout):
@@ -50,8 +45,10 @@ class _NativeDropout(KeyedDropout):
         return False
 
 
-def _hf_ga(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
-    """The loop of both arms. loading: arguments of the loader. step: arguments of `train_step`."""
+def own_loop(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
+    """The README's loop: dataset, collate function and batch size only. `default` adds arguments of the loader (loading) and of
+    `train_step` (step).
+    """
     setting = lap.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     windows = hf_ga.WindowLoader(

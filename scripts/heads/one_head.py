@@ -213,11 +213,8 @@ def described(error: Exception) -> str:
 def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
-    except Refusals as error:
-        verdict.status, verdict.reason = "refused", described(error)
-        return
     except Exception as error:
-        verdict.status, verdict.reason = "wrong", described(error)
+        verdict.status, verdict.reason = "refused" if isinstance(error, Refusals) else "wrong", described(error)
         return
     verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
@@ -240,11 +237,8 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
             return
         rule = hf_ga.prove_targets(model, samples, collate)  # once for all layouts
         gradients = [hf_ga_gradient(model, samples, collate, rule, **layout)[0] for layout in LAYOUTS.values()]
-    except Refusals as error:
-        verdict.dropout, verdict.dropout_reason = "refused", described(error)
-        return
     except Exception as error:
-        verdict.dropout, verdict.dropout_reason = "error", described(error)
+        verdict.dropout, verdict.dropout_reason = "refused" if isinstance(error, Refusals) else "error", described(error)
         return
     verdict.dropout_error = max(relative_error(a, b) for a in gradients for b in gradients if a is not b)
     verdict.dropout_effect = min(relative_error(g, truth) for g in gradients)

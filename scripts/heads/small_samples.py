@@ -146,8 +146,6 @@ def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int
 def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
     """The other labels of pre-training heads."""
     family = class_name.removesuffix("ForPreTraining")
-    if family == class_name:
-        return {}
     if family in ("Electra", "Funnel"):  # was this token replaced?
         return {"labels": rng.integers(0, 2, len(sample["input_ids"])).tolist()}
     if family == "Albert":
