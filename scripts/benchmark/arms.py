@@ -19,6 +19,7 @@ from hf_ga.training import default_speed_ups
 DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
 TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
 PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in place of keyed"
+ANY_ORDER = "any order of sums, in place of one (same_bits)"
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
@@ -31,6 +32,8 @@ def default(lap: Lap, left_out: str = "") -> None:
     loss = hf_ga.prove_targets(lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups)
     if left_out == NATIVE:
         loss = replace(loss, dropout=_NativeDropout(lap.model))
+    if left_out == ANY_ORDER:
+        loading["canonical_micro_batch"] = setting.micro_batch_size
     own_loop(lap, loading, targets=loss, allow_split_dependent_randomness=left_out == NATIVE)
 
 
@@ -75,4 +78,4 @@ SPEED: dict[str, Callable[[Lap], None]] = {
     OWN_LOOP: own_loop,
     DEFAULT: default,
 }
-ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE)}
+ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)}
