@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
 
 import helpers as h
 import pytest
@@ -120,18 +119,13 @@ def test_an_exception_in_a_worker_is_as_torch_tells_it(name, kind):
         assert "in act" in str(error)  # where it happened, in the worker
 
 
-def children():
-    """Processes that this one started."""
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
 @pytest.mark.parametrize("kind", ["list", "stream"])
 def test_a_loop_that_is_left_early_leaves_no_worker(kind):
-    before = children()
+    before = set(multiprocessing.active_children())
     for window in windows_of(kind, Rows(), num_workers=2):
-        assert window.index == 0 and children() - before
+        assert window.index == 0 and set(multiprocessing.active_children()) - before
         break
-    assert not children() - before
+    assert not set(multiprocessing.active_children()) - before
 
 
 def test_the_command_line_prints_one_line(tmp_path, capfd, monkeypatch):

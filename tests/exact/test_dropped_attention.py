@@ -3,7 +3,6 @@
 Negative controls: dropout without its factor, another scale.
 """
 
-import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -66,53 +65,40 @@ def results(attention, inputs):
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
 
+def torchs(query, key, value, kept, p=P, attn_mask=None, causal=False, scale=None):
+    """torch's own, with dropped weights: it tells its weights where the values are the identity."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    identity = torch.eye(WIDTH, dtype=torch.float64).expand(*key.shape[:2], -1, -1)
+    weights = F.scaled_dot_product_attention(query, key, identity, attn_mask, 0.0, causal, scale=scale)
+    return weights * kept / (1 - p) @ value
+
+
 def is_one_function(output):
     """Whether the backward is ours, not one of written-out operations."""
     return "DroppedAttention" in str(output.grad_fn.next_functions) + str(output.grad_fn)
 
 
+@pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_without_dropout_it_is_torchs(way, kind):
-    """Catches a scale in the wrong place, masks added as 0/1, NaN in fully masked rows."""
-    causal, inputs, attn_mask = kind == "causal", heads(), mask_of(kind)
-    kept = torch.ones(2, 4, LENGTH, WIDTH, dtype=torch.bool)
+def test_it_is_torchs_with_dropped_weights(way, kind, p):
+    """Catches a scale in the wrong place, masks added as 0/1, NaN in fully masked rows, and dropout before the softmax or on the
+    output: only the weights are dropped, and not renormalised.
+    """
+    causal, inputs, attn_mask, kept = kind == "causal", heads(), mask_of(kind), mask((2, 4, LENGTH, WIDTH), p)
 
     def ours(query, key, value):
-        output = WAYS[way](query, key, value, attn_mask, causal, 0.37, kept, 0.0)
+        output = WAYS[way](query, key, value, attn_mask, causal, 0.37, kept, p)
         assert is_one_function(output) == (way == "fused")
         return output
 
-    def torchs(query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, causal, scale=0.37)
-
-    for got, wanted in zip(results(ours, inputs), results(torchs, inputs), strict=True):
-        assert torch.isfinite(wanted).all()
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("kind", [None, "causal", "nothing seen", *ADDED])
-@pytest.mark.parametrize("way", WAYS)
-def test_dropout_is_that_of_the_definition(way, kind):
-    """Catches dropout before the softmax or on the output: only the weights are dropped, and not renormalised."""
-    kept, inputs, attn_mask = mask((2, 4, LENGTH, WIDTH)), heads(), mask_of(kind)
-
-    def ours(query, key, value):
-        return WAYS[way](query, key, value, attn_mask, kind == "causal", 0.4, kept, P)
-
-    def by_hand(query, key, value, factor=1 / (1 - P), scale=0.4):
-        scores = torch.einsum("bhle,bhse->bhls", query, key) * scale
-        allowed = torch.ones(LENGTH, WIDTH, dtype=torch.bool).tril() if kind == "causal" else torch.tensor(True)
-        allowed = attn_mask if kind == "nothing seen" else allowed
-        scores = scores + attn_mask if kind in ADDED else scores
-        shares = scores.exp() * allowed / (scores.exp() * allowed).sum(-1, keepdim=True).clamp_min(1e-30)
-        return torch.einsum("bhls,bhse->bhle", shares * kept * factor, value)
-
-    wanted = results(by_hand, inputs)
+    by_torch = partial(torchs, kept=kept, p=p, attn_mask=attn_mask, causal=causal, scale=0.37)
+    wanted = results(by_torch, inputs)
     for got, true in zip(results(ours, inputs), wanted, strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-13)
-    for wrong in ({"factor": 1.0}, {"scale": 0.5}):
-        naive = results(partial(by_hand, **wrong), inputs)
+        assert torch.isfinite(true).all()
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-13)
+    for wrong in ({"p": p + 0.1}, {"scale": 0.5}):
+        naive = results(partial(by_torch, **wrong), inputs)
         assert all((n - true).norm() > 0.01 * true.norm() for n, true in zip(naive, wanted, strict=True)), "controls"
 
 
@@ -139,14 +125,7 @@ def test_what_torchs_function_is_replaced_by(way, key_heads):
     def ours(query, key, value):
         return dropout_functions.attention(masks, None, query, key, value, None, P, enable_gqa=True)
 
-    def by_hand(query, key, value):
-        group, outputs = 4 // key_heads, []
-        for head in range(4):
-            scores = query[:, head] @ key[:, head // group].mT / math.sqrt(8)
-            outputs.append((scores.softmax(-1) * kept[:, head] / (1 - P)) @ value[:, head // group])
-        return torch.stack(outputs, dim=1)
-
-    for got, wanted in zip(results(ours, inputs), results(by_hand, inputs), strict=True):
+    for got, wanted in zip(results(ours, inputs), results(partial(torchs, kept=kept), inputs), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 

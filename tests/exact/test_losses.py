@@ -67,11 +67,7 @@ def test_no_target_at_all(shape, shifted):
     assert (float(loss.detach()), count) == (0.0, 0.0) and (logits.grad == 0).all()
 
 
-LAYOUTS = {
-    "1x16": 16,
-    "16x1": 1,
-    "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3]),
-}
+LAYOUTS = {"1x16": 16, "16x1": 1, "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3])}
 
 
 def few_targets():
