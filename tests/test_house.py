@@ -23,7 +23,7 @@ BUDGETS = {
     "hf_ga/data": 2600,
     "hf_ga/run": 2600,
     "hf_ga/check": 1500,
-    "hf_ga/trainer": 450,  # 420, and DDP
+    "hf_ga/trainer": 495,  # 420, and DDP
     "hf_ga": 13500,
     "scripts": 3000,
 }

@@ -60,8 +60,8 @@ class FinetuneConfig(DataOptions):
     )
     same_bits: int | None = option(
         None,
-        "Samples of maximum length in one chunk of a window: weights have the same bits on any number of processes (not under "
-        "FSDP) and any per_device_train_batch_size, which must be at least as large. A CPU process uses one thread.",
+        "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: samples of maximum "
+        "length in one forward, at most per_device_train_batch_size; such as the largest that fits. A CPU process uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")

@@ -1,10 +1,15 @@
 """Checks for settings of Trainer that `ExactTrainer` cannot make exact, before any work."""
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
@@ -12,6 +17,35 @@ from hf_ga.exact.precision import check_precision
 
 # Methods that must be the mixin's: an override elsewhere would use its own order or batches.
 OWNED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
+
+
+class WindowSize(TrainerCallback, ExportableState):
+    """Saves the samples of a window in each checkpoint's trainer_state.json."""
+
+    def __init__(self, window_size: int) -> None:
+        self.window_size = window_size
+
+    def state(self) -> dict[str, Any]:
+        """As Trainer saves it."""
+        return {"args": {"window_size": self.window_size}, "attributes": {}}
+
+    def check(self, args: Any, resume_from: str | bool | None) -> None:
+        """Check that a checkpoint was saved with windows of the same size.
+
+        Raises:
+            ConfigError: another size, with which the run would visit other samples.
+        """
+        folder = get_last_checkpoint(args.output_dir) if resume_from is True else resume_from
+        path = Path(folder or "", "trainer_state.json")
+        if not folder or not path.exists():
+            return
+        saved = json.loads(path.read_text()).get("stateful_callbacks", {}).get("WindowSize", {}).get("args", {}).get("window_size")
+        if saved not in (None, self.window_size):
+            raise ConfigError(
+                f"{folder} was saved with windows of {saved} samples, but {args.world_size} process(es) x "
+                f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+                f"{args.gradient_accumulation_steps} are {self.window_size}: change one of them so that the product is {saved}."
+            )
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
@@ -44,11 +78,14 @@ def _of_arguments(args: Any) -> Iterator[str]:
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
     processes, kind = trainer.accelerator.num_processes, trainer.accelerator.distributed_type
+    kind = DistributedType.FSDP if trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true" else kind
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         yield (
             f"it is exact on one process and under DDP, but Accelerate runs {processes} under {kind.value}: use DDP, or "
             "hf_ga.train_step or scripts/finetune.py, which support FSDP"
         )
+    if processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        yield f"{launched} processes were launched, but each would train alone: without a GPU set use_cpu=True"
     if trainer.args.n_gpu > 1:
         yield f"one process would use {trainer.args.n_gpu} GPUs (nn.DataParallel): select one with CUDA_VISIBLE_DEVICES"
     if trainer.is_model_parallel:

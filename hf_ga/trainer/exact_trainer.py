@@ -36,7 +36,7 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
-from hf_ga.trainer.checks import check_trainer
+from hf_ga.trainer.checks import WindowSize, check_trainer
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = ("_metrics", "_total_train_tokens")  # TRL's compute_loss updates them; the proof's forwards must not
@@ -207,7 +207,16 @@ class ExactTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
         check_trainer(self, ExactTrainerMixin)
+        window = WindowSize(self._window_size)
+        window.check(self.args, kwargs.get("resume_from_checkpoint", args[0] if args else None))
+        self.pop_callback(WindowSize)  # of an earlier training
+        self.add_callback(window)
         return super().train(*args, **kwargs)
+
+    @property
+    def _window_size(self) -> int:
+        args = self.args
+        return args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
 
     def get_train_dataloader(self) -> DataLoader:
         """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's dataset and collate function."""
@@ -218,7 +227,7 @@ class ExactTrainerMixin:
             loader.collate_fn,
             accelerator=self.accelerator,
             per_device_batch_size=args.per_device_train_batch_size,
-            global_batch_size=args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            global_batch_size=self._window_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
@@ -226,6 +235,8 @@ class ExactTrainerMixin:
             lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window_loss = WindowLoss(self, windows)
+        if self.is_world_process_zero() and not args.disable_tqdm:
+            print(f"ExactTrainer: {windows.layout}; targets {self._window_loss.proven}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:

@@ -230,6 +230,23 @@ def test_sharded_models_are_refused(case, kind, monkeypatch):
         trainer.train()
 
 
+def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(case, monkeypatch):
+    trainer = prepared(case)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"runs 1 under FSDP.*2 processes were launched, but each would train alone"):
+        trainer.train()
+
+
+def test_a_checkpoint_is_resumed_with_the_same_window_only(case):
+    """24 samples: the window of 16, in another layout, is accepted."""
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
+    given.run(save_strategy="steps", save_steps=3)
+    given.run(layout=(2, 8), resume=3)
+    with pytest.raises(ConfigError, match="windows of 16 samples, but 1 process.* x 4 x gradient_accumulation_steps 2 are 8"):
+        given.run(layout=(4, 2), resume=3)
+
+
 def test_fp16_that_would_be_float32_is_refused(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     with pytest.raises(ConfigError, match="mixed precision fp16 is not supported"):
