@@ -50,8 +50,8 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"the reference needs one forward and backward of all samples in float64, but this failed: "
-            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; check on a CPU (ACCELERATE_USE_CPU=true) if "
-            "the device has no float64."
+            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; convert a loss_fn's float32 tensors "
+            "(.to(logits)); check on a CPU (ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
     for values in (gradients, right):
         clip(values, settings.max_grad_norm)

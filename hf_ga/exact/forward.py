@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from hf_ga.errors import LossNotAdditive
+from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
@@ -80,11 +80,15 @@ def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor,
     A number that is a tensor on the device waits for the device.
 
     Raises:
-        ValueError: something else than a scalar tensor and a number.
+        ConfigError: something else than a scalar tensor and a number.
     """
-    total, number = loss_fn(outputs, batch)
-    if not isinstance(total, Tensor) or total.dim():
-        raise ValueError(f"loss_fn must return (sum as a scalar tensor, number of targets), got {total!r}")
+    returned = loss_fn(outputs, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor) or returned[0].dim():
+        raise ConfigError(
+            f"loss_fn must return (sum of the loss as a scalar tensor, number of targets), got {returned!r:.80}: sum the loss "
+            '(reduction="sum"), and count what it is summed over.'
+        )
+    total, number = returned
     return at_least_float32(total), float(number)
 
 

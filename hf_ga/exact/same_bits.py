@@ -1,5 +1,6 @@
 """The backend of windows that are cut into chunks: gradients with the same bits on any number of processes."""
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,12 @@ class ChunkBackend(Backend):
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """See the base class."""
         super().begin(model, loss)
+        if self.accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
+            warnings.warn(
+                f"bits depend on the number of threads, {torch.get_num_threads()} in this process: call "
+                "torch.set_num_threads(1), or use as many in every process and run.",
+                stacklevel=2,
+            )
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = aligned(tensor.data)
         self.parameters = [p for p in model.parameters() if p.requires_grad]

@@ -272,10 +272,12 @@ def _no_single_rule(
             f"several counting rules fit and cannot be distinguished on these samples: {', '.join(fitting)}. Give "
             "prove_targets more samples of different lengths, or pass loss_fn."
         )
+    remedy = "pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)"
+    if "loss_fn" in residuals:
+        remedy = "let loss_fn return the sum of the loss over the targets, not their mean"
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}" for rule in residuals)
     return (
         f"the loss of a batch is not the mean over its targets by any counting rule ({numbers}; losses "
-        f"{shown}). Likely cause: {_likely_cause(model, losses)}. "
-        "Remedy: pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)."
+        f"{shown}). Likely cause: {_likely_cause(model, losses)}. Remedy: {remedy}."
     )

@@ -150,7 +150,7 @@ def mean_instead_of_sum(outputs, batch):
     return total / count, count
 
 
-NO_SUM = ((ValueError, TypeError), r"loss_fn|iteration over a 0-d tensor")
+NO_SUM = (hf_ga.ConfigError, r"loss_fn must return \(sum of the loss")
 WRONG = {
     "one target too many in every batch": (lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1), hf_ga.LossNotAdditive, None),
     "mean": (mean_instead_of_sum, hf_ga.LossNotAdditive, None),

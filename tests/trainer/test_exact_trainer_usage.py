@@ -243,7 +243,7 @@ def test_a_checkpoint_is_resumed_with_the_same_window_only(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     given.run(save_strategy="steps", save_steps=3)
     given.run(layout=(2, 8), resume=3)
-    with pytest.raises(ConfigError, match="windows of 16 samples, but 1 process.* x 4 x gradient_accumulation_steps 2 are 8"):
+    with pytest.raises(ConfigError, match=r"windows of 16 samples, .* gradient_accumulation_steps 2 are 8"):
         given.run(layout=(4, 2), resume=3)
 
 
