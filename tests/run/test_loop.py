@@ -10,7 +10,7 @@ import pytest
 import seqeval.metrics
 import torch
 import transformers as tf
-from runs import JOBS, TRAIN, WINDOW, lines_of, ragged_rows, relative_distance, train, train_job, write_rows
+from runs import TRAIN, WINDOW, job_rows, lines_of, ragged_rows, relative_distance, train, train_job, write_rows
 from torch.nn import functional as F
 
 import hf_ga
@@ -188,7 +188,7 @@ def test_f1_of_whole_entities(place, tmp_path):
     """A colour begins an entity, the word behind it is inside. The metric is that of the predictions, and below that of tags."""
     files = {"test_file": None}
     for name, count in (("dataset_name", 60), ("validation_file", 13)):
-        rows = JOBS["tags"][1](count, count)
+        rows = job_rows("tags", count, count)
         for row in rows:
             tags = zip(["other", *row["tags"]], row["tags"], strict=False)
             row["tags"] = [f"B-{t}" if t != "other" else "O" if before == "other" else f"I-{before}" for before, t in tags]

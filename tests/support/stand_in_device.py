@@ -169,7 +169,7 @@ MODULE = SimpleNamespace(
     set_rng_state=lambda state, device=None: None,
     manual_seed_all=lambda seed: None,
     synchronize=lambda device=None: None,
-    current_stream=lambda: None,
+    current_stream=lambda: MODULE,
     stream=lambda stream: nullcontext(),
     empty_cache=lambda: None,
     get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
