@@ -56,6 +56,7 @@ def test_every_block_and_command_is_tried():
     assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
         "README": 3,
         "checker": 1,
+        "finetune": 1,
         "library": 2,
         "processes": 1,
         "trainer": 1,
@@ -94,6 +95,13 @@ def test_the_loop_runs(blocks, tmp_path, capsys, monkeypatch):
     _, printed = execute("".join(blocks), capsys)
     assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
     assert ("same weights after resuming: True" in printed) == (blocks == BLOCKS["library"])
+
+
+@pytest.mark.slow("trains a model")
+def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, printed = execute(BLOCKS["finetune"][0], capsys)
+    assert "[{'label': '1', 'score':" in printed
 
 
 def test_the_stream_gives_windows(capsys):
