@@ -16,7 +16,8 @@ import hf_ga
 from hf_ga.parallel import shards
 from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
 from hf_ga.recovery.manifest import write_manifest
-from hf_ga.run import build, loop
+from hf_ga.recovery.versions import machine
+from hf_ga.run import build, loop, saving
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that saving needs of an Accelerator
 
@@ -38,12 +39,14 @@ def test_resumed_run_is_the_undisturbed_run(windows, save_steps, place, undistur
     assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
 
 
-def test_resume_with_another_micro_batch(place, undisturbed, tmp_path):
+def test_resume_with_another_micro_batch(place, undisturbed, tmp_path, monkeypatch, capsys):
     interrupted(place, tmp_path / "out", 5)
+    monkeypatch.setattr(saving, "machine", lambda: machine() | {"threads": 64})
     settings = {"per_device_train_batch_size": 3, "gradient_checkpointing": True, "per_device_eval_batch_size": 5}
     summary = train(place, tmp_path / "out", resume_from_checkpoint="auto", **settings)
     assert summary["eval_loss"] == pytest.approx(undisturbed[0]["eval_loss"], rel=1e-5)
     assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5
+    assert "resumed on another machine, so bits may differ: threads 1 -> 64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["in its folder", "moved"])

@@ -22,7 +22,6 @@ import hf_ga
 from hf_ga.parallel import prepare as preparing
 
 WINDOW, LAST, SEED, MICRO_BATCH = 64, 13, 3, 8
-LAYER_OF = {"gpt2": "GPT2Block", "mixtral": "MixtralDecoderLayer", "mpnet": "MPNetLayer"}
 
 
 def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator:
