@@ -1,6 +1,8 @@
 """The package's design: allowed imports, sizes of rooms, files and functions, and a single loop over micro-batches."""
 
 import ast
+import doctest
+import importlib
 import shutil
 import subprocess
 import sys
@@ -82,6 +84,13 @@ def test_functions_are_short():
 def test_top_level_is_small():
     entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= TOP_LEVEL, sorted(entries)
+
+
+def test_examples_in_docstrings_give_what_they_show():
+    for path in PACKAGE.rglob("*.py"):
+        if ">>> " in path.read_text(encoding="utf-8"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            assert doctest.testmod(importlib.import_module(name)).failed == 0, name
 
 
 def test_no_import_circles():

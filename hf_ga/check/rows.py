@@ -64,7 +64,7 @@ class Row:
             "loss": f"{self.loss:.6f}" if ran and self.loss is not None else "-",
             "relative error": f"{self.error:.1e}" if ran else "-",
             "limit": f"{self.limit:.1e}" if ran else "-",
-            "norm ratio": f"{self.norm_ratio:.4f}" if ran else "-",
+            "norm ratio": f"{self.norm_ratio:.4f}" if ran and self.norm_ratio == self.norm_ratio else "-",
             "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
             "verdict": "refused" if not ran else "passed" if self.passed else "FAILED",
         }

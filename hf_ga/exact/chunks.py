@@ -1,9 +1,8 @@
 """Same bits: a window cut into chunks that no layout changes, and one order in which their gradients are added.
 
 Floating-point sums depend on their order, so ranks that add up what they happen to compute agree to 1e-7 only. Here a window's
-chunks
-depend on its samples alone, and a binary tree over them determines all sums: each rank computes consecutive chunks, adds up
-the subtrees that lie within them, and the ranks' subtrees are added along the same tree.
+chunks depend on its samples alone, and a binary tree over them determines all sums: each rank computes consecutive chunks, adds
+up the subtrees within them, and the ranks' subtrees are added along the same tree.
 """
 
 from collections.abc import Callable
@@ -22,15 +21,14 @@ Node = tuple[int, int]  # the chunks from the first to before the second
 class Chunks:
     """The chunks of a window, their tree, and who computes them.
 
-    A node of the tree with several chunks is cut where its halves cost most nearly the same. Two ranks share a window at the
-    root's cut, so each adds up one half of the tree.
+    A node is cut where its halves cost most nearly the same; two ranks share a window at the root's cut.
 
     Attributes:
         costs: of each chunk, in any unit, at least 1.
 
     >>> chunks = Chunks((1, 1, 2, 2), num_processes=2)
-    >>> chunks.runs, chunks.roots(0), chunks.roots(1)
-    ([range(0, 3), range(3, 4)], [(0, 3)], [(3, 4)])
+    >>> chunks.runs, chunks.roots
+    ([range(0, 2), range(2, 4)], [[(0, 2)], [(2, 4)]])
     """
 
     costs: tuple[int, ...]
@@ -60,12 +58,14 @@ class Chunks:
                 nodes += [(start, middle), (middle, stop)]
         return found
 
-    def roots(self, process: int) -> list[Node]:
-        """The nodes whose sums a process computes by itself: the largest that consist of its chunks."""
-        tree = TreeSum(self, lambda left, right: None)
-        for chunk in self.runs[process]:
-            tree.add((chunk, chunk + 1), None)
-        return [node for node, _ in tree.nodes]
+    @cached_property
+    def roots(self) -> list[list[Node]]:
+        """Of each process, the nodes whose sums it computes by itself: the largest that consist of its chunks."""
+        trees = [TreeSum(self, lambda left, right: None) for _ in self.runs]
+        for tree, run in zip(trees, self.runs, strict=True):
+            for chunk in run:
+                tree.add((chunk, chunk + 1), None)
+        return [[node for node, _ in tree.nodes] for tree in trees]
 
 
 def share_chunks(chunks: list[np.ndarray], lengths: np.ndarray, num_processes: int) -> tuple[Plan, Chunks]:

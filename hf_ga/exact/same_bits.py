@@ -104,7 +104,7 @@ class ChunkBackend(Backend):
 
     def _over_ranks(self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
         """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums are separate tensors, as
-        kernels may depend on how it is aligned.
+        the result of a kernel may depend on their alignment.
         """
         sums = [torch.empty_like(tensor) for tensor in like]
         for indices in [[0], *([1 + i for i in bucket] for bucket in buckets(like[1:], BUCKET_BYTES))]:
@@ -129,11 +129,11 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
     num_ranks, (num_roots, size) = dist.get_world_size(), own.shape
     width = -(-size // num_ranks)
     slices = torch.nn.functional.pad(own, (0, num_ranks * width - size)).view(num_roots, num_ranks, width).transpose(0, 1)
-    nodes = [chunks.roots(rank) for rank in range(num_ranks)]
-    received = own.new_empty(sum(map(len, nodes)), width)
-    dist.all_to_all_single(received, slices.reshape(-1, width), [len(of_rank) for of_rank in nodes], [num_roots] * num_ranks)
+    sizes = [len(of_rank) for of_rank in chunks.roots]
+    received = own.new_empty(sum(sizes), width)
+    dist.all_to_all_single(received, slices.reshape(-1, width), sizes, [num_roots] * num_ranks)
     tree = TreeSum(chunks, Tensor.add_)
-    for node, value in zip(chain.from_iterable(nodes), received, strict=True):
+    for node, value in zip(chain.from_iterable(chunks.roots), received, strict=True):
         tree.add(node, value)
     parts = [own.new_empty(width) for _ in range(num_ranks)]
     dist.all_gather(parts, tree.nodes[0][1])

@@ -18,7 +18,8 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     Raises:
         ConfigError: a pattern matches no parameter, or no parameter remains trainable.
 
-    >>> freeze(model, ["bert.embeddings", "bert.encoder.layer.[0-2].*"])
+    Example:
+        freeze(model, ["bert.embeddings", "bert.encoder.layer.[0-2].*"])
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # all names of a shared parameter
     for pattern in patterns:

@@ -55,7 +55,8 @@ def check_trainer(trainer: Any, mixin: type) -> None:
         trainer: a `transformers.Trainer`. mixin: the class whose methods may override Trainer's.
 
     Raises:
-        ConfigError: an unsupported argument, overridden method, several processes, or a precision that Accelerate would not apply.
+        ConfigError: an unsupported argument, an overridden method, FSDP, processes that would train alone, or a precision that
+            Accelerate would not apply.
     """
     if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")

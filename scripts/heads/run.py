@@ -19,6 +19,7 @@ from heads.one_head import Head, Verdict, all_heads, examine
 from heads.report import line, summary, write_report
 
 TIME_LIMIT = 60.0  # seconds per head
+WRITE_EVERY = 50  # heads
 START_LIMIT = 300.0  # seconds until a worker has imported everything
 
 
@@ -119,14 +120,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
-    """Examine heads, print one line each, and write the report every 50 heads and at the end."""
+    """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the end."""
     begin, verdicts = time.perf_counter(), []
     bar = tqdm(sweep(heads, options.jobs, options.time_limit), total=len(heads), unit="head", dynamic_ncols=True)
     for verdict in bar:
         verdicts.append(verdict)
         bar.write(line(verdict), file=sys.stdout)
         sys.stdout.flush()
-        if len(verdicts) % 50 == 0 or len(verdicts) == len(heads):
+        if len(verdicts) % WRITE_EVERY == 0 or len(verdicts) == len(heads):
             write_report(verdicts, len(heads), Path(options.output_dir), (time.perf_counter() - begin) / 60)
     return verdicts
 

@@ -1,6 +1,7 @@
 """check_equivalence: its truth against plain torch, its verdicts on right and slightly wrong steps, what it leaves untouched."""
 
 import copy
+import itertools
 
 import helpers
 import numpy as np
@@ -33,6 +34,17 @@ def test_every_layout_of_hf_ga_passes_with_dropout(name):
 
 def check(model, samples, layouts="auto", **more):
     return hf_ga.check_equivalence(model, samples, helpers.pad_right, layouts, **more)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_row_of_the_same_bits_sees_a_model_whose_bits_change(deterministic):
+    """Its logits grow by one rounding per forward, which no limit of another row sees."""
+    model, number = helpers.bert_classifier(), itertools.count()
+    if not deterministic:
+        model.classifier.register_forward_hook(lambda module, args, logits: logits * (1 + 1.2e-7 * next(number)))
+    *others, bits = check(model, helpers.class_samples(12), ["even"], same_bits=2).rows
+    assert all(row.passed for row in others) and bits.layout == "bits"
+    assert bits.passed == deterministic == (not bits.causes)
 
 
 def leaving(gradients, loss=None):

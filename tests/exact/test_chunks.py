@@ -33,11 +33,6 @@ def sum_over(chunks: Chunks, values: np.ndarray) -> np.float32:
     return total
 
 
-def added_in_turn(chunks: Chunks, values: np.ndarray) -> np.float32:
-    """What an all-reduce of the ranks' own sums may give."""
-    return np.add.reduce([np.add.reduce(values[run.start : run.stop], initial=np.float32(0)) for run in chunks.runs])
-
-
 @pytest.mark.parametrize("num_chunks", range(1, 65))
 def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
     generator = np.random.default_rng(num_chunks)
@@ -46,7 +41,8 @@ def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
     by_ranks = [sum_over(Chunks(costs, ranks), values).tobytes() for ranks in range(1, 10)]
     assert set(by_ranks) == {by_ranks[0]}
     if num_chunks > 3:  # the values' sums do depend on the order
-        assert len({added_in_turn(Chunks(costs, ranks), values).tobytes() for ranks in range(1, 10)}) > 1
+        halves = [np.add.reduce([np.add.reduce(part) for part in np.split(values, [cut])]) for cut in range(1, num_chunks)]
+        assert len({total.tobytes() for total in halves}) > 1
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=64), st.integers(1, 9))
@@ -56,9 +52,9 @@ def test_chunks_are_shared_out_evenly_in_few_roots(costs, num_processes):
     busiest = max(sum(costs[run.start : run.stop]) for run in chunks.runs)
     assert busiest <= sum(costs) / num_processes + max(costs)
     for rank, run in enumerate(chunks.runs):
-        roots = chunks.roots(rank)
+        roots = chunks.roots[rank]
         assert [chunk for start, stop in roots for chunk in range(start, stop)] == list(run)
-        assert len(roots) <= (1 if num_processes <= 2 else 2 * 64)
+        assert num_processes > 2 or len(roots) <= 1  # so two ranks send no more than in an all-reduce
 
 
 def chunked_window(samples, **more):
@@ -66,13 +62,9 @@ def chunked_window(samples, **more):
     return one_window(samples, 4, **{**options, **more})
 
 
-def test_chunks_without_targets_count_as_zeros():
-    """The first, one in the middle and the last; and a window without any is skipped."""
-    samples = [h.without_targets(s) if i in (0, 1, 4, 5, 10, 11) else s for i, s in enumerate(h.plain_samples(12))]
-    model, batch = h.plain_tagger(), h.pad_right(samples)
-    found, result = window_gradient(model, chunked_window(samples, lengths=[9] * 12))
-    assert h.relative_error(found, h.full_batch_gradient(model, batch)) < 1e-6
-    assert result.num_targets == h.num_targets(model, batch)
+def test_a_window_without_targets_is_skipped():
+    """Chunks without targets in other windows: test_step.py."""
+    samples, model = h.plain_samples(12), h.plain_tagger()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     assert window_gradient(model, chunked_window([h.without_targets(s) for s in samples]), targets=rule)[1].skipped
 

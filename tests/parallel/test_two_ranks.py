@@ -67,15 +67,8 @@ def ddp_window(
     accelerator, plain = make_accelerator("ddp"), Halves()
     rule = hf_ga.prove_targets(plain, points(), stack)
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
-    (window,) = hf_ga.WindowLoader(
-        points()[:size],
-        stack,
-        accelerator=accelerator,
-        per_device_batch_size=2,
-        global_batch_size=size,
-        shuffle=False,
-        canonical_micro_batch=chunk,
-    )
+    sizes = {"per_device_batch_size": 2, "global_batch_size": size, "canonical_micro_batch": chunk}
+    (window,) = hf_ga.WindowLoader(points()[:size], stack, accelerator=accelerator, shuffle=False, **sizes)
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)

@@ -21,14 +21,8 @@ LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size
 
 def phases_of(place, folder, same_bits, model="gpt", **settings):
     """A run in each layout, and one that is killed on 3 processes and resumed on 2; output folders: 0, 1, 2, ..."""
-    settings |= {
-        "model_name_or_path": str(place / model),
-        "max_steps": STEPS,
-        "save_steps": 2,
-        "eval_steps": 3,
-        "same_bits": same_bits,
-    }
-    settings |= {"max_grad_norm": 0.01, "learning_rate": 3e-3}
+    settings |= {"model_name_or_path": str(place / model), "same_bits": same_bits, "max_steps": STEPS}
+    settings |= {"save_steps": 2, "eval_steps": 3, "max_grad_norm": 0.01, "learning_rate": 3e-3}
 
     def run(number, size, **more):
         return small_config(place, folder / str(number), per_device_train_batch_size=size, **settings, **more)

@@ -55,14 +55,6 @@ def test_constant_floats_are_constant_whatever_their_digits():
         assert computed("pearson", constant, other) == 0.0
 
 
-def test_their_documentation_is_right():
-    import doctest
-
-    from hf_ga.run import metrics, readers
-
-    assert doctest.testmod(metrics) == (0, 2) and doctest.testmod(readers) == (0, 1)
-
-
 def test_is_lower_better_as_measured():
     """Perfect predictions against wrong ones."""
     for name in METRICS:

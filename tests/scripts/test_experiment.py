@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow("trains in every layout and with every mistake")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def trial(tmp_path_factory):
     """3 steps on texts of a few words: windows of 64, 64 and 22 samples; the last validation batch of 16 is short."""
     folder = tmp_path_factory.mktemp("experiment")
     files = {"dataset_name": write_rows(folder / "train.jsonl", ragged_rows(150, 1))}
@@ -22,9 +22,19 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "FinetuneConfig", partial(experiment.FinetuneConfig, text_column="text", **files))
         patch.setattr(experiment, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
-        trial = experiment.Experiment(steps=3, num_samples=150, max_length=24)
+        return experiment.Experiment(steps=3, num_samples=150, max_length=24)
+
+
+@pytest.fixture(scope="module")
+def results(trial):
     groups = {"layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]], "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
     return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
+
+
+def test_with_same_bits_layouts_differ_in_nothing(trial, results, monkeypatch):
+    monkeypatch.setattr(trial, "same_bits", 16)
+    assert set(differences(*(trial.run(arm) for arm in LAYOUTS[:2])).values()) == {0.0}
+    assert differences(*results["layouts"][:2])["final weights"] > 0
 
 
 def test_layouts_agree(results):
