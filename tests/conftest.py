@@ -44,7 +44,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def own_accelerator_state():
+    """The precision of one test's Accelerator would be that of the next one."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def launched(own_accelerator_state, monkeypatch):
     """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
@@ -52,5 +60,4 @@ def launched(monkeypatch):
         AcceleratorState._reset_state(True)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
 
-    yield launch
-    AcceleratorState._reset_state(True)
+    return launch

@@ -6,9 +6,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from hf_ga.data import corpus
 from hf_ga.errors import ConfigError, DataError
@@ -67,14 +65,10 @@ def blank(): """   """
     assert {row["package"] for row in corpus.stdlib_rows(tmp_path)} == {"a"}
 
 
-def test_rows_of_equal_text_keep_the_first(tmp_path):
-    write(tmp_path, {"b.py": '"""Same."""', "a.py": '"""Same."""', "c.py": '"""Other."""'})
-    assert names_and_texts(tmp_path) == [("a", "Same."), ("c", "Other.")]
-
-
-def test_rows_leave_out_tests_and_installed_packages(tmp_path):
+def test_rows_leave_out_tests_installed_packages_and_repeated_texts(tmp_path):
     outside = ["site-packages/p.py", "dist-packages/p.py", "test/p.py", "a/tests/data/p.py", "a/idle_test/p.py"]
     write(tmp_path, {name: f'"""In {name}."""' for name in [*outside, "a/testing.py"]})
+    write(tmp_path, {"b.py": '"""In a/testing.py."""'})  # a text that is there already
     assert names_and_texts(tmp_path) == [("a.testing", "In a/testing.py.")]
 
 
@@ -120,18 +114,9 @@ def test_split_of_known_names():
     assert corpus.split_of("email") == "test"
 
 
-def test_corpus_is_of_plausible_size(dataset):
-    assert list(dataset) == ["train", "validation", "test"]
-    assert all(split.column_names == ["name", "package", "text"] for split in dataset.values())
-    total = sum(dataset.num_rows.values())
-    assert total > 5000
-    assert 0.77 < dataset["train"].num_rows / total < 0.83
-    assert 0.08 < dataset["validation"].num_rows / total < 0.12
-    text = dict(zip(dataset["train"]["name"], dataset["train"]["text"], strict=True))["asyncio.queues.Queue.get"]
-    assert text.startswith("Remove and return an item from the queue.\n\nIf queue is empty, ")
-
-
 def test_splits_share_no_name_and_no_text(dataset):
+    total = sum(dataset.num_rows.values())
+    assert total > 5000 and 0.77 < dataset["train"].num_rows / total < 0.83
     for column in ("name", "text"):
         values = [set(split[column]) for split in dataset.values()]
         assert sum(map(len, values)) == len(set.union(*values))
@@ -165,36 +150,10 @@ def test_other_tasks_need_a_dataset():
             corpus.load(task)
 
 
-ODD = ["", " ", "x", "  two\n\n\tand\ttabs  \n", "it 's , don't .", "Käse, 東京 and 🦜\u200d", ">>> f(x)[0] != `y`\r\n", "\x00\x7f"]
-
-
-def test_tokenizer_round_trip(tokenizer, dataset):
-    texts = [*ODD, *dataset["validation"]["text"]]
-    encoded = tokenizer(texts)
-    assert set(encoded) == {"input_ids", "attention_mask"}
-    assert tokenizer.batch_decode(encoded["input_ids"]) == texts
-    # Trained on this kind of text: far fewer tokens than bytes, and no string is over the limit.
-    lengths = np.array([len(ids) for ids in encoded["input_ids"]])
-    assert lengths.sum() < sum(len(text.encode()) for text in texts) / 2.5
-    assert lengths.max() <= tokenizer.model_max_length
-
-
 def test_tokenizer_special_tokens(tokenizer):
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    assert len(tokenizer) == 4000
-    assert tokenizer.model_max_length == corpus.MODEL_MAX_LENGTH
-    assert tokenizer.convert_ids_to_tokens(range(6)) == ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]
     ids = [getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "eos", "bos", "mask", "cls", "sep", "unk")]
-    assert ids == [0, 1, 1, 2, 3, 4, 5]
+    assert len(tokenizer) == 4000 and ids == [0, 1, 1, 2, 3, 4, 5]
     assert tokenizer.encode("a<mask>b")[1] == tokenizer.mask_token_id
-    assert tokenizer("a", padding="max_length", max_length=3)["attention_mask"] == [1, 0, 0]
-
-
-def test_tokenizer_training_is_deterministic(dataset):
-    texts = dataset["train"]["text"][:1000]
-    first, second = (corpus.train_tokenizer(texts, 1000) for _ in range(2))
-    assert len(first) == 1000
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
 
 
 def test_library_without_sources_is_refused(monkeypatch):

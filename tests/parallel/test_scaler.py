@@ -19,16 +19,10 @@ from torch import nn
 import hf_ga
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 
+pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 WINDOW, MICRO_BATCH = 8, 2
 SCALE = 2.0**10
 FP16 = 2.0**-11  # unit roundoff: the relative error of one rounding
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def fp16_accelerator(init_scale=SCALE, growth_interval=2000):

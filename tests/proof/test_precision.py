@@ -21,14 +21,8 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.probes import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 ACCUMULATION = 16
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def make_accelerator(precision="no", enable=True):

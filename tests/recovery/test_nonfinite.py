@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from runs import lines_of, train, write_rows
 from spoilt import BAD_TOKEN, marked, spoil
 from steps import Training, same
@@ -21,15 +20,9 @@ from hf_ga.exact.generators import random_states
 from hf_ga.exact.order import epoch_order
 from hf_ga.run import loop
 
+pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 WINDOW, MICRO_BATCH, NUM_WINDOWS = 8, 3, 3
 IDS = (10, 13)  # of the bad samples: both in the second window, in its first and second micro-batch
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 class Classifier(nn.Module):

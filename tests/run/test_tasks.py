@@ -20,6 +20,7 @@ from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.run.build import build_run
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
+pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8}  # the relative error of one rounding
 IGNORED = -100
@@ -29,13 +30,6 @@ HEADS = [name for name in JOBS if name not in OTHERS]
 QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "translations")
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator_state():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 class Job:

@@ -76,7 +76,7 @@ def test_lines_and_files_are_compared(undisturbed, tmp_path):
 
 
 @pytest.mark.slow("starts processes, and kills them")
-@pytest.mark.parametrize(("words", "kills"), [(COMMANDS[0], 2), (COMMANDS[1], 1)], ids=["1 process", "2"])
+@pytest.mark.parametrize(("words", "kills"), [(COMMANDS[0], 1), (COMMANDS[1], 1)], ids=["1 process", "2"])
 def test_kills(words, kills, tmp_path):
     """The two commands of the docs, shortened."""
     flags = [*words[2:], "--kills", str(kills), "--seed", "3", "--output_dir", str(tmp_path / "runs")]
