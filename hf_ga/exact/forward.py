@@ -58,13 +58,13 @@ def output_of(outputs: Any, name: str) -> Any:
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """The loss that the model's own head computed, a scalar of at least float32: `outputs.loss`, `outputs["loss"]`, or a scalar
-    output itself.
+    """The loss of the model's own head (`outputs.loss`, `outputs["loss"]`, a tuple's first entry, a scalar), in at least float32.
 
     Raises:
         LossNotAdditive: there is none, or it is not one number.
     """
-    loss = outputs if isinstance(outputs, Tensor) else output_of(outputs, "loss")
+    loss = outputs[0] if type(outputs) is tuple and outputs else outputs
+    loss = loss if isinstance(loss, Tensor) else output_of(loss, "loss")
     if loss is None or loss.numel() != 1:
         found = f"a {type(outputs).__name__} without one" if loss is None else f"shape {list(loss.shape)}"
         raise LossNotAdditive(

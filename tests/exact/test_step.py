@@ -24,6 +24,7 @@ WINDOW = 16
 
 def with_frozen_embeddings(dropout=0.0):
     model = h.bert_token_classifier(dropout)
+    model.config.return_dict = False
     model.bert.embeddings.requires_grad_(False)
     return model
 
@@ -39,7 +40,7 @@ def some_without_targets(num_samples):
 CASES = {
     "masked LM, tied weights": (h.bert_masked_lm, h.token_samples, None, 0),
     "micro-batches without targets": (h.bert_masked_lm, some_without_targets, None, 0),
-    "frozen embeddings": (with_frozen_embeddings, h.tag_samples, None, 0),
+    "frozen embeddings, outputs as a tuple": (with_frozen_embeddings, h.tag_samples, None, 0),
     "GPT-2, tied weights": (h.gpt2, h.token_samples, None, 0),
     "Llama": (h.llama, h.token_samples, None, 0),
     "T5": (h.t5, h.token_samples, None, 0),

@@ -230,6 +230,7 @@ def mean_loss(model: nn.Module, batch: dict, loss_fn: Callable | None = None) ->
         return total / count
     if isinstance(model, CAUSAL):
         return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
     return outputs if isinstance(outputs, torch.Tensor) else outputs.loss
 
 
