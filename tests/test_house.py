@@ -25,8 +25,8 @@ BUDGETS = {
     "hf_ga/data": 2600,
     "hf_ga/run": 2600,
     "hf_ga/check": 1500,
-    "hf_ga/trainer": 495,  # 420, and DDP
-    "hf_ga": 13500,
+    "hf_ga/trainer": 550,  # 420, DDP, and preference pairs
+    "hf_ga": 13550,
     "scripts": 3000,
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12

@@ -37,6 +37,7 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
+from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = ("_metrics", "_total_train_tokens")  # TRL's compute_loss updates them; the proof's forwards must not
@@ -55,10 +56,13 @@ class TrainerLoss(nn.Module):
         self._compute_loss = trainer.compute_loss
         self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._needs_items = trainer.compute_loss_func is not None
+        self._has_pairs = has_pairs(trainer.data_collator)
 
     def forward(self, **batch: Any) -> Any:
         """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this loss."""
         items = self._count_items([batch]) if self._needs_items else None
+        if self._has_pairs:
+            return self._compute_loss(partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items)
         if kind_of(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
         loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
@@ -221,10 +225,10 @@ class ExactTrainerMixin:
     def get_train_dataloader(self) -> DataLoader:
         """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's dataset and collate function."""
         loader = super().get_train_dataloader()
-        args = self.args
+        args, collate_fn = self.args, loader.collate_fn
         windows = WindowLoader(
             loader.dataset,
-            loader.collate_fn,
+            partial(collate_pairs, collate_fn) if has_pairs(collate_fn) else collate_fn,
             accelerator=self.accelerator,
             per_device_batch_size=args.per_device_train_batch_size,
             global_batch_size=self._window_size,
