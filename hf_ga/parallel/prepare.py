@@ -69,16 +69,22 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             keep_process_group_alive(model)
         return model, optimizer
     plugin = accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy is not None:  # Accelerate reduces in the compute dtype
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+    configure_fsdp(plugin, model)
     if plugin.activation_checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # recomputed keys would be appended to the cache
     if plugin.fsdp_version == 1:
         plugin.use_orig_params = True  # keeps the optimizer's parameters valid
         return accelerator.prepare(model, optimizer)
-    _choose_units(plugin, model)
     with _one_name_each(model):
         return accelerator.prepare(model, optimizer)
+
+
+def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Let FSDP reduce gradients in float32 (Accelerate's default is the compute dtype), and FSDP2 wrap BERT and similar models."""
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+    if plugin.fsdp_version == 2:
+        _choose_units(plugin, model)
 
 
 def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import SUPPORTED
 from hf_ga.exact.precision import check_precision
 
 # Methods that must be the mixin's: an override elsewhere would use its own order or batches.
@@ -55,7 +56,7 @@ def check_trainer(trainer: Any, mixin: type) -> None:
         trainer: a `transformers.Trainer`. mixin: the class whose methods may override Trainer's.
 
     Raises:
-        ConfigError: an unsupported argument, an overridden method, FSDP, processes that would train alone, or a precision that
+        ConfigError: an unsupported argument, an overridden method, FSDP1, processes that would train alone, or a precision that
             Accelerate would not apply.
     """
     if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
@@ -79,12 +80,12 @@ def _of_arguments(args: Any) -> Iterator[str]:
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
     processes, kind = trainer.accelerator.num_processes, trainer.accelerator.distributed_type
-    kind = DistributedType.FSDP if trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true" else kind
-    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        yield (
-            f"it is exact on one process and under DDP, but Accelerate runs {processes} under {kind.value}: use DDP, or "
-            "hf_ga.train_step or scripts/finetune.py, which support FSDP"
-        )
+    if kind not in SUPPORTED:
+        yield f"Accelerate runs {processes} processes under {kind.value}: use DDP or FSDP2"
+    if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
+        yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
+    if kind != DistributedType.FSDP and (trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
+        yield f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under {kind.value}: omit it"
     if processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         yield f"{launched} processes were launched, but each would train alone: without a GPU set use_cpu=True"
     if trainer.args.n_gpu > 1:

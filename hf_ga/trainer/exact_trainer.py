@@ -23,7 +23,7 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import Backend, RankStatus, added
+from hf_ga.exact.backend import RankStatus, added
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import callable_module, module_modes
 from hf_ga.exact.generators import moved_generators, random_states
@@ -34,6 +34,8 @@ from hf_ga.exact.step import Forward
 from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import backend_for, is_sharded
+from hf_ga.parallel.prepare import configure_fsdp
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
@@ -84,7 +86,7 @@ class WindowLoss:
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
-        self.module, self.backend = TrainerLoss(trainer), Backend(trainer.accelerator)
+        self.module, self.backend = TrainerLoss(trainer), backend_for(trainer.accelerator)
         trainer.model.train()  # as in each training step: the proof needs the modes of training
         samples = windows.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
         with _without_bookkeeping(trainer), _accumulation_unseen(trainer), full_precision(trainer.model):
@@ -117,7 +119,11 @@ class WindowLoss:
         self.status = RankStatus(torch.zeros((), device=self.device), added((0,) * loss.num_means, *own))
         self.totals = self.backend.all_reduce_status(self.status).counts
         adds = [any(self.totals) and loss.contributes(counts) for counts in own] + [False] * len(repeated)
-        self.calls = [replace(call, weight=int(weight)) for call, weight in zip(calls, adds, strict=True)]
+        planned = [call for call, weight in zip(calls, adds, strict=True) if weight]
+        if any(self.totals):
+            planned = self.backend.equalize(window, planned, loss)
+        rest = [replace(call, weight=0) for call, weight in zip(calls, adds, strict=True) if not weight]
+        self.calls = [*planned, *rest][: len(batches)]
         self.batches = batches
         self.forward = Forward(self.trainer.accelerator, self.module, window, (loss, *self.proven.hooks))
         self.num_begun = 0
@@ -145,7 +151,7 @@ class WindowLoss:
         loss, planned = self.proven.loss, self.calls[index]
         if index == 0:
             self._begin_forwards()
-        if not planned.weight:
+        if not planned.weight and not (self.backend.is_sharded and any(self.totals)):
             if self.trainer.args.world_size > 1:  # compute_loss may be a collective (TRL's gathers metrics)
                 with torch.no_grad():
                     call, outputs = self.forward(planned)
@@ -153,6 +159,8 @@ class WindowLoss:
             return torch.zeros((), device=self.device, requires_grad=True)
         call, outputs = self.forward(planned)
         term = loss.mean(loss.sums(outputs, call)[0], self.totals)
+        if self.backend.is_sharded:  # FSDP averages over ranks
+            term = term * (planned.weight * self.trainer.args.world_size)
         if not self._reaches_backward:
             self._reaches_backward = True
             term.register_hook(self._check_not_scaled)
@@ -211,6 +219,8 @@ class ExactTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
         check_trainer(self, ExactTrainerMixin)
+        if is_sharded(self.accelerator):
+            configure_fsdp(self.accelerator.state.fsdp_plugin, self.model)
         window = WindowSize(self._window_size)
         window.check(self.args, kwargs.get("resume_from_checkpoint", args[0] if args else None))
         self.pop_callback(WindowSize)  # of an earlier training
@@ -266,7 +276,7 @@ class ExactTrainerMixin:
             )
         if index == len(loss.batches) - 1:
             loss.end_window(model)
-        return result * self.args.world_size  # Trainer logs the mean over processes
+        return result if loss.backend.is_sharded else result * self.args.world_size  # Trainer logs the mean over processes
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):

@@ -222,11 +222,11 @@ def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
     assert distance(trainer.model.state_dict(), weights) == 0
 
 
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-def test_sharded_models_are_refused(case, kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "use DDP or FSDP2")])
+def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
     trainer = prepared(case)
-    monkeypatch.setattr(Accelerator, "distributed_type", kind)
-    with pytest.raises(ConfigError, match=f"exact on one process and under DDP, but Accelerate runs 1.*{kind.value}"):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType(kind))
+    with pytest.raises(ConfigError, match=words):
         trainer.train()
 
 
@@ -234,7 +234,7 @@ def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(ca
     trainer = prepared(case)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match=r"runs 1 under FSDP.*2 processes were launched, but each would train alone"):
+    with pytest.raises(ConfigError, match=r"FSDP was requested.*2 processes were launched, but each would train alone"):
         trainer.train()
 
 
