@@ -5,31 +5,45 @@ Oracle: SHA-256 of the weights, and metrics.jsonl without its times. Negative co
 """
 
 import json
+from itertools import chain
 
 import pytest
 from forked import phase, run_phases
 from runs import filled_place, lines_of, small_config
 
 CHUNK, STEPS = 4, 6  # samples; an epoch has three full windows and a short one
-KINDS = {
+KINDS = {  # settings; "no flag" is the control
     "GPT-2": {},
     "BERT, masked LM, bf16": {"task": "masked-lm", "model": "bert"},
     "LoRA": {"lora_r": 2, "lora_dropout": 0.1},
+    "no flag": {"same_bits": None},
 }
 LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size
 
 
-def phases_of(place, folder, same_bits, model="gpt", **settings):
-    """A run in each layout, and one that is killed on 3 processes and resumed on 2; output folders: 0, 1, 2, ..."""
-    settings |= {"model_name_or_path": str(place / model), "same_bits": same_bits, "max_steps": STEPS}
+def phases_of(place, folder, kind, model="gpt", **settings):
+    """A run in each layout and, with the flag, one that is killed on 3 processes and resumed on 2; output folders: 0, 1, 2."""
+    settings = {"model_name_or_path": str(place / model), "same_bits": CHUNK, "max_steps": STEPS, **settings}
     settings |= {"save_steps": 2, "eval_steps": 3, "max_grad_norm": 0.01, "learning_rate": 3e-3}
 
-    def run(number, size, **more):
-        return small_config(place, folder / str(number), per_device_train_batch_size=size, **settings, **more)
+    def run(number, size, processes, windows=None, **more):
+        config = small_config(place, folder / str(number), per_device_train_batch_size=size, **settings, **more)
+        return phase(config, processes=processes, windows=windows, precision="bf16" if "bf16" in kind else "no")
 
-    whole = [phase(run(number, size), processes=processes) for number, (processes, size) in enumerate(LAYOUTS)]
-    killed = phase(run(len(LAYOUTS), CHUNK), processes=3, windows=3)
-    return [*whole, killed, phase(run(len(LAYOUTS), 2 * CHUNK, resume_from_checkpoint="auto"), processes=2)]
+    phases = [run(number, size, processes) for number, (processes, size) in enumerate(LAYOUTS)]
+    if settings["same_bits"]:
+        phases += [run(2, CHUNK, 3, windows=3), run(2, 2 * CHUNK, 2, resume_from_checkpoint="auto")]
+    return phases
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with the runs of each kind, all done by one process that has imported everything."""
+    folder = tmp_path_factory.mktemp("same bits")
+    with filled_place(folder / "place") as place:
+        of_kinds = (phases_of(place, folder / kind, kind, **settings) for kind, settings in KINDS.items())
+        run_phases(folder / "job", [*chain.from_iterable(of_kinds)])
+    return folder
 
 
 def found_in(folder):
@@ -40,12 +54,9 @@ def found_in(folder):
 
 
 @pytest.mark.slow("trains on up to four processes")
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_ends_with_the_same_bits(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if "bf16" in kind else "no")
-    with filled_place(tmp_path) as place:
-        run_phases(tmp_path / "job", phases_of(place, tmp_path / "runs", CHUNK, **KINDS[kind]))
-    hashes, lines = found_in(tmp_path / "runs")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "no flag"])
+def test_every_layout_ends_with_the_same_bits(kind, runs):
+    hashes, lines = found_in(runs / kind)
     assert len(hashes) == len(LAYOUTS) + 1
     assert set(hashes) == {hashes[0]}
     assert all(line == lines[0] for line in lines)
@@ -55,9 +66,6 @@ def test_every_layout_ends_with_the_same_bits(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow("trains on up to four processes")
-def test_without_the_flag_bits_differ(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with filled_place(tmp_path) as place:
-        run_phases(tmp_path / "job", phases_of(place, tmp_path / "runs", None)[: len(LAYOUTS)])
-    hashes, _ = found_in(tmp_path / "runs")
+def test_without_the_flag_bits_differ(runs):
+    hashes, _ = found_in(runs / "no flag")
     assert len(set(hashes)) == len(LAYOUTS)

@@ -15,10 +15,37 @@ from pathlib import Path
 
 import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no process imports it by itself)
 import transformers as tf
-from finetune_worker import record_the_end
 from forked import together
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga.run import cli
+from hf_ga.exact.forward import unwrapped
+from hf_ga.recovery.checkpoint import state_sha256
+from hf_ga.run import cli, finetune
+
+
+def recorded(run) -> dict:
+    """What kind of model it is, and the hash of this process's own copy."""
+    units = [module for module in run.model.modules() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    is_ddp = isinstance(run.model, DistributedDataParallel)
+    return {
+        "processes": run.accelerator.num_processes,
+        "ddp": is_ddp,
+        "fsdp_units": len(units),
+        "fsdp": 1 + any(isinstance(module, FSDPModule) for module in units),
+        "weights": state_sha256(unwrapped(run.model).state_dict()) if is_ddp else None,
+    }
+
+
+def record_the_end(records: dict) -> None:
+    """`records` is filled where training is over."""
+    finish = finetune._finish
+
+    def finish_and_record(run, *args, **kwargs):
+        records.update(recorded(run))
+        return finish(run, *args, **kwargs)
+
+    finetune._finish = finish_and_record
 
 
 def run(phase: dict, folder: Path) -> None:

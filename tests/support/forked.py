@@ -46,9 +46,9 @@ SHARDED = {
 }
 
 
-def phase(config: FinetuneConfig, kind: str = "ddp", processes: int = 1, windows: int | None = None) -> dict:
+def phase(config: FinetuneConfig, kind: str = "ddp", processes: int = 1, windows: int | None = None, precision: str = "no") -> dict:
     """A run on so many processes; after so many windows all of them are gone at once, as if killed."""
-    return {"config": config.to_dict(), "kind": kind, "processes": processes, "windows": windows}
+    return {"config": config.to_dict(), "kind": kind, "processes": processes, "windows": windows, "precision": precision}
 
 
 def run_phases(folder: Path, phases: list[dict]) -> str:
@@ -155,6 +155,7 @@ def stop_after(windows: int) -> None:
 
 def run_of(one: dict) -> Callable[[], None]:
     def work() -> None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = one["precision"]
         if one["windows"] is not None:
             stop_after(one["windows"])
         finetune.finetune(FinetuneConfig(**one["config"]))

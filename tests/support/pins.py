@@ -116,8 +116,8 @@ def gradients() -> dict[str, str]:
         samples = make_samples(NUM_SAMPLES)
         proven = hf_ga.prove_targets(build(), samples, pad_right, loss_fn=loss_fn)
         for mode in modes(proven):
-            for size in MICRO_BATCHES:
-                pins[f"gradient {name}, {mode}, {size}"] = _gradient(build(), samples, loss_fn, mode, size)
+            for size, digest in _gradients(build(), samples, loss_fn, mode).items():
+                pins[f"gradient {name}, {mode}, {size}"] = digest
     return pins
 
 
@@ -126,22 +126,24 @@ def modes(proven: object) -> list[str]:
     return ["plain", *(["lazy logits"] if "chunked loss" in {s.name for s in proven.speed_ups} else []), "packed"]
 
 
-def _gradient(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str, size: int) -> str:
-    accelerator = Accelerator(cpu=True)
+def _gradients(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str) -> dict[int, str]:
+    accelerator, digests = Accelerator(cpu=True), {}
     speed_ups = [LeanForward(), *([] if mode == "plain" else [ChunkedLoss()]), *([Packing()] if mode == "packed" else [])]
     speed_ups.append(FusedAttention())
     proven = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, speed_ups=speed_ups)
     prepared = accelerator.prepare(model)
-    sizes = {"planner": by_number(size), "global_batch_size": NUM_SAMPLES}
-    windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, pad_to_window=proven.pad_to_window, **sizes)
-    hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn)
-    return sha256(*(p.grad for p in model.parameters() if p.grad is not None))
+    for size in MICRO_BATCHES:
+        sizes = {"planner": by_number(size), "global_batch_size": NUM_SAMPLES, "pad_to_window": proven.pad_to_window}
+        windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, **sizes)
+        prepared.zero_grad()
+        hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn)
+        digests[size] = sha256(*(p.grad for p in model.parameters() if p.grad is not None))
+    return digests
 
 
 def runs() -> dict[str, str]:
     """Weights of a short whole run of each task, and of one on two processes."""
-    import finetune_worker
-    from launching import launch
+    from forked import phase, run_phases
     from runs import filled_place, job_config, save_jobs, train_job
 
     pins = {}
@@ -150,10 +152,7 @@ def runs() -> dict[str, str]:
         for task in TASKS:
             pins[f"run {task}"] = train_job(place, place / task, task, max_steps=5)["weights_sha256"][:16]
         config = job_config(place, place / "two", "translations", max_steps=4)
-        (place / "config.json").write_text(json.dumps(config.to_dict()))
-        (place / "records").mkdir()
-        done = launch(2, Path(finetune_worker.__file__), str(place / "config.json"), str(place / "records"))
-        assert not done.returncode, done.stderr[-3000:]
+        run_phases(place / "job", [phase(config, processes=2)])
         pins["run on two processes"] = json.loads((place / "two" / "summary.json").read_text())["weights_sha256"][:16]
     return pins
 
