@@ -2,31 +2,39 @@
 
     python tests/support/command_lines.py JOB.json
 
-JOB.json is a list of commands as lists of words: `python SCRIPT ...` or, for one process, `accelerate launch ... SCRIPT ...`, which
-its own parser turns into the former. Ends with code 1 at the first command that fails.
+JOB.json is a list of commands as lists of words: `python SCRIPT ...` or `accelerate launch ... SCRIPT ...`, which its own parser
+turns into the former. Ends with code 1 at the first command that fails.
 """
 
 import json
 import os
 import runpy
 import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401  (this and the next ones: so that no process imports them by itself)
 from accelerate.commands import launch
-from forked import fork
+from forked import together
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
 from hf_ga.data.corpus import load_stdlib
 
 
+def parsed(words: list[str]) -> Namespace | None:
+    """The flags of `accelerate launch` and its profile."""
+    is_launch = words[:2] == ["accelerate", "launch"]
+    return launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))[0] if is_launch else None
+
+
 def run(words: list[str]) -> None:
-    if words[:2] == ["accelerate", "launch"]:
-        args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))
-        words, environment = launch.prepare_simple_launcher_cmd_env(args)
-        os.environ.update(environment)
+    if args := parsed(words):
+        _, environment = launch.prepare_simple_launcher_cmd_env(args)
+        os.environ.update({k: v for k, v in environment.items() if k.startswith("ACCELERATE_")})  # the port is that of `together`
         os.sched_getaffinity = lambda pid: {0}  # one thread: several would wait for each other beside other tests
+        words = ["python", args.training_script, *args.training_script_args]
     sys.argv = words[1:]
     try:
         runpy.run_path(words[1], run_name="__main__")
@@ -38,5 +46,6 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     load_stdlib()
     for words in json.loads(Path(sys.argv[1]).read_text()):
-        if os.waitstatus_to_exitcode(os.waitpid(fork(lambda words=words: run(words), {}), 0)[1]):
+        args = parsed(words)
+        if together(partial(run, words), "ddp", args.num_processes if args and args.num_processes else 1) != {0}:
             sys.exit(" ".join(words))
