@@ -62,20 +62,35 @@ def build_model(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> nn.Module:
     """Build the model with float32 trainable parameters; weights frozen by LoRA keep the compute dtype."""
-    set_seed(config.seed)
-    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
-    loaded, new_weights = load_model(config, model_config, data, kept)
+    model, new_weights = _load(config, accelerator, data, model_config, dtype)
     if new_weights:
         print_fact(
             accelerator, "weights", f"{len(new_weights)} new: {', '.join(new_weights[:2])}{', ...' * (len(new_weights) > 2)}"
         )
+    return model
+
+
+def unsharded_lora(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A model like the sharded one, with its full weights: adapters cannot be merged into shards. For the main process."""
+    model, _ = _load(run.config, run.accelerator, run.data, unwrapped(run.model).config, run.dtype)
+    model.load_state_dict(weights)
+    return model
+
+
+def _load(
+    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
+) -> tuple[nn.Module, list[str]]:
+    """The model in training mode, and the names of parameters that the checkpoint lacks."""
+    set_seed(config.seed)
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
+    loaded, new_weights = load_model(config, model_config, data, kept)
     model: nn.Module = loaded
     if config.lora_r is not None:
         model = add_lora(model, config, data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(accelerator.device).train()  # also the model within PEFT's wrapper
+    return model.to(accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
 
 
 def build_run(
@@ -100,6 +115,7 @@ def build_run(
     max_steps = config.max_steps or max_windows
     warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
+    identity = _identity(config, accelerator, data, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
     return Run(
@@ -118,7 +134,7 @@ def build_run(
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
         save_steps=config.save_steps or once_per_epoch,
-        identity=_identity(config, accelerator, data, model, windows.layout.window_size),
+        identity=identity,
     )
 
 

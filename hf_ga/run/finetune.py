@@ -34,7 +34,8 @@ from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
-from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples
+from hf_ga.run.adapters import is_lora
+from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples, unsharded_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
@@ -191,7 +192,6 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     unsupported = {
         "same_bits, because it adds the ranks' gradients in another order: use DDP": config.same_bits is not None,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
-        "lora_r, which leaves little to shard: use DDP": config.lora_r is not None,
         "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
         "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
     }
@@ -214,7 +214,10 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
+            if is_sharded(accelerator) and is_lora(run.model):
+                save_last(run.output_dir, unsharded_lora(run, weights), data, run.dtype)
+            else:
+                save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)
     _predict(config, accelerator, run.model, data, unlabelled)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)

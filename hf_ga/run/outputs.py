@@ -45,7 +45,7 @@ def save_best(
     """
     with filling(folder) as partial:
         if is_lora(model):
-            unwrapped(model).save_pretrained(partial)
+            unwrapped(model).save_pretrained(partial, state_dict=weights)
         else:
             _save(partial, unwrapped(model), dtype, weights)
         data.tokenizer.save_pretrained(partial)

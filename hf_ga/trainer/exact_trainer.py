@@ -31,7 +31,6 @@ from hf_ga.exact.hooks import Call
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
-from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -39,41 +38,11 @@ from hf_ga.parallel.prepare import configure_fsdp
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
-from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
+from hf_ga.trainer.loss import TrainerLoss
+from hf_ga.trainer.pairs import collate_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = ("_metrics", "_total_train_tokens")  # TRL's compute_loss updates them; the proof's forwards must not
-
-
-class TrainerLoss(nn.Module):
-    """A trainer's loss as a model: maps the entries of a batch to the loss of `compute_loss` on this batch alone.
-
-    A `compute_loss_func` receives the number of items of this batch, as in Trainer's evaluation.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self.model = trainer.model
-        self.config = getattr(trainer.model, "config", None)
-        self._compute_loss = trainer.compute_loss
-        self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
-        self._needs_items = trainer.compute_loss_func is not None
-        self._has_pairs = has_pairs(trainer.data_collator)
-
-    def forward(self, **batch: Any) -> Any:
-        """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this loss."""
-        items = self._count_items([batch]) if self._needs_items else None
-        if self._has_pairs:
-            return self._compute_loss(partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items)
-        if kind_of(batch) is None:
-            return self._compute_loss(self.model, batch, num_items_in_batch=items)
-        loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
-        outputs["loss"] = loss
-        return outputs
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The model's output layer, for the chunked loss."""
-        return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 
 class WindowLoss:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import processes_worker
 import pytest
 import torch
@@ -26,7 +27,8 @@ from hf_ga.run import cli, finetune
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 JOB = "translations"  # encoder and decoder, dropout, texts generated in evaluations and for the file to predict
 STREAM = {"streaming": True, "shuffle_buffer_size": 20}
-slow = pytest.mark.slow("starts two processes for seven runs")
+LORA = {"lora_r": 2, "lora_dropout": 0.1}
+slow = pytest.mark.slow("starts two processes for eight runs")
 
 
 def settings_of(place, output, **more):
@@ -55,12 +57,13 @@ def variables_of(profile):
 
 @pytest.fixture(scope="module")
 def one(place):
-    """The runs on one process: translations (of a model that has learnt something), classes, a stream."""
+    """The runs on one process: translations (of a model that has learnt something), classes, a stream, LoRA."""
     often = {"max_steps": 60, "eval_steps": 60, "save_steps": 60, "predict_with_generate": False}
     train_job(place, place / "base", JOB, **often, learning_rate=1e-2, lr_scheduler_type="linear")
     summary = hf_ga.finetune(settings_of(place, place / "one"))
     hf_ga.finetune(classes_of(place, place / "classes"))
     train(place, place / "streamed", **STREAM)
+    train(place, place / "adapted", **LORA)
     return summary, place / "one"
 
 
@@ -75,6 +78,7 @@ def runs_of_two(one, place):
         "fsdp1": (classes_of(place, place / "fsdp1"), variables_of("fsdp1")),
         "fsdp2": (classes_of(place, place / "fsdp2"), variables_of("fsdp2")),
         "fsdp2 again": (classes_of(place, place / "fsdp2 again", **from_3), variables_of("fsdp2")),
+        "lora": (small_config(place, place / "lora", **LORA), variables_of("fsdp2")),
         "stream": (small_config(place, place / "stream", **STREAM), variables_of("cpu_2")),
         "error": (small_config(place, place / "error", dataset_name=str(place / "missing.jsonl")), variables_of("cpu_2")),
     }
@@ -180,6 +184,20 @@ def test_fsdp_is_the_same_run(version, runs_of_two, place):
 
 
 @slow
+def test_lora_under_fsdp_is_the_same_run(runs_of_two, place):
+    """The merged model, and the adapters in PEFT on the base model."""
+    output = place / "lora"
+    assert_same_run(output, place / "adapted")
+    merged, base = (tf.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (output, place / "gpt"))
+    ids = torch.arange(12)[None]
+    logits = merged(ids).logits
+    for folder in ("adapter", "best"):
+        adapted = peft.PeftModel.from_pretrained(tf.AutoModelForCausalLM.from_pretrained(place / "gpt"), output / folder).eval()
+        torch.testing.assert_close(adapted(ids).logits, logits, rtol=1e-5, atol=1e-5)
+    assert (base(ids).logits - logits).abs().max() > 1e-4  # the control
+
+
+@slow
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(runs_of_two, place):
     """Bit for bit; on other layouts: tests/recovery/test_resume_layouts.py."""
     assert_same_run(place / "fsdp2 again", place / "fsdp2", 0.0, 0.0, after=3)
@@ -194,7 +212,6 @@ def test_what_fsdp_cannot_do_is_refused():
     for more, message in [
         ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model and --eval_only"),
         ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model and --eval_only"),
-        ({"lora_r": 4}, "FSDP does not support lora_r, .*: use DDP"),
         ({"model_name_or_path": "gpt"}, "fsdp_cpu_ram_efficient_loading, .* set it to false"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):
