@@ -1,7 +1,7 @@
 """Full precision for proofs: temporary dtype changes, and checks for models that cannot be trained exactly."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -30,13 +30,18 @@ def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Disable autocast (Accelerate's and the caller's) and convert frozen half precision to float32."""
+    """Disable autocast (Accelerate's and the caller's), and convert frozen half precision and the products of 4-bit weights to
+    float32.
+    """
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
     low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
     is_wrapped = "_original_forward" in model.__dict__
     plain = patch.object(model, "forward", model._original_forward) if is_wrapped else nullcontext()
-    with torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32), plain:
+    with ExitStack() as stack, torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32), plain:
+        for module in model.modules():
+            if getattr(module, "compute_dtype", None) in LOW_PRECISION:  # bitsandbytes
+                stack.enter_context(patch.object(module, "compute_dtype", torch.float32))
         yield
 
 

@@ -33,33 +33,38 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ConfigError(f"freeze {' '.join(patterns)} freezes all {len(names)} parameters: leave some to train.")
 
 
-def add_lora(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:
-    """A `peft.PeftModel` around the model: adapters of rank `lora_r` in float32, heads fully trained, the rest frozen.
+def add_adapters(model: nn.Module, config: FinetuneConfig, task_type: str | None, new_weights: Sequence[str] = ()) -> nn.Module:
+    """A `peft.PeftModel` around the model: adapters in float32, heads fully trained, the rest frozen.
 
     Args:
         task_type: a `peft.TaskType`, or None for heads without one.
         new_weights: names of parameters missing from the checkpoint: their modules are fully trained too.
 
     Raises:
-        ConfigError: no layer has the names in `lora_target_modules`.
+        ConfigError: no layer has the names in `lora_target_modules`, or `adapter_name_or_path` cannot be loaded.
     """
     import peft
 
-    settings = peft.LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha or 2 * config.lora_r,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules or "all-linear",
-        modules_to_save=_new_modules(model, new_weights) or None,
-        task_type=task_type,
-    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # for GPT-2's Conv1D, which PEFT handles
             warnings.simplefilter("ignore", FutureWarning)  # from PEFT, about transformers
-            adapted = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise ConfigError(f"LoRA cannot be added: {str(error).splitlines()[0]}") from error
+            if config.adapter_name_or_path is not None:
+                adapted = peft.PeftModel.from_pretrained(model, config.adapter_name_or_path, is_trainable=True)
+            else:
+                settings = peft.LoraConfig(
+                    r=config.lora_r,
+                    lora_alpha=config.lora_alpha or 2 * config.lora_r,
+                    lora_dropout=config.lora_dropout,
+                    target_modules=config.lora_target_modules or "all-linear",
+                    modules_to_save=[*_new_modules(model, new_weights), *(config.lora_modules_to_save or ())] or None,
+                    use_dora=config.use_dora,
+                    task_type=task_type,
+                )
+                adapted = peft.get_peft_model(model, settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        what = "LoRA cannot be added" if config.lora_r is not None else f"cannot load the adapter {config.adapter_name_or_path!r}"
+        raise ConfigError(f"{what}: {str(error).splitlines()[0]}") from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # heads of a half-precision model
             parameter.data = parameter.data.float()

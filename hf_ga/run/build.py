@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.parallel.prepare import prepare
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import state_sha256
-from hf_ga.run.adapters import add_lora, freeze, is_lora
+from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy
-from hf_ga.run.models import load_model
+from hf_ga.run.models import complete_config, load_base_config, load_model
 from hf_ga.run.optimizers import build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
@@ -31,6 +32,7 @@ from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags that may change on resume: they do not affect the results.
+LOCATIONS = ("model_name_or_path", "adapter_name_or_path", "dataset_name", "validation_file", "test_file")
 FREE_TO_CHANGE = {
     "output_dir",
     "resume_from_checkpoint",
@@ -61,7 +63,7 @@ FREE_TO_CHANGE = {
 def build_model(
     config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
 ) -> nn.Module:
-    """Build the model with float32 trainable parameters; weights frozen by LoRA keep the compute dtype."""
+    """Build the model with float32 trainable parameters; weights frozen under adapters keep the compute dtype."""
     model, new_weights = _load(config, accelerator, data, model_config, dtype)
     if new_weights:
         print_fact(
@@ -70,10 +72,16 @@ def build_model(
     return model
 
 
-def unsharded_lora(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """A model like the sharded one, with its full weights: adapters cannot be merged into shards. For the main process."""
-    model, _ = _load(run.config, run.accelerator, run.data, unwrapped(run.model).config, run.dtype)
-    model.load_state_dict(weights)
+def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be merged. For the main process.
+
+    Args:
+        weights: the full `state_dict()`.
+    """
+    config = replace(run.config, load_in_4bit=False)
+    model, _ = _load(config, run.accelerator, run.data, complete_config(load_base_config(config), config, run.data), run.dtype)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model
 
 
@@ -83,11 +91,11 @@ def _load(
     """The model in training mode, and the names of parameters that the checkpoint lacks."""
     set_seed(config.seed)
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    kept = dtype if config.lora_r is not None and dtype == computed else torch.float32
-    loaded, new_weights = load_model(config, model_config, data, kept)
+    kept = dtype if config.has_adapters and dtype == computed else torch.float32
+    loaded, new_weights = load_model(config, model_config, data, kept, computed or torch.float32)
     model: nn.Module = loaded
-    if config.lora_r is not None:
-        model = add_lora(model, config, data.task.lora_type, new_weights)
+    if config.has_adapters:
+        model = add_adapters(model, config, data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
     return model.to(accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
@@ -109,7 +117,7 @@ def build_run(
     print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
     head_proven, proven = _prove(config, model, data, loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
-    usual = 2e-4 if config.lora_r is not None else 1e-3 if config.model_name_or_path is None else 5e-5
+    usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
     optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
@@ -153,7 +161,7 @@ def _identity(
 ) -> dict[str, Any]:
     """Settings that must be equal on resume. Only names of files and folders: their location may change."""
     flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
-    places = {k: Path(flags[k]) for k in ("model_name_or_path", "dataset_name", "validation_file", "test_file") if flags[k]}
+    places = {k: Path(flags[k]) for k in LOCATIONS if flags[k]}
     return (
         flags
         | {k: path.resolve().name for k, path in places.items() if path.exists()}

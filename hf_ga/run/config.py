@@ -43,6 +43,10 @@ class FinetuneConfig(DataOptions):
     lora_alpha: float | None = option(None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r.")
     lora_dropout: float = option(0.0, "Dropout in the adapters.")
     lora_target_modules: list[str] | None = option(None, "Names of the linear layers with adapters. Default: all.")
+    lora_modules_to_save: list[str] | None = option(None, "Names of modules to train whole, beside the adapters and new heads.")
+    use_dora: bool = option(False, "DoRA: adapters that train the weights' magnitudes separately.")
+    adapter_name_or_path: str | None = option(None, "Hub id or local folder of an adapter to train further, with its own settings.")
+    load_in_4bit: bool = option(False, "QLoRA: 4-bit (NF4) frozen weights under the adapters (needs the extra `qlora`).")
     # loss
     label_smoothing_factor: float = option(0.0, "Label smoothing of the training loss (not of validation losses).")
     # batch
@@ -121,6 +125,11 @@ class FinetuneConfig(DataOptions):
         return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return self.lora_r is not None or self.adapter_name_or_path is not None
+
+    @property
     def sequence_length(self) -> int:
         """Maximum tokens in a sample."""
         return self.block_size or self.max_length
@@ -169,12 +178,18 @@ class FinetuneConfig(DataOptions):
 
     def _check_combinations(self) -> None:
         """Check flags that need or exclude each other."""
-        if self.lora_r is None and (self.lora_target_modules or self.lora_alpha or self.lora_dropout):
-            raise ConfigError("lora_alpha, lora_dropout and lora_target_modules need lora_r, the rank of the adapters.")
-        if self.lora_r is not None and find_spec("peft") is None:
-            raise ConfigError("lora_r needs the package peft: pip install 'hf_ga[peft]'.")
-        if self.lora_r is not None and self.freeze:
-            raise ConfigError("freeze has no effect with lora_r, which freezes all weights except the adapters: omit one of them.")
+        of_new = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
+        if self.lora_r is None and (given := [name for name in of_new if getattr(self, name)]):
+            raise ConfigError(f"{given[0]} needs lora_r, the rank of new adapters.")
+        if self.lora_r is not None and self.adapter_name_or_path is not None:
+            raise ConfigError("lora_r makes new adapters, adapter_name_or_path loads some: omit one of them.")
+        if self.load_in_4bit and not self.has_adapters:
+            raise ConfigError("load_in_4bit freezes the weights: set lora_r or adapter_name_or_path.")
+        for is_set, package, extra in ((self.has_adapters, "peft", "peft"), (self.load_in_4bit, "bitsandbytes", "qlora")):
+            if is_set and find_spec(package) is None:
+                raise ConfigError(f"adapters need the package {package}: pip install 'hf_ga[{extra}]'.")
+        if self.has_adapters and self.freeze:
+            raise ConfigError("freeze has no effect with adapters, which freeze all other weights: omit one of them.")
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} does not hold one chunk of same_bits "

@@ -35,7 +35,7 @@ from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 from hf_ga.run.adapters import is_lora
-from hf_ga.run.build import build_model, build_run, make_evaluator, proof_samples, unsharded_lora
+from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
@@ -191,6 +191,7 @@ def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
     unsupported = {
         "same_bits, because it adds the ranks' gradients in another order: use DDP": config.same_bits is not None,
+        "load_in_4bit: use DDP": config.load_in_4bit,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
         "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
         "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
@@ -214,8 +215,8 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
         summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            if is_sharded(accelerator) and is_lora(run.model):
-                save_last(run.output_dir, unsharded_lora(run, weights), data, run.dtype)
+            if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
+                save_last(run.output_dir, mergeable(run, weights), data, run.dtype)
             else:
                 save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)

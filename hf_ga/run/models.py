@@ -6,6 +6,7 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -162,9 +163,16 @@ def own_dtype(base: PretrainedConfig | None) -> torch.dtype:
 
 
 def load_model(
-    config: FinetuneConfig, model_config: PretrainedConfig, data: PreparedData, dtype: torch.dtype = torch.float32
+    config: FinetuneConfig,
+    model_config: PretrainedConfig,
+    data: PreparedData,
+    dtype: torch.dtype = torch.float32,
+    computed: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model with its head. New weights are drawn from torch's generator: seed it first.
+
+    Args:
+        computed: what 4-bit weights are converted to in each forward.
 
     Returns:
         (model, names of parameters missing from the named model)
@@ -172,7 +180,10 @@ def load_model(
     Raises:
         ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
-    auto_class = data.task.auto_class
+    auto_class, more = data.task.auto_class, {}
+    if config.load_in_4bit:
+        four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
+        more["quantization_config"] = four_bit
     if config.model_name_or_path is None:
         model, new = auto_class.from_config(model_config), []
     else:
@@ -186,6 +197,7 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
+                **more,
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
@@ -196,6 +208,11 @@ def load_model(
             raise ConfigError(
                 f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new weights would be: "
                 f"{', '.join(new[:3])}. Train it first."
+            )
+        if packed := [name for name in new if hasattr(model.get_submodule(name.rpartition(".")[0]), "compute_dtype")]:
+            raise ConfigError(
+                f"load_in_4bit would freeze weights that {config.model_name_or_path} lacks: {', '.join(packed[:3])}. Name a model "
+                "that has them, or omit load_in_4bit."
             )
     if config.task == "causal-lm" and model.loss_type is None:  # transformers does not find it by GPT-2's class name, and warns
         model.loss_type = "ForCausalLM"

@@ -159,9 +159,50 @@ def test_lora_on_layers_by_name(place, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+KINDS = {
+    "DoRA": {"use_dora": True},
+    "QLoRA": {"load_in_4bit": True},
+    "a whole module": {"lora_modules_to_save": ["ln_f"], "lora_target_modules": ["c_attn"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_adapters_do_not_depend_on_the_split(kind, place, tmp_path):
+    """The saved model is that of PEFT on the base in its own precision; the control: the base alone."""
+    name, settings = "causal LM, row by row", {"lora_r": 2, "lora_dropout": 0.1, "max_steps": 3, **KINDS[kind]}
+    for size in (16, 3):
+        train_job(place, tmp_path / str(size), name, per_device_train_batch_size=size, **settings)
+    adapters = [peft_file(tmp_path / size / "adapter") for size in ("16", "3")]
+    assert adapters[0].keys() == adapters[1].keys()
+    for key, value in adapters[0].items():
+        assert (adapters[1][key] - value).norm() <= 1e-4 * value.norm(), key
+    merged = logits_of(auto_class(name).from_pretrained(tmp_path / "3"), tmp_path / "3")
+    loaded = logits_of(peft.PeftModel.from_pretrained(base_of(place, name), tmp_path / "3" / "adapter"), tmp_path / "3")
+    assert (loaded - merged).norm() <= 1e-5 * merged.norm()
+    assert (logits_of(base_of(place, name), tmp_path / "3") - merged).norm() > 1e-4 * merged.norm()
+
+
+def test_a_new_layer_in_4_bits_is_refused(place, tmp_path):
+    """It would be frozen as it was drawn."""
+    with pytest.raises(hf_ga.ConfigError, match=r"load_in_4bit would freeze .*pooler\.dense"):
+        train_job(place, tmp_path / "out", "classes", lora_r=2, load_in_4bit=True)
+
+
+def test_an_adapter_is_trained_further(adapted, place, tmp_path):
+    """Before its first step the loss is that of the trained adapter."""
+    name = "causal LM, row by row"
+    _, output = adapted(name)
+    more = {"adapter_name_or_path": str(output / "adapter"), "max_steps": 1, "learning_rate": 1e-9}
+    summary = train_job(place, tmp_path / "out", name, **more)
+    whole = train_job(place, tmp_path / "merged", name, model_name_or_path=str(output), max_steps=1, learning_rate=1e-9)
+    assert summary["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    with pytest.raises(hf_ga.ConfigError, match="cannot load the adapter 'missing'"):
+        train_job(place, tmp_path / "new", name, adapter_name_or_path="missing")
+
+
 def test_without_peft(place, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
-    with pytest.raises(hf_ga.ConfigError, match=r"lora_r needs the package peft: pip install 'hf_ga\[peft\]'"):
+    with pytest.raises(hf_ga.ConfigError, match=r"adapters need the package peft: pip install 'hf_ga\[peft\]'"):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 
 
