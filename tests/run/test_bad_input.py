@@ -57,6 +57,8 @@ CASES = {
     "dropout of LoRA alone": ("--lora_dropout 0.1", ["lora_dropout", "needs lora_r"]),
     "scale of LoRA alone": ("--lora_alpha 8", ["lora_alpha", "needs lora_r"]),
     "layers of LoRA alone": ("--lora_target_modules c_attn", ["lora_target_modules", "needs lora_r"]),
+    "magnitudes alone": ("--use_dora", ["use_dora needs lora_r"]),
+    "whole modules alone": ("--lora_modules_to_save ln_f", ["lora_modules_to_save needs lora_r"]),
     "4 bits without adapters": ("--load_in_4bit", ["load_in_4bit freezes the weights", "set lora_r"]),
     "new and old adapters": ("--lora_r 2 --adapter_name_or_path a", ["lora_r makes new adapters", "omit one"]),
     "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no effect with adapters", "omit one"]),
