@@ -37,7 +37,7 @@ from hf_ga.recovery.versions import machine, versions
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.loop import fit, stopped_early
+from hf_ga.run.loop import OnStep, fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
@@ -58,11 +58,15 @@ TARGETS = {
 }
 
 
-def finetune(config: FinetuneConfig) -> dict[str, Any]:
+def finetune(config: FinetuneConfig, on_step: OnStep | None = None) -> dict[str, Any]:
     """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of `evaluation.json`).
 
     Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best
     model by `metric_for_best_model`) and the last model with its tokenizer, both for `from_pretrained`.
+
+    Args:
+        on_step: called on every process after each window as `on_step(line, model)`: the line of metrics.jsonl, with `eval_loss`
+            and the other metrics where there was an evaluation, and the model as it is trained (in training mode).
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
@@ -72,13 +76,13 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     config.check()
     accelerator = _accelerator(config)
     if config.eval_only:  # only adds files
-        return _finetune(config, accelerator)
+        return _finetune(config, accelerator, on_step)
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _finetune(config, accelerator)
+        return _finetune(config, accelerator, on_step)
 
 
-def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any]:
+def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep | None) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     _check_sharded(config, accelerator)
@@ -107,7 +111,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator) -> dict[str, Any
     start_trackers(accelerator, config)
     began = time.perf_counter()
     try:
-        progress = fit(run, progress)
+        progress = fit(run, progress, on_step)
     except Exception as error:
         if not isinstance(error, OutOfMemory | NonFinite) and not is_out_of_memory(error):
             raise

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
@@ -21,10 +23,14 @@ from hf_ga.training import StepResult, train_step
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
 OUT_OF_MEMORY = "out of memory: from now on at most {} tokens (padding included) in a micro-batch; the update is the same"
 MAX_SKIPPED_IN_A_ROW = 20
+OnStep = Callable[[dict[str, Any], nn.Module], None]  # (line of metrics.jsonl, model)
 
 
-def fit(run: Run, progress: Progress) -> Progress:
+def fit(run: Run, progress: Progress, on_step: OnStep | None = None) -> Progress:
     """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the main process writes.
+
+    Args:
+        on_step: see `finetune`.
 
     Raises:
         DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite, with `on_nonfinite` "stop".
@@ -51,6 +57,8 @@ def fit(run: Run, progress: Progress) -> Progress:
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
                 run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
+                if on_step is not None:
+                    on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
                 if stop or finished:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import lines_of, relative_distance, train, train_job
+from runs import lines_of, relative_distance, small_config, train, train_job
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -131,6 +131,22 @@ def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
         assert [s.value for s in scalars] == pytest.approx([value for _, value in expected], rel=1e-6)
         compared += len(scalars)
     assert compared == 4 * 8 + 2 * 3
+
+
+def test_on_step_gets_every_line_and_the_model(place, tmp_path):
+    """And draws no number of the run's: weights and lines are those without it."""
+    lines, modes = [], []
+
+    def on_step(line, model):
+        lines.append(line)
+        modes.append(model.training)
+        torch.rand(1)
+
+    with_it = hf_ga.finetune(small_config(place, tmp_path / "out", max_steps=4), on_step)
+    without = train(place, tmp_path / "plain", max_steps=4)
+    assert lines == lines_of(tmp_path / "out") and modes == [True] * 4
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 4]
+    assert with_it["weights_sha256"] == without["weights_sha256"]
 
 
 def test_names_of_trackers(monkeypatch):
