@@ -54,9 +54,7 @@ def fit(run: Run, progress: Progress, on_step: OnStep | None = None) -> Progress
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
                     finished = _finished(run, progress)  # early stopping
-                metrics.write(**line)
-                progress.metrics_size = metrics.size
-                run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)  # to trackers
+                _log(run, progress, metrics, line)
                 if on_step is not None:
                     on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
@@ -109,6 +107,13 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     }
     optional = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
     return line | {name: value for name, value in optional.items() if value is not None}, stopping > 0
+
+
+def _log(run: Run, progress: Progress, metrics: MetricsFile, line: dict[str, Any]) -> None:
+    """Write a line to metrics.jsonl and to the trackers."""
+    metrics.write(**line)
+    progress.metrics_size = metrics.size
+    run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)
 
 
 def _write(run: Run, text: str) -> None:
