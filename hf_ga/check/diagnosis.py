@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
 from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error
-from hf_ga.check.layouts import CheckedLayout
+from hf_ga.check.layouts import CheckedLayout, own_share
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
 from hf_ga.check.subjects import Step, Subject, run_ours, run_step
@@ -89,7 +89,7 @@ class Diagnosis:
         rule = min(quiet.counts, key=quiet.additivity)
         residual = quiet.additivity(rule)
         match, error, by_numbers = self._weights(quiet, rule)
-        found = [*self._not_additive(residual), *by_numbers]
+        found = [*self._not_additive(residual), *by_numbers, *self._reduced_in(quiet, error)]
         if quiet.frozen:
             found.append(Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}"))
         for suspect in self.suspects:
@@ -112,7 +112,8 @@ class Diagnosis:
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float, list[Cause]]:
         """The weights that the arm gave its micro-batches, their residual relative error, and the causes."""
-        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps)
+        processes = self.subject.accelerator.num_processes
+        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, processes)
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
             return match, error, list(match.causes)
@@ -125,10 +126,22 @@ class Diagnosis:
         if left <= self.match:
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
             return Hypothesis(weights), left, [Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")]
+        if error <= MATCH["bf16"] and self._reduced_in(trial, error):
+            return match, error, list(match.causes)
         if error <= MATCH["bf16"]:
             text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
             return match, error, [*match.causes, Cause("precision", text)]
         return match, error, []
+
+    def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
+        """Processes that add up their gradients in half precision leave a sum that half precision can hold."""
+        if self.subject.accelerator.num_processes == 1:
+            return []
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            if torch.equal(trial.arm, trial.arm.to(dtype).float()):
+                text = f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a communication hook of DDP)"
+                return [Cause(f"{name} reduction", text, f"every element is a {name} number, relative error {error:.1e}")]
+        return []
 
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:
@@ -166,7 +179,7 @@ class Diagnosis:
 
     def _arm(self, window: Window) -> Gradients:
         if self.step is None:
-            return run_ours(self.subject, window)[1]
+            return run_ours(self.subject, own_share(window, self.subject.accelerator))[1]
         return run_step(self.step, self.subject, window, self.layout.accumulation_steps)[1]
 
 
