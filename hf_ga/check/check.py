@@ -1,5 +1,6 @@
 """check_equivalence(): does every split of a window give the full batch's gradient with this model, and if not, why?"""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ from hf_ga.check.subjects import (
     Subject,
     make_accelerator,
     own_accelerate_state,
-    prepare_copy,
     run_ours,
     run_step,
     working_copy,
@@ -32,7 +32,8 @@ from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.fsdp import backend_for, is_sharded
+from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
@@ -141,13 +142,16 @@ def _prove(subject: Subject) -> None:
     subject.dropout = find_dropout(subject)
     if subject.settings.allow_split_dependent_randomness:
         _set_evaluation_mode(subject.dropout.unkeyed)
+    several = subject.accelerator.num_processes > 1
+    trained = copy.deepcopy(subject.model) if several else subject.model
     try:
-        subject.rule = prove_targets(subject.model, subject.samples, subject.collate_fn, **subject.proof_arguments)
+        subject.rule = prove_targets(trained, subject.samples, subject.collate_fn, **subject.proof_arguments)
     except (LossNotAdditive, UnkeyedRandomness) as error:
         subject.refused = str(error)
         _set_evaluation_mode(subject.dropout.unkeyed)
     else:
-        subject.prepared = prepare_copy(subject.accelerator, subject.model)
+        optimizer = torch.optim.SGD(trained.parameters())  # FSDP2 needs one
+        subject.prepared = prepare(subject.accelerator, trained, optimizer)[0] if several else trained
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
@@ -158,12 +162,13 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    num_sites, state = len(subject.dropout.sites), subject.accelerator.state
-    processes = f"{state.num_processes} processes ({state.distributed_type.value}): micro-batches are dealt out to them in turn"
+    num_sites, accelerator = len(subject.dropout.sites), subject.accelerator
+    wrapper = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
+    processes = f"{accelerator.num_processes} processes under {wrapper}: micro-batches are dealt out to them in turn"
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
         "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the same for each parameter",
         f"{counted}; keyed dropout at {num_sites} sites",
-        *([processes] if state.num_processes > 1 else []),
+        *([processes] if accelerator.num_processes > 1 else []),
     ]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hf_ga.check.rows import Cause
 
+_UNDIVIDED = "the loss is divided by the micro-batch's own count and not by GA"
+
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -77,15 +79,16 @@ def _usual(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, n
     text = "mean of means: equal weights of micro-batches with different numbers of targets"
     usual = [
         Hypothesis(n / n.sum()),
-        _wrong(np.full(len(n), 1 / num_processes), f"x{k:.2f}: the loss is divided by the micro-batch's own count and not by GA"),
         _wrong(mean, text, seen=_listed(n)) if is_uneven else Hypothesis(mean),
+        _wrong(np.full(len(n), 1 / num_processes), f"x{k:.2f}: {_UNDIVIDED}"),
+        _wrong(np.ones(len(n)), f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged"),
         _wrong(n / num_processes, f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count"),
         *_wrong_counts(counts, right),
     ]
     if len(set(own)) > 1:
         text = "the processes' mean losses count the same, although the processes have different numbers of targets"
         averaged = Cause("average of local means", text, _listed(own))
-        usual[1:3] = [Hypothesis(each.weights, (*each.causes, averaged)) for each in usual[1:3]]
+        usual[1:4] = [Hypothesis(each.weights, (*each.causes, averaged)) for each in usual[1:4]]
         usual.insert(1, Hypothesis(n / np.maximum(own, 1)[process] / num_processes, (averaged,)))
     full = -(-accumulation_steps // num_processes)
     if k < full:

@@ -13,7 +13,6 @@ from hf_ga.exact.window_loader import WindowLoader
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
 INDIVISIBLE = "indivisible"  # a number of micro-batches that the number of processes does not divide
-SMALLEST = 2  # samples of a micro-batch, on average
 UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window
 
 
@@ -64,6 +63,11 @@ def full_accumulation(num_processes: int) -> int:
     return 4 * -(-num_processes // 2)
 
 
+def least_samples(num_processes: int) -> int:
+    """Samples of the smallest window: two in each micro-batch, on average."""
+    return 2 * full_accumulation(num_processes)
+
+
 def choose_layouts(
     layouts: str | Sequence[str] | Mapping[str, Sequence[int]], lengths: np.ndarray, num_processes: int = 1
 ) -> list[CheckedLayout]:
@@ -75,8 +79,7 @@ def choose_layouts(
     >>> [layout.sizes for layout in choose_layouts(["even", "short last window"], np.ones(16))]
     [[4, 4, 4, 4], [2, 1]]
     """
-    least = SMALLEST * full_accumulation(num_processes)
-    if len(lengths) < least:
+    if len(lengths) < (least := least_samples(num_processes)):
         raise ConfigError(f"a check needs at least {least} samples, got {len(lengths)}: a window of several micro-batches.")
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]

@@ -23,7 +23,7 @@ from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
 from hf_ga.exact.window import Window
-from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, prepare
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.training import backward_window
 
@@ -131,14 +131,6 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
     return accelerator
-
-
-def prepare_copy(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model itself or, on several processes, a copy of it as hf_ga trains it there: under DDP or FSDP."""
-    if accelerator.num_processes == 1:
-        return model
-    model = copy.deepcopy(model)
-    return prepare(accelerator, model, torch.optim.SGD(model.parameters()))[0]  # FSDP2 needs an optimizer
 
 
 def device_of(model: nn.Module) -> torch.device:
