@@ -1,6 +1,4 @@
-"""Checks that every split of a window gives the full batch's gradient, also over several processes (`accelerate launch`):
-`python scripts/check_equivalence.py --help`.
-"""
+"""Checks that every split of a window gives the full batch's gradient: `python scripts/check_equivalence.py --help`."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from transformers.utils import logging
 
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
-from hf_ga.check.layouts import AUTO, INDIVISIBLE, least_samples
+from hf_ga.check.layouts import NAMES, least_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
 from hf_ga.check.subjects import Step
@@ -39,9 +37,7 @@ class CheckConfig(FinetuneConfig):
 
     output_dir: str = option("outputs/check", "Folder for report.json and report.html; other files in it are unchanged.")
     compare: str = option("trainer,accelerate", f"Comma-separated steps to compare, of: {', '.join(ARMS)}; or none (faster).")
-    check_layouts: str = option(
-        "auto", f"Comma-separated layouts, of: {', '.join(AUTO)}, on several processes {INDIVISIBLE}; or auto (all)."
-    )
+    check_layouts: str = option("auto", f"Comma-separated layouts, of: {', '.join(NAMES)}; or auto (all that apply).")
     quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
     assert_passed: bool = field(
         default=False,
@@ -58,7 +54,7 @@ class CheckConfig(FinetuneConfig):
             ConfigError: the first rule that is broken.
         """
         super().check()
-        for name, known in (("compare", ARMS), ("check_layouts", (*AUTO, INDIVISIBLE))):
+        for name, known in (("compare", ARMS), ("check_layouts", NAMES)):
             if unknown := [value for value in self.listed(name) if value not in known]:
                 raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
 
@@ -74,8 +70,8 @@ class CheckConfig(FinetuneConfig):
 
 def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceReport:
     """Build the model and a window of training samples as in finetune, and check them."""
-    base = load_base_config(config)
     with main_process_first(accelerator):
+        base = load_base_config(config)
         data = prepare_data(config, load_tokenizer(config), known_labels(base))
     loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss, so they cannot be compared under another one.

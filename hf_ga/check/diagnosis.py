@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
-from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error
+from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, half_precision, hypotheses, relative_error
 from hf_ga.check.layouts import CheckedLayout, own_share
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
@@ -46,13 +46,16 @@ class Trial:
 
 
 def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None) -> None:
-    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window."""
+    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window, one whose
+    micro-batches cannot be dealt out evenly.
+    """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
     full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
     short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
     simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
     uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
-    for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1]]:
+    odd = [row for row in full if len(row.micro_batches) % subject.accelerator.num_processes]
+    for row in {row.layout: row for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *odd[:1]]}.values():
         if row.refused is None and row.share <= 1:
             text = "the gradient is correct, but the number that the step returns is not the mean loss"
             row.causes = [Cause("reported loss", text)]
@@ -135,13 +138,11 @@ class Diagnosis:
 
     def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
         """Processes that add up their gradients in half precision leave a sum that half precision can hold."""
-        if self.subject.accelerator.num_processes == 1:
+        name = half_precision(trial.arm)
+        if self.subject.accelerator.num_processes == 1 or name is None:
             return []
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            if torch.equal(trial.arm, trial.arm.to(dtype).float()):
-                text = f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a communication hook of DDP)"
-                return [Cause(f"{name} reduction", text, f"every element is a {name} number, relative error {error:.1e}")]
-        return []
+        text = f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a communication hook of DDP)"
+        return [Cause(f"{name} reduction", text, f"every element is a {name} number, relative error {error:.1e}")]
 
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:

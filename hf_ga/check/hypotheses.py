@@ -76,6 +76,7 @@ def _usual(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, n
     own, sizes = np.bincount(process, n, num_processes), np.bincount(process)  # targets and micro-batches of each process
     k, mean = sizes[0], 1 / sizes[process] / num_processes
     is_uneven = num_processes == 1 or any(len(set(n[rank::num_processes])) > 1 for rank in range(num_processes))
+    wrong_counts = _wrong_counts(counts, right)
     text = "mean of means: equal weights of micro-batches with different numbers of targets"
     usual = [
         Hypothesis(n / n.sum()),
@@ -83,13 +84,16 @@ def _usual(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, n
         _wrong(np.full(len(n), 1 / num_processes), f"x{k:.2f}: {_UNDIVIDED}"),
         _wrong(np.ones(len(n)), f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged"),
         _wrong(n / num_processes, f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count"),
-        *_wrong_counts(counts, right),
+        *wrong_counts,
     ]
     if len(set(own)) > 1:
         text = "the processes' mean losses count the same, although the processes have different numbers of targets"
         averaged = Cause("average of local means", text, _listed(own))
         usual[1:4] = [Hypothesis(each.weights, (*each.causes, averaged)) for each in usual[1:4]]
-        usual.insert(1, Hypothesis(n / np.maximum(own, 1)[process] / num_processes, (averaged,)))
+        local = {name: np.maximum(np.bincount(process, c), 1)[process] * num_processes for name, c in counts.items()}
+        usual.insert(1, Hypothesis(n / local[right], (averaged,)))
+        others = zip([name for name in counts if name != right], wrong_counts[::2], strict=True)
+        usual += [Hypothesis(n / local[name], (*wrong.causes, averaged)) for name, wrong in others]
     full = -(-accumulation_steps // num_processes)
     if k < full:
         factor = k / full
@@ -114,6 +118,12 @@ def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray,
     return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
 
 
+def half_precision(vector: Tensor) -> str | None:
+    """The half-precision type that can hold every element: the vector was summed in it. None: neither can."""
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((name for name, dtype in types.items() if torch.equal(vector, vector.to(dtype).to(vector.dtype))), None)
+
+
 def _listed(numbers: np.ndarray) -> str:
     return ", ".join(f"{v:g}" for v in numbers[:6]) + (", ..." if len(numbers) > 6 else "") + " targets"
 
@@ -126,7 +136,7 @@ def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]
     """The loss is divided, or the micro-batches are weighted, by a count that is not the loss's own."""
     n, found = counts[right], []
     for name, other in counts.items():
-        if name == right or not other.sum():
+        if name == right:
             continue
         is_unshifted = (right, name) == ("shifted labels", "labels")
         label = "labels counted unshifted" if is_unshifted else "normalisation"

@@ -12,7 +12,8 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
-INDIVISIBLE = "indivisible"  # a number of micro-batches that the number of processes does not divide
+INDIVISIBLE = "indivisible"  # micro-batches that cannot be dealt out evenly to several processes
+NAMES = (*AUTO, INDIVISIBLE)
 UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window
 
 
@@ -83,7 +84,7 @@ def choose_layouts(
         raise ConfigError(f"a check needs at least {least} samples, got {len(lengths)}: a window of several micro-batches.")
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
-    known = AUTO if num_processes == 1 else (*AUTO, INDIVISIBLE)
+    known = AUTO if num_processes == 1 else NAMES
     names = known if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
     if not names or not set(names) <= set(known):
         raise ConfigError(f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got {layouts!r}.")
