@@ -14,7 +14,7 @@ from hf_ga.exact.window_loader import WindowLoader
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
 INDIVISIBLE = "indivisible"  # micro-batches that cannot be dealt out evenly to several processes
 NAMES = (*AUTO, INDIVISIBLE)
-UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window
+UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window, repeated for more than four micro-batches
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def own_share(window: Window, accelerator: Accelerator) -> Window:
 
 
 def full_accumulation(num_processes: int) -> int:
-    """Micro-batches of a full window: four, or two for each process."""
-    return 4 * -(-num_processes // 2)
+    """Micro-batches of a full window: at least four, and two for each process."""
+    return max(4, 2 * num_processes)
 
 
 def least_samples(num_processes: int) -> int:
@@ -95,12 +95,13 @@ def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
     n, steps = len(lengths), full_accumulation(num_processes)
     if name == "short last window":
         size = max(1, n // (2 * steps))
-        sizes = [size, max(1, size // 2)] * (steps // 4)
+        sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()
         return CheckedLayout(name, _of_sizes(name, sizes, sum(sizes)).offsets, steps)
     if name == "one by one":
         return _of_sizes(name, [1] * n, n)
     if name == "uneven":
-        sizes = [max(1, int(share * n / (steps // 4))) for share in UNEVEN * (steps // 4)]
+        shares = np.resize(UNEVEN, steps)
+        sizes = [max(1, int(share * n / shares.sum())) for share in shares]
         return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
     sizes = [len(part) for part in np.array_split(np.arange(n), 2 * num_processes - 1 if name == INDIVISIBLE else steps)]
     return _of_sizes(name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None)
