@@ -81,7 +81,8 @@ def check_equivalence(
         checked = choose_layouts(layouts, lengths, accelerator.num_processes)
         copied = working_copy(unwrapped(model))
         if accelerator.num_processes > 1:
-            check_agreement(accelerator, "samples and weights", f"{lengths.tolist()}, {state_sha256(copied.state_dict())}")
+            weights = state_sha256(copied.state_dict())[:12]
+            check_agreement(accelerator, "samples and weights", f"{len(lengths)} samples of length {lengths.sum()}, {weights}")
         subject = Subject(copied, list(samples), collate_fn, accelerator, chosen)
         _prove(subject)
         rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
