@@ -59,7 +59,8 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
         with tempfile.TemporaryDirectory() as folder:
             settings = TrainingArguments(folder, **(TRAINING_ARGUMENTS | own | arguments))
             settings._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
-            enable_fsdp_on_cpu(Accelerator(cpu=on_cpu, mixed_precision="bf16" if precision == "bf16" else "no"))
+            if on_cpu:  # Trainer's accelerator takes over this one's state
+                enable_fsdp_on_cpu(Accelerator(cpu=True, mixed_precision=settings.mixed_precision))
             trainer = trainer_class(
                 model=model,
                 args=settings,
