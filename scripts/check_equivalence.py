@@ -12,17 +12,19 @@ from transformers.utils import logging
 
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
-from hf_ga.check.layouts import AUTO, LEAST_SAMPLES
+from hf_ga.check.layouts import NAMES, least_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import Step, check_one_process
+from hf_ga.check.subjects import Step
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
+from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
+from hf_ga.run.finetune import make_accelerator
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report
@@ -35,7 +37,7 @@ class CheckConfig(FinetuneConfig):
 
     output_dir: str = option("outputs/check", "Folder for report.json and report.html; other files in it are unchanged.")
     compare: str = option("trainer,accelerate", f"Comma-separated steps to compare, of: {', '.join(ARMS)}; or none (faster).")
-    check_layouts: str = option("auto", f"Comma-separated layouts, of: {', '.join(AUTO)}; or auto (all).")
+    check_layouts: str = option("auto", f"Comma-separated layouts, of: {', '.join(NAMES)}; or auto (all that apply).")
     quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
     assert_passed: bool = field(
         default=False,
@@ -52,7 +54,7 @@ class CheckConfig(FinetuneConfig):
             ConfigError: the first rule that is broken.
         """
         super().check()
-        for name, known in (("compare", ARMS), ("check_layouts", AUTO)):
+        for name, known in (("compare", ARMS), ("check_layouts", NAMES)):
             if unknown := [value for value in self.listed(name) if value not in known]:
                 raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
 
@@ -66,19 +68,17 @@ class CheckConfig(FinetuneConfig):
         return [] if values in (["auto"], ["none"], [""]) else values
 
 
-def run_check(config: CheckConfig) -> EquivalenceReport:
+def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceReport:
     """Build the model and a window of training samples as in finetune, and check them."""
-    config.check()
-    check_one_process()
-    accelerator = Accelerator()
-    base = load_base_config(config)
-    data = prepare_data(config, load_tokenizer(config), known_labels(base))
+    with main_process_first(accelerator):
+        base = load_base_config(config)
+        data = prepare_data(config, load_tokenizer(config), known_labels(base))
     loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss, so they cannot be compared under another one.
     steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
     report = check_equivalence(
         build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base)),
-        window_samples(config, data),
+        window_samples(config, data, accelerator.num_processes),
         data.collate,
         config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
         steps,
@@ -93,11 +93,11 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
     return report
 
 
-def window_samples(config: CheckConfig, data: PreparedData) -> list[Any]:
+def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) -> list[Any]:
     """A window as large as in training (8 to 64 samples) over the whole range of lengths, in hash order."""
     samples = list(proof_samples(data, "train"))
     most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
-    count = min(len(samples), max(LEAST_SAMPLES, min(config.layout(1).window_size, most)))
+    count = min(len(samples), max(least_samples(num_processes), min(config.layout(num_processes).window_size, most)))
     picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
     return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
 
@@ -107,10 +107,13 @@ def _run(arguments: Sequence[str]) -> int:
     assert isinstance(config, CheckConfig)
     logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
     datasets.disable_progress_bars()
-    report = run_check(config)
-    report.save(config.output_dir)
-    print(report)
-    print(f"report: {config.output_dir}/report.html and report.json")
+    config.check()
+    accelerator = make_accelerator(config)
+    report = run_check(config, accelerator)
+    if accelerator.is_main_process:
+        report.save(config.output_dir)
+    print_on_main(accelerator, f"{report}\nreport: {config.output_dir}/report.html and report.json")
+    end_training(accelerator)
     return 1 if config.assert_passed and not report.arm(OURS).passed else 0
 
 

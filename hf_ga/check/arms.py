@@ -1,7 +1,7 @@
 """Ready-made steps for `check_equivalence`: transformers' Trainer and a raw Accelerate loop.
 
-Both run the library's own code on the micro-batches of the window; this file reimplements none of it. They run bf16 natively;
-under fp16 they compute in float32.
+Both run the library's own code on the micro-batches of the window, on several processes too, under DDP or FSDP; this file
+reimplements none of it. They run bf16 natively; under fp16 they compute in float32.
 
 Example:
     check_equivalence(model, samples, collate_fn, steps={"Trainer": trainer_arm(), "accelerate": accelerate_arm()})
@@ -11,13 +11,17 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.subjects import Step, device_of
+from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.forward import head_loss
+from hf_ga.parallel.prepare import enable_fsdp_on_cpu
 
 MicroBatches = list[dict[str, Any]]
 TRAINING_ARGUMENTS = {
@@ -44,49 +48,76 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
             and clipping is off unless `max_grad_norm` is given.
     """
 
-    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> float:
-        gradients = {}
-        still = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.0)
-        still.register_step_pre_hook(lambda *_: gradients.update({p: p.grad for p in model.parameters()}))
+    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> tuple[float, Gradients]:
+        on_cpu = device_of(model).type == "cpu"
         own = {
             "gradient_accumulation_steps": accumulation_steps,
             "bf16": precision == "bf16",
-            "use_cpu": device_of(model).type == "cpu",
+            "use_cpu": on_cpu,
+            "ddp_backend": "gloo" if on_cpu and dist.is_initialized() else None,
         }
         with tempfile.TemporaryDirectory() as folder:
             settings = TrainingArguments(folder, **(TRAINING_ARGUMENTS | own | arguments))
             settings._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
+            if on_cpu:  # Trainer's accelerator takes over this one's state
+                enable_fsdp_on_cpu(Accelerator(cpu=True, mixed_precision=settings.mixed_precision))
             trainer = trainer_class(
                 model=model,
                 args=settings,
                 train_dataset=micro_batches,
                 data_collator=lambda items: dict(items[0]),
-                optimizers=(still, None),
+                optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.0}),
             )
+            taken = _Taken(trainer)
+            trainer.add_callback(taken)
             trainer.remove_callback(PrinterCallback)
             loss = trainer.train().training_loss
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        return loss
+        return loss, taken.gradients
 
     return step
 
 
-def accelerate_arm() -> Step:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`."""
+class _Taken(TrainerCallback):
+    """Takes a trainer's gradients before its optimizer step."""
 
-    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.gradients: Gradients = {}
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.gradients = _take(self.trainer.model_wrapped)
+
+
+def accelerate_arm(**arguments: Any) -> Step:
+    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`.
+
+    Args:
+        arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come from the check.
+    """
+
+    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> tuple[None, Gradients]:
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",
             gradient_accumulation_steps=accumulation_steps,
+            **arguments,
         )
-        prepared, loader = accelerator.prepare(model, DataLoader(micro_batches, batch_size=None))
+        enable_fsdp_on_cpu(accelerator)
+        optimizer = torch.optim.SGD(model.parameters())  # FSDP2 needs one
+        loader = DataLoader(micro_batches, batch_size=1, collate_fn=lambda items: items[0])
+        prepared, _, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
             with accelerator.accumulate(prepared):
                 accelerator.backward(head_loss(prepared(**batch)))
+        return None, _take(prepared)
 
     return step
+
+
+def _take(prepared: nn.Module) -> Gradients:
+    if isinstance(prepared, nn.parallel.DistributedDataParallel):
+        keep_process_group_alive(prepared)
+    return take_gradients(prepared)
 
 
 ARMS = {"trainer": trainer_arm, "accelerate": accelerate_arm}

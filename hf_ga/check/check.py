@@ -1,5 +1,6 @@
 """check_equivalence(): does every split of a window give the full batch's gradient with this model, and if not, why?"""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tqdm.auto import tqdm
 
 from hf_ga.check.diagnosis import explain
 from hf_ga.check.judging import Reference, compute_reference, judge
-from hf_ga.check.layouts import CheckedLayout, choose_layouts
+from hf_ga.check.layouts import CheckedLayout, choose_layouts, own_share
 from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
@@ -19,7 +20,6 @@ from hf_ga.check.subjects import (
     CheckSettings,
     Step,
     Subject,
-    check_one_process,
     make_accelerator,
     own_accelerate_state,
     run_ours,
@@ -27,10 +27,15 @@ from hf_ga.check.subjects import (
     working_copy,
 )
 from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact.backend import check_supported
 from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import preserved_random_states
+from hf_ga.parallel.fsdp import backend_for, is_sharded
+from hf_ga.parallel.prepare import prepare
+from hf_ga.parallel.processes import broadcast_from_main, check_agreement
+from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
 from hf_ga.training import prove_targets
 
@@ -45,50 +50,60 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Compare the gradient of every layout of one window with that of the full batch in float64 (promise 1).
 
-    Works on a copy of the model and restores all other state.
+    Works on a copy of the model and restores all other state. On several processes all must call it with the same arguments: each
+    computes the reference, and process r takes micro-batches r, r + num_processes, ... of each layout, under DDP or FSDP.
 
     Args:
-        model: on any device; if it is in evaluation mode, the copy is put into training mode.
+        model: not wrapped, on any device; if it is in evaluation mode, the copy is put into training mode.
         samples: one window of at least 8, ideally of very different lengths. collate_fn: list of samples -> model arguments.
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of these names, or
             {name: sizes of the micro-batches}.
         steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the window's collated
             micro-batches (dicts on the model's device), and leaves the window's gradient in `.grad`. It may return the window's
-            mean loss. If it declares the arguments `accumulation_steps` (micro-batches of a full window) or
-            `precision`, it receives them too. See `hf_ga.check.arms`.
+            mean loss. If it declares the arguments `accumulation_steps` (micro-batches of a full window on one process) or
+            `precision`, it receives them too. On several processes it takes its own part of the micro-batches, as the loader that
+            Accelerate prepares does, and may return (loss or None, `take_gradients(prepared)`). See `hf_ga.check.arms`.
         settings: fields of `CheckSettings`, such as `precision="bf16"`.
 
     Raises:
-        ConfigError: bad arguments, several processes, or a full batch that cannot be computed in float64.
+        ConfigError: bad arguments, or a full batch that cannot be computed in float64.
 
     Example:
         report = check_equivalence(model, [dataset[i] for i in range(64)], collate_fn)
         assert report.passed, report
     """
     chosen = CheckSettings(**settings)
-    check_one_process()
-    checked = choose_layouts(layouts, np.array([sample_length(sample) for sample in samples]))
+    lengths = np.array([sample_length(sample) for sample in samples])
     with preserved_random_states(), own_accelerate_state(), torch.enable_grad():
+        accelerator = make_accelerator(model, chosen.precision)
+        check_supported(accelerator)
+        backend_for(accelerator, same_bits=chosen.same_bits is not None)
+        checked = choose_layouts(layouts, lengths, accelerator.num_processes)
         copied = working_copy(unwrapped(model))
-        subject = Subject(copied, list(samples), collate_fn, make_accelerator(copied, chosen.precision), chosen)
+        if accelerator.num_processes > 1:
+            weights = state_sha256(copied.state_dict())[:12]
+            check_agreement(accelerator, "samples and weights", f"{len(lengths)} samples of length {lengths.sum()}, {weights}")
+        subject = Subject(copied, list(samples), collate_fn, accelerator, chosen)
         _prove(subject)
-        rows = _rows(subject, checked, steps or {})
+        rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
     shown = {name: getattr(chosen, name) for name in ("precision", "seed", "max_grad_norm")} | {"num_samples": len(samples)}
-    return EquivalenceReport(type(copied).__name__, rows, _facts(subject), shown, versions())
+    return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
 
 
 def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
     """All arms in all layouts, window by window, to keep only one reference in memory."""
     found: dict[tuple[str, str], Row] = {}
     arms: dict[str, Step | None] = {OURS: None, **steps}
-    with tqdm(total=len(layouts) * len(arms), unit="layout", delay=5, leave=False, dynamic_ncols=True) as bar:
+    hidden = not subject.accelerator.is_main_process
+    with tqdm(total=len(layouts) * len(arms), unit="layout", delay=5, leave=False, dynamic_ncols=True, disable=hidden) as bar:
         for num_samples in dict.fromkeys(sum(layout.sizes) for layout in layouts):
             members = [layout for layout in layouts if sum(layout.sizes) == num_samples]
             reference = compute_reference(subject, members[0].window(subject))
             for arm, step in arms.items():
                 for layout in members:
                     bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                    found[arm, layout.name] = _row(subject, arm, step, layout, reference)
+                    row = _row(subject, arm, step, layout, reference)
+                    found[arm, layout.name] = broadcast_from_main(subject.accelerator, row)  # all processes explain the same rows
                     bar.update()
     rows = [found[arm, layout.name] for arm in arms for layout in layouts]
     for arm, step in arms.items():
@@ -105,7 +120,10 @@ def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, r
         return row
     try:
         window = layout.window(subject)
-        outcome = run_ours(subject, window) if step is None else run_step(step, subject, window, layout.accumulation_steps)
+        if step is None:
+            outcome = run_ours(subject, own_share(window, subject.accelerator))
+        else:
+            outcome = run_step(step, subject, window, layout.accumulation_steps)
     except (LossNotAdditive, UnkeyedRandomness) as error:
         row.refused = str(error)
     except Exception as error:
@@ -125,11 +143,16 @@ def _prove(subject: Subject) -> None:
     subject.dropout = find_dropout(subject)
     if subject.settings.allow_split_dependent_randomness:
         _set_evaluation_mode(subject.dropout.unkeyed)
+    several = subject.accelerator.num_processes > 1
+    trained = copy.deepcopy(subject.model) if several else subject.model
     try:
-        subject.rule = prove_targets(subject.model, subject.samples, subject.collate_fn, **subject.proof_arguments)
+        subject.rule = prove_targets(trained, subject.samples, subject.collate_fn, **subject.proof_arguments)
     except (LossNotAdditive, UnkeyedRandomness) as error:
         subject.refused = str(error)
         _set_evaluation_mode(subject.dropout.unkeyed)
+    else:
+        optimizer = torch.optim.SGD(trained.parameters())  # FSDP2 needs one
+        subject.prepared = prepare(subject.accelerator, trained, optimizer)[0] if several else trained
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
@@ -140,10 +163,13 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    num_sites = len(subject.dropout.sites)
+    num_sites, accelerator = len(subject.dropout.sites), subject.accelerator
+    wrapper = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
+    processes = f"{accelerator.num_processes} processes under {wrapper}: micro-batches are dealt out to them in turn"
     return [
         f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
         "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the same for each parameter",
         f"{counted}; keyed dropout at {num_sites} sites",
+        *([processes] if accelerator.num_processes > 1 else []),
     ]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
-from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, hypotheses, relative_error
-from hf_ga.check.layouts import CheckedLayout
+from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, half_precision, hypotheses, relative_error
+from hf_ga.check.layouts import CheckedLayout, own_share
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
 from hf_ga.check.subjects import Step, Subject, run_ours, run_step
@@ -46,13 +46,16 @@ class Trial:
 
 
 def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None) -> None:
-    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window."""
+    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window, one whose
+    micro-batches cannot be dealt out evenly.
+    """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
     full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
     short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
     simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
     uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
-    for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1]]:
+    odd = [row for row in full if len(row.micro_batches) % subject.accelerator.num_processes]
+    for row in {row.layout: row for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *odd[:1]]}.values():
         if row.refused is None and row.share <= 1:
             text = "the gradient is correct, but the number that the step returns is not the mean loss"
             row.causes = [Cause("reported loss", text)]
@@ -89,7 +92,7 @@ class Diagnosis:
         rule = min(quiet.counts, key=quiet.additivity)
         residual = quiet.additivity(rule)
         match, error, by_numbers = self._weights(quiet, rule)
-        found = [*self._not_additive(residual), *by_numbers]
+        found = [*self._not_additive(residual), *by_numbers, *self._reduced_in(quiet, error)]
         if quiet.frozen:
             found.append(Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}"))
         for suspect in self.suspects:
@@ -112,7 +115,8 @@ class Diagnosis:
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float, list[Cause]]:
         """The weights that the arm gave its micro-batches, their residual relative error, and the causes."""
-        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps)
+        processes = self.subject.accelerator.num_processes
+        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, processes)
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
             return match, error, list(match.causes)
@@ -125,10 +129,20 @@ class Diagnosis:
         if left <= self.match:
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
             return Hypothesis(weights), left, [Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")]
+        if error <= MATCH["bf16"] and self._reduced_in(trial, error):
+            return match, error, list(match.causes)
         if error <= MATCH["bf16"]:
             text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
             return match, error, [*match.causes, Cause("precision", text)]
         return match, error, []
+
+    def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
+        """Processes that add up their gradients in half precision leave a sum that half precision can hold."""
+        name = half_precision(trial.arm)
+        if self.subject.accelerator.num_processes == 1 or name is None:
+            return []
+        text = f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a communication hook of DDP)"
+        return [Cause(f"{name} reduction", text, f"every element is a {name} number, relative error {error:.1e}")]
 
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:
@@ -166,7 +180,7 @@ class Diagnosis:
 
     def _arm(self, window: Window) -> Gradients:
         if self.step is None:
-            return run_ours(self.subject, window)[1]
+            return run_ours(self.subject, own_share(window, self.subject.accelerator))[1]
         return run_step(self.step, self.subject, window, self.layout.accumulation_steps)[1]
 
 

@@ -1,7 +1,14 @@
-"""Gradients by parameter name: norms, relative errors, clipping."""
+"""Gradients by parameter name: taken from a model, norms, relative errors, clipping."""
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from hf_ga.exact.forward import unwrapped
+from hf_ga.parallel.fsdp import own_name
 
 Gradients = dict[str, Tensor]
 
@@ -38,10 +45,18 @@ def clip(gradients: Gradients, max_grad_norm: float | None) -> None:
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """Remove `.grad` from the trainable parameters and return it; zeros where there is none."""
+    """Remove `.grad` from the trainable parameters and return it by the names in the unwrapped model; zeros where there is none.
+
+    Args:
+        model: prepared or not; under FSDP all processes must call this, as they gather the gradients from their shards.
+    """
     taken = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            taken[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-            parameter.grad = None
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    with model.summon_full_params(model, with_grads=True, writeback=False) if is_fsdp1 else nullcontext():
+        for name, parameter in unwrapped(model).named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+                gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                taken[own_name(name)] = gradient.clone() if is_fsdp1 else gradient
+    model.zero_grad()
     return taken

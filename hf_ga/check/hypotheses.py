@@ -1,7 +1,8 @@
 """Which wrong weights explain an arm's gradient: match it against weighted sums of the micro-batches' correct gradients.
 
 The gradient of a window is the sum over its micro-batches of u_k g_k, with g_k the gradient of micro-batch k's own mean loss.
-Correct is u_k = n_k / N (targets of the micro-batch / targets of the window). The usual mistakes are other u, or clipping.
+Correct is u_k = n_k / N (targets of the micro-batch / targets of the window). The usual mistakes are other u, or clipping. On
+several processes micro-batch k belongs to process k mod processes; DDP and FSDP average the processes' gradients.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_ga.check.rows import Cause
+
+_UNDIVIDED = "the loss is divided by the micro-batch's own count and not by GA"
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,53 @@ def relative_error(vector: Tensor, reference: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: int) -> list[Hypothesis]:
+def hypotheses(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, num_processes: int = 1) -> list[Hypothesis]:
     """The correct weights first, then single mistakes, then pairs of them.
 
     Args:
         counts: name of a counting rule -> targets of each micro-batch. right: the rule of the loss.
-        accumulation_steps: micro-batches of a full window (GA).
+        accumulation_steps: micro-batches of a full window (GA x processes).
     """
+    usual, k = _usual(counts, right, accumulation_steps, num_processes), len(counts[right])
+    if repeats := -k % num_processes:
+        order = np.arange(k + repeats) % k
+        even = Cause(
+            "even_batches", f"Accelerate repeats the first {repeats} of {k} micro-batches, so that all processes have as many"
+        )
+        again = _usual({name: count[order] for name, count in counts.items()}, right, accumulation_steps, num_processes)
+        usual += [Hypothesis(np.bincount(order, each.weights), (*each.causes, even)) for each in again]
+    return usual
+
+
+def _usual(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, num_processes: int) -> list[Hypothesis]:
+    """Those of micro-batches that are computed once."""
     n = counts[right]
-    k, share = len(n), n / n.sum()
-    listed = ", ".join(f"{v:g}" for v in n[:6]) + (", ..." if k > 6 else "") + " targets"
+    process = np.arange(len(n)) % num_processes
+    own, sizes = np.bincount(process, n, num_processes), np.bincount(process)  # targets and micro-batches of each process
+    k, mean = sizes[0], 1 / sizes[process] / num_processes
+    is_uneven = num_processes == 1 or any(len(set(n[rank::num_processes])) > 1 for rank in range(num_processes))
+    wrong_counts = _wrong_counts(counts, right)
+    text = "mean of means: equal weights of micro-batches with different numbers of targets"
     usual = [
-        Hypothesis(share),
-        _wrong(np.ones(k), f"x{k:.2f}: the loss is divided by the micro-batch's own count and not by GA"),
-        _wrong(np.full(k, 1 / k), "mean of means: equal weights of micro-batches with different numbers of targets", seen=listed),
-        _wrong(n, f"x{n.sum():.4g}: the loss is a sum, not divided by a count"),
-        *_wrong_counts(counts, right),
+        Hypothesis(n / n.sum()),
+        _wrong(mean, text, seen=_listed(n)) if is_uneven else Hypothesis(mean),
+        _wrong(np.full(len(n), 1 / num_processes), f"x{k:.2f}: {_UNDIVIDED}"),
+        _wrong(np.ones(len(n)), f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged"),
+        _wrong(n / num_processes, f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count"),
+        *wrong_counts,
     ]
-    if k < accumulation_steps:
-        factor = k / accumulation_steps
-        text = f"x{factor:.3g}: the last window has {k} of {accumulation_steps} micro-batches, but is divided by the full GA"
+    if len(set(own)) > 1:
+        text = "the processes' mean losses count the same, although the processes have different numbers of targets"
+        averaged = Cause("average of local means", text, _listed(own))
+        usual[1:4] = [Hypothesis(each.weights, (*each.causes, averaged)) for each in usual[1:4]]
+        local = {name: np.maximum(np.bincount(process, c), 1)[process] * num_processes for name, c in counts.items()}
+        usual.insert(1, Hypothesis(n / local[right], (averaged,)))
+        others = zip([name for name in counts if name != right], wrong_counts[::2], strict=True)
+        usual += [Hypothesis(n / local[name], (*wrong.causes, averaged)) for name, wrong in others]
+    full = -(-accumulation_steps // num_processes)
+    if k < full:
+        factor = k / full
+        text = f"x{factor:.3g}: the last window has {k} of {full} micro-batches, but is divided by the full GA"
         short = Cause("last window", text)
         usual += [Hypothesis(base.weights * factor, (*base.causes, short)) for base in usual]
     return usual
@@ -88,6 +118,16 @@ def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray,
     return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
 
 
+def half_precision(vector: Tensor) -> str | None:
+    """The half-precision type that can hold every element: the vector was summed in it. None: neither can."""
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((name for name, dtype in types.items() if torch.equal(vector, vector.to(dtype).to(vector.dtype))), None)
+
+
+def _listed(numbers: np.ndarray) -> str:
+    return ", ".join(f"{v:g}" for v in numbers[:6]) + (", ..." if len(numbers) > 6 else "") + " targets"
+
+
 def _wrong(weights: np.ndarray, text: str, name: str = "normalisation", seen: str = "") -> Hypothesis:
     return Hypothesis(weights, (Cause(name, text, seen),))
 
@@ -96,7 +136,7 @@ def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]
     """The loss is divided, or the micro-batches are weighted, by a count that is not the loss's own."""
     n, found = counts[right], []
     for name, other in counts.items():
-        if name == right or not other.sum():
+        if name == right:
             continue
         is_unshifted = (right, name) == ("shifted labels", "labels")
         label = "labels counted unshifted" if is_unshifted else "normalisation"

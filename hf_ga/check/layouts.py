@@ -1,9 +1,10 @@
 """The layouts of a check: how the samples of one window are split into micro-batches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from accelerate import Accelerator
 
 from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
@@ -11,9 +12,9 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
-ACCUMULATION_STEPS = 4
-LEAST_SAMPLES = 8  # four micro-batches of two
-UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window
+INDIVISIBLE = "indivisible"  # micro-batches that cannot be dealt out evenly to several processes
+NAMES = (*AUTO, INDIVISIBLE)
+UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window, repeated for more than four micro-batches
 
 
 @dataclass(frozen=True)
@@ -35,51 +36,74 @@ class CheckedLayout:
         return [len(part) for part in self.offsets]
 
     def window(self, subject: Subject) -> Window:
-        """The window as a `WindowLoader` would yield it."""
+        """All micro-batches of the window, on every process."""
         num_samples = sum(self.sizes)
         loader = WindowLoader(
             subject.samples[:num_samples],
             subject.collate_fn,
             accelerator=subject.accelerator,
-            per_device_batch_size=max(self.sizes),
+            per_device_batch_size=num_samples,
             global_batch_size=num_samples,
             seed=subject.settings.seed,
             shuffle=False,
-            planner=lambda lengths, processes: [self.offsets],
+            planner=lambda lengths, processes: [self.offsets, *[[]] * (processes - 1)],
         )
-        return next(iter(loader))
+        return next(iter(loader)).split(self.offsets)
 
 
-def choose_layouts(layouts: str | Sequence[str] | Mapping[str, Sequence[int]], lengths: np.ndarray) -> list[CheckedLayout]:
-    """The layouts by name ("auto": all of `AUTO`), or by the sizes of their micro-batches.
+def own_share(window: Window, accelerator: Accelerator) -> Window:
+    """This process's micro-batches of a window, which are dealt out in turn, as Accelerate's loaders do."""
+    own = slice(accelerator.process_index, None, accelerator.num_processes)
+    most = -(-len(window.batches) // accelerator.num_processes)
+    request = replace(window.request, micro_batches=window.request.micro_batches[own], most_micro_batches=most)
+    return replace(window, request=request, batches=window.batches[own])
+
+
+def full_accumulation(num_processes: int) -> int:
+    """Micro-batches of a full window: at least four, and two for each process."""
+    return max(4, 2 * num_processes)
+
+
+def least_samples(num_processes: int) -> int:
+    """Samples of the smallest window: two in each micro-batch, on average."""
+    return 2 * full_accumulation(num_processes)
+
+
+def choose_layouts(
+    layouts: str | Sequence[str] | Mapping[str, Sequence[int]], lengths: np.ndarray, num_processes: int = 1
+) -> list[CheckedLayout]:
+    """The layouts by name ("auto": all of `AUTO`, on several processes also `INDIVISIBLE`), or by the sizes of their micro-batches.
 
     Raises:
-        ConfigError: an unknown name, sizes that do not add up to the samples, or fewer than 8 samples.
+        ConfigError: an unknown name, sizes that do not add up to the samples, or too few samples (8 on one process or two).
 
     >>> [layout.sizes for layout in choose_layouts(["even", "short last window"], np.ones(16))]
     [[4, 4, 4, 4], [2, 1]]
     """
-    if len(lengths) < LEAST_SAMPLES:
-        raise ConfigError(f"a check needs at least {LEAST_SAMPLES} samples, got {len(lengths)}: a window of several micro-batches.")
+    if len(lengths) < (least := least_samples(num_processes)):
+        raise ConfigError(f"a check needs at least {least} samples, got {len(lengths)}: a window of several micro-batches.")
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
-    names = AUTO if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
-    if not names or not set(names) <= set(AUTO):
-        raise ConfigError(f"layouts must be auto, some of {', '.join(AUTO)}, or a dict of sizes, got {layouts!r}.")
-    return [_named(name, lengths) for name in names]
+    known = AUTO if num_processes == 1 else NAMES
+    names = known if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
+    if not names or not set(names) <= set(known):
+        raise ConfigError(f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got {layouts!r}.")
+    return [_named(name, lengths, num_processes) for name in names]
 
 
-def _named(name: str, lengths: np.ndarray) -> CheckedLayout:
-    n = len(lengths)
+def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
+    n, steps = len(lengths), full_accumulation(num_processes)
     if name == "short last window":
-        size = max(1, n // 8)
-        return CheckedLayout(name, [np.arange(size), size + np.arange(max(1, size // 2))], ACCUMULATION_STEPS)
+        size = max(1, n // (2 * steps))
+        sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()
+        return CheckedLayout(name, _of_sizes(name, sizes, sum(sizes)).offsets, steps)
     if name == "one by one":
         return _of_sizes(name, [1] * n, n)
     if name == "uneven":
-        sizes = [max(1, int(share * n)) for share in UNEVEN]
+        shares = np.resize(UNEVEN, steps)
+        sizes = [max(1, int(share * n / shares.sum())) for share in shares]
         return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
-    sizes = [len(part) for part in np.array_split(np.arange(n), ACCUMULATION_STEPS)]
+    sizes = [len(part) for part in np.array_split(np.arange(n), 2 * num_processes - 1 if name == INDIVISIBLE else steps)]
     return _of_sizes(name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None)
 
 

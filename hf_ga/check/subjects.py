@@ -17,12 +17,13 @@ from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
 from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
 from hf_ga.exact.window import Window
-from hf_ga.parallel.prepare import enable_fp16_on_cpu
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.training import backward_window
 
@@ -63,6 +64,7 @@ class Subject:
     Attributes:
         rule: the proven loss; None if hf_ga does not support the model. refused: why it does not.
         dropout: the model's dropout sites, set in both cases.
+        prepared: what hf_ga trains: the model itself or, on several processes, a copy under DDP or FSDP.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Subject:
     rule: ProvenLoss | None = None
     refused: str | None = None
     dropout: KeyedDropout = field(init=False)
+    prepared: nn.Module = field(init=False)
 
     @property
     def proof_arguments(self) -> dict[str, Any]:
@@ -84,10 +87,14 @@ class Subject:
 
 
 def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
-    """Run `backward_window`, then clip once if `max_grad_norm` is set. Returns the window's mean loss and its gradients."""
-    with restored_buffers(subject.model):
-        result = backward_window(subject.accelerator, subject.model, window, targets=subject.rule, **subject.proof_arguments)
-    gradients = take_gradients(subject.model)
+    """Run `backward_window` on this process's part of a window, then clip once if `max_grad_norm` is set.
+
+    Returns the window's mean loss and its gradients.
+    """
+    model = subject.prepared
+    with restored_buffers(model):
+        result = backward_window(subject.accelerator, model, window, targets=subject.rule, **subject.proof_arguments)
+    gradients = take_gradients(model)
     if subject.accelerator.scaler is not None:
         torch._foreach_div_(list(gradients.values()), subject.accelerator.scaler.get_scale())
     clip(gradients, subject.settings.max_grad_norm)
@@ -95,28 +102,33 @@ def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
 
 
 def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: int) -> tuple[float | None, Gradients]:
-    """Run another step on a copy of the model. Returns its loss, if it reports one, and its gradients (zeros if it left none)."""
+    """Run another step on a copy of the model and all micro-batches of a window. Returns its loss, averaged over the processes, if
+    it reports one, and its gradients (zeros if it left none).
+    """
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
     if subject.settings.loss_fn is None:
         batches = [argument_filter(model)(batch) for batch in batches]
-    known = {"accumulation_steps": accumulation_steps, "precision": subject.settings.precision}
+    of_a_process = -(-accumulation_steps // subject.accelerator.num_processes)
+    known = {"accumulation_steps": of_a_process, "precision": subject.settings.precision}
     seed_generators(subject.settings.seed)  # the step's own draws are the same in every check
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
-    trainable = [name for name, p in subject.model.named_parameters() if p.requires_grad]
-    after = {name: model.get_parameter(name) for name in trainable}
-    loss = None if returned is None else float(torch.as_tensor(returned).detach())
-    return loss, {n: torch.zeros_like(p) if p.grad is None else p.grad.detach() for n, p in after.items()}
+    loss, left = returned if isinstance(returned, tuple) else (returned, take_gradients(model))
+    if loss is not None:
+        loss = sum_over_ranks(subject.accelerator, [float(torch.as_tensor(loss).detach())])[0] / subject.accelerator.num_processes
+    trainable = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
+    return loss, {name: left[name] if name in left else torch.zeros_like(p) for name, p in trainable.items()}
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
-    """An Accelerator for the model's device and the given precision."""
+    """An Accelerator for the model's device, the given precision, and the launched processes."""
     accelerator = Accelerator(
         cpu=device_of(model).type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
         kwargs_handlers=[GradScalerKwargs(init_scale=FP16_SCALE)] if precision == "fp16" else None,
     )
+    enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
     return accelerator
 
@@ -124,16 +136,6 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
 def device_of(model: nn.Module) -> torch.device:
     """Device of the first parameter."""
     return next(model.parameters()).device
-
-
-def check_one_process() -> None:
-    """Raise ConfigError if several processes were launched: each would run the whole check."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise ConfigError(
-            f"a check runs on one process, but {processes} were launched: start it with plain python, or with "
-            "`accelerate launch --num_processes 1`."
-        )
 
 
 @contextmanager

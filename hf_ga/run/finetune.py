@@ -74,7 +74,7 @@ def finetune(config: FinetuneConfig, on_step: OnStep | None = None) -> dict[str,
             full disk. NonFinite: a loss or gradient is not finite. RunStopped: stopped by a signal; the run is saved.
     """
     config.check()
-    accelerator = _accelerator(config)
+    accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files
         return _finetune(config, accelerator, on_step)
     with only_run_in(Path(config.output_dir), accelerator):
@@ -163,7 +163,12 @@ def precision_name(accelerator: Accelerator) -> str:
     return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
 
 
-def _accelerator(config: FinetuneConfig) -> Accelerator:
+def make_accelerator(config: FinetuneConfig) -> Accelerator:
+    """The accelerator of a run, on the launched processes.
+
+    Raises:
+        ConfigError: a precision or a backend that hf_ga does not support.
+    """
     try:
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # several CPU processes form a group only with cpu=True

@@ -1,6 +1,7 @@
 """The checker convicts every usual mistake by its name, and acquits the right method in the same check."""
 
 import helpers
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
+from hf_ga.check.hypotheses import best_match, half_precision, hypotheses
 from hf_ga.check.rows import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
@@ -289,3 +291,41 @@ def test_trainer_and_accelerate_are_convicted_in_one_table():
     assert report.arm(OURS).passed
     assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(report, "Trainer")
     assert names(report, "accelerate") == {"normalisation", "last window", "dropout"}
+
+
+# Targets of each micro-batch, dealt out to two processes in turn; the weights that a loop gives them; what is wrong.
+AVERAGE, MEANS, REPEATS = "average of local means", "mean of means", "even_batches"
+OF_TWO_PROCESSES = {
+    "right": ([9, 3], [9 / 12, 3 / 12], ()),
+    "one each": ([9, 3], [1 / 2, 1 / 2], (AVERAGE,)),
+    "equal": ([6, 6], [1 / 2, 1 / 2], ()),
+    "right on each": ([9, 4, 3, 2], [9 / 24, 4 / 12, 3 / 24, 2 / 12], (AVERAGE,)),
+    "equal processes": ([9, 4, 3, 8], [1 / 4] * 4, (MEANS,)),
+    "uneven processes": ([9, 4, 9, 4], [1 / 4] * 4, (AVERAGE,)),
+    "all uneven": ([9, 4, 3, 2], [1 / 4] * 4, (MEANS, AVERAGE)),
+    "not divided by GA": ([9, 4, 3, 2], [1 / 2] * 4, ("x2.00", AVERAGE)),
+    "summed over processes": ([9, 4, 3, 2], [1] * 4, ("x4.00", AVERAGE)),
+    "another count of each": ([9, 4], [9 / 22, 4 / 16], ("x0.6842: the window has 13 targets (samples)", AVERAGE)),
+    "repeated": ([6, 2, 4], [12 / 18, 2 / 18, 4 / 18], (REPEATS,)),
+    "repeated, of a plain loop": ([6, 2, 4], [2 / 4, 1 / 4, 1 / 4], (MEANS, AVERAGE, REPEATS)),
+}
+
+
+@pytest.mark.parametrize("case", OF_TWO_PROCESSES)
+def test_weights_of_two_processes_are_named(case):
+    """Worked by hand."""
+    targets, weights, causes = OF_TWO_PROCESSES[case]
+    n, parts = np.array(targets, dtype=float), list(torch.eye(len(targets)))
+    counts = {"samples": n} | ({"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {})
+    match, error = best_match(torch.tensor(weights), parts, hypotheses(counts, "samples", 4 if len(n) > 2 else 2, 2))
+    said = [f"{cause.name}: {cause.text}" for cause in match.causes]
+    assert error < 1e-6 and len(said) == len(causes), said
+    assert all(part in text for part, text in zip(causes, said, strict=True)), said
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_sum_in_half_precision_is_recognised(dtype, name):
+    """Not one in float32 of numbers that were computed in half precision."""
+    one, two = torch.randn(2, 500).to(dtype)
+    assert half_precision((one + two).float()) == name
+    assert half_precision(one.float() + two.float()) is None

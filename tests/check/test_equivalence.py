@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -11,9 +12,9 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_ga
-from hf_ga.check.layouts import AUTO, choose_layouts
+from hf_ga.check.layouts import AUTO, choose_layouts, own_share
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import own_accelerate_state
+from hf_ga.check.subjects import make_accelerator, own_accelerate_state
 from hf_ga.errors import ConfigError
 
 MODELS = {
@@ -256,6 +257,34 @@ def test_layouts_by_name_and_by_sizes():
     assert [layout.sizes for layout in choose_layouts({"own": [5, 7]}, lengths)] == [[5, 7]]
 
 
+@pytest.mark.parametrize("num_processes", [2, 3, 8])
+def test_layouts_of_several_processes(num_processes):
+    """Two micro-batches for each process in a full window, one in a short one, and a number that cannot be dealt out evenly."""
+    lengths = np.arange(64)
+    layouts = {layout.name: layout for layout in choose_layouts("auto", lengths, num_processes)}
+    assert list(layouts) == [*AUTO, "indivisible"]
+    for name, layout in layouts.items():
+        members = np.concatenate(layout.offsets)
+        assert sorted(members) == list(range(len(members))) and (len(members) == 64) == (name != "short last window")
+        steps = -(-layout.accumulation_steps // num_processes)  # of a process
+        assert min(layout.sizes) > 0 and steps == (-(-64 // num_processes) if name == "one by one" else 2)
+    assert len(layouts["short last window"].sizes) == num_processes
+    assert len(layouts["indivisible"].sizes) % num_processes
+    with pytest.raises(ConfigError, match="at least"):
+        choose_layouts("auto", lengths[: 2 * len(layouts["even"].sizes) - 1], num_processes)
+
+
+def test_micro_batches_are_dealt_out_in_turn():
+    accelerator = make_accelerator(helpers.bert_classifier(), "fp32")
+    loader = hf_ga.WindowLoader(
+        helpers.class_samples(5), helpers.pad_right, accelerator=accelerator, global_batch_size=5, shuffle=False
+    )
+    whole = next(iter(loader)).split([np.array(part) for part in ([0, 3], [1], [4, 2])])
+    shares = [own_share(whole, SimpleNamespace(process_index=rank, num_processes=2)) for rank in (0, 1)]
+    assert [[m.positions.tolist() for m in share.micro_batches] for share in shares] == [[[0, 3], [4, 2]], [[1]]]
+    assert [share.request.most_micro_batches for share in shares] == [2, 2] and shares[1].num_samples == 5
+
+
 BAD = {
     "few samples": ({"samples": 7}, "at least 8 samples, got 7"),
     "unknown layout": ({"layouts": ["odd"]}, "auto, some of even"),
@@ -273,9 +302,3 @@ def test_bad_arguments_are_refused_before_any_work(case):
     samples = helpers.class_samples(arguments.pop("samples", 12))
     with pytest.raises(ConfigError, match=message):
         check(model, samples, **arguments)
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process, but 2 were launched"):
-        check(helpers.bert_classifier(), helpers.class_samples(12))

@@ -49,7 +49,7 @@ def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
 
 def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
     """Behind the first look at the folder, and before the lock was taken."""
-    accelerator = finetune._accelerator
+    accelerator = finetune.make_accelerator
 
     def meanwhile(config):
         (tmp_path / "out").mkdir()
