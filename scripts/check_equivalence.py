@@ -20,11 +20,11 @@ from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
+from hf_ga.run.accelerator import make_accelerator
 from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
-from hf_ga.run.finetune import make_accelerator
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PretrainedConfig, enable_full_determinism
+from transformers import PretrainedConfig
 
 from hf_ga.data.data import PreparedData, prepare_data, prepare_unlabelled
-from hf_ga.errors import ConfigError, HfGaError, NonFinite, OutOfMemory
-from hf_ga.exact.backend import check_supported
+from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, full_state_dict, prepare
+from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
     check_agreement,
@@ -27,13 +26,13 @@ from hf_ga.parallel.processes import (
     main_process_first,
     print_on_main,
     raise_on_all_ranks,
-    share_cores,
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
+from hf_ga.run.accelerator import check_sharded, make_accelerator, precision_name
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
 from hf_ga.run.config import FinetuneConfig
@@ -41,10 +40,10 @@ from hf_ga.run.loop import OnStep, fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
-from hf_ga.run.report import print_fact, print_results, read_metrics, silence_other_ranks
+from hf_ga.run.report import print_fact, print_results, read_metrics
 from hf_ga.run.run import Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
-from hf_ga.run.trackers import start_trackers, tracker_names
+from hf_ga.run.trackers import start_trackers
 from hf_ga.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.training import prove_targets
 
@@ -85,7 +84,7 @@ def finetune(config: FinetuneConfig, on_step: OnStep | None = None) -> dict[str,
 def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep | None) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
-    _check_sharded(config, accelerator)
+    check_sharded(config, accelerator)
     with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
         tokenizer = load_tokenizer(config)
         base = load_base_config(config)
@@ -149,64 +148,6 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
         )
     where = "" if isinstance(error, OutOfMemory) else "memory ran out: use smaller batches, or FSDP over more devices. "
     return OutOfMemory(f"{where}{error} Then {then}.")
-
-
-def precision_name(accelerator: Accelerator) -> str:
-    """A description of the run's precision.
-
-    Example:
-        precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
-    """
-    if not accelerator.native_amp:
-        return "float32"
-    scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-    return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
-
-
-def make_accelerator(config: FinetuneConfig) -> Accelerator:
-    """The accelerator of a run, on the launched processes.
-
-    Raises:
-        ConfigError: a precision or a backend that hf_ga does not support.
-    """
-    try:
-        accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(),  # several CPU processes form a group only with cpu=True
-            step_scheduler_with_optimizer=False,
-            log_with=tracker_names(config.report_to) or None,
-            project_dir=str(Path(config.output_dir) / "trackers"),
-        )
-    except ValueError as error:  # a mixed precision that the device does not support, an unknown tracker
-        raise ConfigError(f"Accelerate cannot start: {error}") from error
-    check_supported(accelerator)
-    enable_fsdp_on_cpu(accelerator)
-    enable_fp16_on_cpu(accelerator)
-    silence_other_ranks(accelerator)
-    share_cores(accelerator)
-    if config.same_bits and accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # sums over several threads depend on their number
-    if config.full_determinism or (config.same_bits and accelerator.device.type != "cpu"):
-        enable_full_determinism(config.seed)
-    if accelerator.device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    return accelerator
-
-
-def _check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Raise ConfigError for flags that FSDP does not support here, before any work."""
-    if not is_sharded(accelerator):
-        return
-    generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
-    loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    unsupported = {
-        "same_bits, because it adds the ranks' gradients in another order: use DDP": config.same_bits is not None,
-        "load_in_4bit: use DDP": config.load_in_4bit,
-        f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
-        "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
-        "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
-    }
-    if found := [what for what, is_set in unsupported.items() if is_set]:
-        raise ConfigError(f"FSDP does not support {found[0]}.")
 
 
 def _hash_of(data: PreparedData) -> str:

@@ -180,10 +180,9 @@ def load_model(
     Raises:
         ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
-    auto_class, more = data.task.auto_class, {}
+    auto_class, four_bit = data.task.auto_class, None
     if config.load_in_4bit:
         four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
-        more["quantization_config"] = four_bit
     if config.model_name_or_path is None:
         model, new = auto_class.from_config(model_config), []
     else:
@@ -197,23 +196,14 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
-                **more,
+                **({"quantization_config": four_bit} if four_bit else {}),
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
         finally:
             logging.set_verbosity(verbosity)
         new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
-        if config.eval_only and new:
-            raise ConfigError(
-                f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new weights would be: "
-                f"{', '.join(new[:3])}. Train it first."
-            )
-        if packed := [name for name in new if hasattr(model.get_submodule(name.rpartition(".")[0]), "compute_dtype")]:
-            raise ConfigError(
-                f"load_in_4bit would freeze weights that {config.model_name_or_path} lacks: {', '.join(packed[:3])}. Name a model "
-                "that has them, or omit load_in_4bit."
-            )
+        _check_new_weights(model, new, config)
     if config.task == "causal-lm" and model.loss_type is None:  # transformers does not find it by GPT-2's class name, and warns
         model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
@@ -221,6 +211,20 @@ def load_model(
             raise ConfigError(f"{type(model).__name__} does not support gradient checkpointing: omit --gradient_checkpointing.")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, new
+
+
+def _check_new_weights(model: PreTrainedModel, new: list[str], config: FinetuneConfig) -> None:
+    """Raise ConfigError if an evaluation has no trained head, or if 4-bit weights are new ones."""
+    if config.eval_only and new:
+        raise ConfigError(
+            f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new weights would be: "
+            f"{', '.join(new[:3])}. Train it first."
+        )
+    if packed := [name for name in new if hasattr(model.get_submodule(name.rpartition(".")[0]), "compute_dtype")]:
+        raise ConfigError(
+            f"load_in_4bit would freeze weights that {config.model_name_or_path} lacks: {', '.join(packed[:3])}. Name a model "
+            "that has them, or omit load_in_4bit."
+        )
 
 
 def _not_loadable(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:

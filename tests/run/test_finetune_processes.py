@@ -22,7 +22,8 @@ from runs import job_config, lines_of, ragged_rows, relative_distance, small_con
 
 import hf_ga
 from hf_ga.parallel import processes
-from hf_ga.run import cli, finetune
+from hf_ga.run import cli
+from hf_ga.run.accelerator import check_sharded
 
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 JOB = "translations"  # encoder and decoder, dropout, texts generated in evaluations and for the file to predict
@@ -208,14 +209,14 @@ def test_resuming_under_fsdp_is_the_run_that_never_stopped(runs_of_two, place):
 def test_what_fsdp_cannot_do_is_refused():
     plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
-    finetune._check_sharded(hf_ga.FinetuneConfig(), accelerator)
+    check_sharded(hf_ga.FinetuneConfig(), accelerator)
     for more, message in [
         ({"task": "seq2seq", "predict_with_generate": True}, "generate with the saved model and --eval_only"),
         ({"task": "seq2seq", "predict_file": "rows.jsonl"}, "generate with the saved model and --eval_only"),
         ({"model_name_or_path": "gpt"}, "fsdp_cpu_ram_efficient_loading, .* set it to false"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):
-            finetune._check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
+            check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
 
 
 @slow
