@@ -23,10 +23,10 @@ BUDGETS = {
     "hf_ga/recovery": 850,
     "hf_ga/training.py": 220,
     "hf_ga/data": 2600,
-    "hf_ga/run": 2600,
+    "hf_ga/run": 2930,  # 2,600, and 330 for the flags of transformers' example scripts
     "hf_ga/check": 1500,
     "hf_ga/trainer": 495,  # 420, and DDP
-    "hf_ga": 13500,
+    "hf_ga": 13830,
     "scripts": 3000,
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
