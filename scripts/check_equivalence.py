@@ -70,7 +70,7 @@ def run_check(config: CheckConfig) -> EquivalenceReport:
     """Build the model and a window of training samples as in finetune, and check them."""
     config.check()
     check_one_process()
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision=config.mixed_precision)
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     loss_fn = chosen_loss_fn(config)

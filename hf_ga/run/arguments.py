@@ -199,6 +199,8 @@ def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
     if not _has_defaults(given):
         return lines
     lines.insert(0, "flags that are not given have the defaults of the example script (docs/flags.md)")
+    if config.task == "multiple-choice" and config.dataset_name == "stdlib":
+        config.dataset_name, config.dataset_config_name = "allenai/swag", "regular"  # the script's default
     if "train_file" in given and config.validation_file is None:
         lines.append(f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows are for validation only")
     limit = num_positions(load_base_config(config))

@@ -36,6 +36,7 @@ FREE_TO_CHANGE = {
     "resume_from_checkpoint",
     "report_to",
     "predict_file",
+    "max_predict_samples",
     "max_new_tokens",
     "num_beams",
     "predict_with_generate",
