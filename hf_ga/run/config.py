@@ -148,9 +148,9 @@ class FinetuneConfig(DataOptions):
             "optim": OPTIMIZERS,
             "lr_scheduler_type": SCHEDULES,
             "on_nonfinite": ON_NONFINITE,
-            "mixed_precision": (None, "no", "bf16", "fp16"),
         }.items():
             check_one_of(name, getattr(self, name), known)
+        check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
         check_bounds(self)
         self.layout(num_processes=1)
         self._check_task()

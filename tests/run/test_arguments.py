@@ -12,6 +12,7 @@ import hf_ga
 from hf_ga.run import arguments
 from hf_ga.run.cli import finetune_main, parse_config
 from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.finetune import _accelerator, precision_name
 
 OWN = {field.name for field in dataclasses.fields(FinetuneConfig)}
 FIELDS = {field.name: field.default for field in dataclasses.fields(tf.Seq2SeqTrainingArguments)}
@@ -114,6 +115,12 @@ def test_refused_in_one_line(line, message, capsys):
 def test_defaults_of_scripts(line, expected):
     config = parse_config(line.split())
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.usefixtures("own_accelerator_state")
+def test_mixed_precision_of_the_flag(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` does
+    assert precision_name(_accelerator(parse_config(["--bf16"]))).startswith("bf16 autocast")
 
 
 def test_a_file_takes_the_same_names(tmp_path):

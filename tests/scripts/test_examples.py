@@ -28,6 +28,7 @@ from hf_ga.run.cli import parse_config
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 SPECIAL = ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]
 NUM_ROWS, POSITIONS, TAGS = 40, 64, ["B-LOC", "I-LOC", "O"]
+CUT = {"truncation": True, "max_length": POSITIONS}
 SETTINGS = """learning_rate weight_decay warmup_steps lr_scheduler_type num_train_epochs per_device_train_batch_size
     gradient_accumulation_steps max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon label_smoothing_factor max_steps"""
 GPT2, BERT, ROBERTA = "openai-community/gpt2", "google-bert/bert-base-cased", "FacebookAI/roberta-base"
@@ -128,25 +129,22 @@ def place(tmp_path_factory):
 
 def samples_of(name, rows, tokenizer):
     """All samples as the script makes them, within the model's positions. hf_ga ends each text of a causal LM."""
-    script, cut = (
-        name.removesuffix(" with other settings").removesuffix("_no_trainer"),
-        {"truncation": True, "max_length": POSITIONS},
-    )
+    script = name.removesuffix(" with other settings").removesuffix("_no_trainer")
     if script in ("run_clm", "run_mlm"):
         end = [1] if script == "run_clm" else []
         ids = [token for row in rows for token in tokenizer(row["text"], verbose=False)["input_ids"] + end]
         blocks = [ids[i : i + POSITIONS] for i in range(0, len(ids), POSITIONS)]
         return [{"input_ids": block, "labels": block} for block in blocks]
-    return [sample(script, row, tokenizer, cut) for row in rows]
+    return [sample(script, row, tokenizer) for row in rows]
 
 
-def sample(script, row, tokenizer, cut):
+def sample(script, row, tokenizer):
     if script == "run_mlm by line":
-        ids = tokenizer(row["text"], **cut)["input_ids"]
+        ids = tokenizer(row["text"], **CUT)["input_ids"]
         return {"input_ids": ids, "labels": ids}
     if script.startswith("run_glue"):
         texts = [row[column] for column in ("text", "sentence1", "sentence2") if column in row]
-        return {**tokenizer(*texts, **cut), "labels": row["label"]}
+        return {**tokenizer(*texts, **CUT), "labels": row["label"]}
     if script == "run_ner":  # one token per word
         return {**tokenizer(row["tokens"], is_split_into_words=True), "labels": [-100, *map(TAGS.index, row["ner_tags"]), -100]}
     if script == "run_qa":
@@ -159,9 +157,9 @@ def sample(script, row, tokenizer, cut):
         return {**encoded, "start_positions": first, "end_positions": last}
     if script == "run_swag":
         pairs = [row["sent1"]] * 4, [f"{row['sent2']} {row[f'ending{k}']}" for k in range(4)]
-        return {**tokenizer(*pairs, **cut, padding="max_length"), "labels": row["label"]}
+        return {**tokenizer(*pairs, **CUT, padding="max_length"), "labels": row["label"]}
     source, target = row["translation"].values() if "translation" in row else ("summarize: " + row["article"], row["highlights"])
-    return {"input_ids": tokenizer(source, **cut)["input_ids"], "labels": tokenizer(text_target=target)["input_ids"]}
+    return {"input_ids": tokenizer(source, **CUT)["input_ids"], "labels": tokenizer(text_target=target)["input_ids"]}
 
 
 def batch_of(samples):
