@@ -77,7 +77,7 @@ def _of_scripts(from_file: Mapping[str, Any], arguments: Sequence[str]) -> tuple
     for name in known_flags():
         parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), dest=name, nargs="*")
     given, rest = parser.parse_known_args(arguments)
-    own = {name for name in ("task", "report_to") if not isinstance(from_file.get(name), str | list)}  # of another type: an error
+    own = {name for name in ("task", "report_to") if not isinstance(from_file.get(name), str)}  # of another type: an error
     taken = {name: value for name, value in from_file.items() if name in {"task", *known_flags()} - own} | vars(given)
     lists = {name: value if isinstance(value, list) else [value] for name, value in taken.items()}
     return {name: ",".join(map(str, values)) if values else "true" for name, values in lists.items()}, rest

@@ -125,11 +125,11 @@ def test_mixed_precision_of_the_flag(monkeypatch):
 
 def test_a_file_takes_the_same_names(tmp_path):
     path = tmp_path / "run.json"
-    entries = {"task": "run_glue", "do_train": True, "max_seq_length": 64, "weight_decay": 0.2, "report_to": ["wandb", "mlflow"]}
+    entries = {"task": "run_glue", "do_train": True, "max_seq_length": 64, "weight_decay": 0.2, "report_to": "wandb"}
     path.write_text(json.dumps(entries))
     config = parse_config([str(path), "--num_train_epochs", "1"])
     found = (config.task, config.max_length, config.weight_decay, config.report_to, config.num_train_epochs, config.seed)
-    assert found == ("text-classification", 64, 0.2, "wandb,mlflow", 1.0, 42)
+    assert found == ("text-classification", 64, 0.2, "wandb", 1.0, 42)
     assert parse_config([str(path), "--task", "run_ner", "--do_train=False"]).task == "token-classification"
     path.write_text(json.dumps({"push_to_hub": True}))
     with pytest.raises(hf_ga.ConfigError, match="push_to_hub True is not supported"):
