@@ -83,19 +83,17 @@ NO_EFFECT = {  # reason: flags
     "messages and names only": """log_level log_level_replica log_on_each_node disable_tqdm run_name project trackio_space_id
         trackio_bucket_id trackio_static_space_id""",
     "padding never changes the update": "pad_to_max_length",
-    "the windows of an epoch are in random order, and their micro-batches have similar lengths": """group_by_length
-        length_column_name sortish_sampler""",
     "when memory runs out, micro-batches become smaller; the update is the same": "auto_find_batch_size torch_empty_cache_steps",
     "speed only; hf_ga chooses its own speed-ups": """use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
         dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
-        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_timeout low_cpu_mem_usage
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
         preprocessing_num_workers overwrite_cache skip_memory_metrics""",
     "results do not depend on how an evaluation is split, and have all metrics": """eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object batch_eval_metrics include_for_metrics prediction_loss_only return_entity_level_metrics""",
-    "`accelerate launch` sets it": "local_rank ddp_backend",
+    "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
     "checkpoints are complete, and written on a stop signal": """save_only_model enable_jit_checkpoint save_on_each_node
         save_safetensors restore_callback_states_from_checkpoint""",
-    "columns are chosen by their role": "remove_unused_columns",
+    "columns are chosen by their role": "remove_unused_columns length_column_name",
     "only with push_to_hub": "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
     "a head for other labels is always replaced": "ignore_mismatched_sizes",
     "rows without an answer are always allowed": "version_2_with_negative",
@@ -105,6 +103,8 @@ DIFFERENT = {
     "load_best_model_at_end": "output_dir has the last model, best/ the best one",
     "eval_delay": "evaluations begin with the first epoch",
     "eval_on_start": "evaluations begin with the first epoch",
+    "group_by_length": "batches are random, their micro-batches have similar lengths",
+    "sortish_sampler": "batches are random, their micro-batches have similar lengths",
     "doc_stride": "contexts beyond max_length are truncated, not split",
     "n_best_size": "the best span is the answer",
     "max_answer_length": "answers of any length are predicted",
@@ -127,7 +127,7 @@ REFUSED = {  # remedy: flags
         parallelism_config fsdp fsdp_config deepspeed""",
     "omit it: on a non-finite loss the run stops and names the sample": "debug",
     "use label_column": "label_names",
-    "omit it: every epoch has a random order": "train_sampling_strategy",
+    "omit it: batches are random, their micro-batches have similar lengths": "train_sampling_strategy",
     "use max_new_tokens and num_beams": "generation_config",
     "build the model with from_config, save it with its tokenizer, and set model_name_or_path": "model_type config_overrides",
     "set HF_HOME": "cache_dir",
@@ -144,7 +144,7 @@ _REMEDIES = {name: remedy for remedy, names in REFUSED.items() for name in names
 _OFF = ("", "false", "no", "none", "0", "[]", "{}")
 _ALLOWED = {  # values of REFUSED that change nothing; of the others, those that are off
     "average_tokens_across_devices": ("true",),
-    "train_sampling_strategy": ("random", "group_by_length"),
+    "train_sampling_strategy": ("random",),
     "model_revision": ("main",),
     "use_fast_tokenizer": ("true",),
     "ignore_pad_token_for_loss": ("true",),

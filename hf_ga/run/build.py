@@ -100,8 +100,8 @@ def build_run(
     optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
-    warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
+    warmup_steps = math.ceil(config.warmup_steps * max_steps) if config.warmup_steps < 1 else int(config.warmup_steps)
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
     return Run(

@@ -30,7 +30,7 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
 
 @dataclass
 class FinetuneConfig(DataOptions):
-    """All flags of a run. Mixed precision, device and number of processes come from `accelerate launch` and its config.
+    """All flags of a run. Device and number of processes come from `accelerate launch` and its config.
 
     Example:
         hf_ga.finetune(FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl", output_dir="outputs/gpt2"))
