@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the options of the configuration: `python docs/generate_cli.py`."""
+"""Writes docs/cli.md and docs/flags.md from the options of the configuration: `python docs/generate_cli.py`."""
 
 import inspect
 import re
@@ -10,8 +10,10 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from check_equivalence import CheckConfig  # noqa: E402  (found by the path above)
+from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
 from hf_ga.data.options import DataOptions  # noqa: E402
+from hf_ga.run import arguments  # noqa: E402
 from hf_ga.run.cli import EXIT_CODES  # noqa: E402
 from hf_ga.run.config import FinetuneConfig  # noqa: E402
 
@@ -21,11 +23,46 @@ Made by `python docs/generate_cli.py` from the options in `hf_ga/run/config.py` 
 
 `accelerate launch scripts/finetune.py` takes these flags, with dashes or underscores. The first argument may be a YAML or JSON file
 with the same names; flags on the command line override the file. A switch (default: off) takes no value; a list takes its values
-with spaces between. Mixed precision and the number of processes are flags of `accelerate launch`. [Fine-tuning](finetune.md) shows
-the flags in use.
+with spaces between. The number of processes is a flag of `accelerate launch`, mixed precision, too. [Fine-tuning](finetune.md)
+shows the flags in use. Flags of transformers' example scripts that are not listed here: [From an example script](flags.md).
 
 {EXIT_CODES}
 """
+SCRIPTS = f"""# From an example script
+
+Made by `python docs/generate_cli.py` from the tables in `hf_ga/run/arguments.py`.
+
+The published command lines of transformers' example scripts train with hf_ga: replace the script's name by `scripts/finetune.py`,
+and add `--task` with the script's name:
+
+```text
+python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
+accelerate launch scripts/finetune.py --task run_glue --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
+```
+`--task` takes {", ".join(arguments.SCRIPTS)}, each also with `_no_trainer`.
+Flags that are not given have the defaults of the script, not those in [All flags](cli.md):
+{", ".join(f"{name} {value}" for name, value in arguments.TRAINING_DEFAULTS.items())},
+the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`. With
+`--do_train`, `--task text-classification` or another task does the same. A flag by hf_ga's name overrides one by the script's name.
+
+The batch of an update, its loss and the optimizer are those of the script. What differs:
+
+- The order of samples, masks and dropout are drawn from `--seed` in another way.
+- `run_clm`: each text ends with the end-of-text token, and the last, shorter block is trained on, too.
+- `run_clm`, `run_mlm`: `--max_train_samples` counts rows, not blocks.
+- `run_qa`: contexts beyond `--max_length` are truncated, not split by `--doc_stride`; the run prints how many.
+- A run always evaluates. Without validation rows, `--validation_split_percentage` of the training rows are for validation only.
+- `--optim adafactor` is torch's.
+
+## Every flag
+
+TrainingArguments' fields and the scripts' flags. same: hf_ga has this flag. no effect: accepted, for this reason. printed:
+accepted, and the run prints what differs. refused: an error with this remedy, unless the value is off or the default.
+
+"""
+OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size
+    validation_split_percentage text_column max_length max_target_length source_prefix mlm_probability num_beams max_train_samples
+    max_eval_samples max_predict_samples"""  # flags of the scripts that hf_ga has under the same name
 CHECKER = """
 ## Flags of the checker
 
@@ -59,6 +96,24 @@ def default(option: Field) -> str:
     return "off" if option.default is False else f"`{option.default}`"
 
 
+def same_names() -> list[str]:
+    """Flags that need no table: TrainingArguments or the scripts have them, too."""
+    of_training = {option.name for option in fields(Seq2SeqTrainingArguments)}
+    return [option.name for option in fields(FinetuneConfig) if option.name in of_training | set(OF_SCRIPTS.split())]
+
+
+def flags_page() -> str:
+    """What happens to each field of TrainingArguments and to each flag of the example scripts."""
+    rows = dict.fromkeys(same_names(), ("same", ""))
+    rows |= {name: (f"`--{option}`", "") for name, option in arguments.RENAMED.items()}
+    rows |= {name: ("converted", meaning) for name, meaning in arguments.CONVERTED.items()}
+    rows |= {name: ("no effect", reason) for reason, names in arguments.NO_EFFECT.items() for name in names.split()}
+    rows |= {name: ("printed", reason) for name, reason in arguments.DIFFERENT.items()}
+    rows |= {name: ("refused", remedy) for remedy, names in arguments.REFUSED.items() for name in names.split()}
+    lines = [f"| `--{name}` | {effect} | {meaning} |" for name, (effect, meaning) in sorted(rows.items())]
+    return "\n".join([SCRIPTS + "| flag | effect | meaning, reason or remedy |", "|---|---|---|", *lines, ""])
+
+
 def page() -> str:
     parts = [INTRODUCTION]
     for group, options in groups().items():
@@ -69,3 +124,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     (ROOT / "docs" / "cli.md").write_text(page(), encoding="utf-8")
+    (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")

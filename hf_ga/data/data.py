@@ -18,7 +18,7 @@ from hf_ga.data.corpus import SPLITS
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions
-from hf_ga.data.sources import load_file, load_rows, reading
+from hf_ga.data.sources import first_rows, load_file, load_rows, reading
 from hf_ga.data.spans import encode_answers
 from hf_ga.data.streamed import StreamedSamples, load_streamed
 from hf_ga.data.tasks import TASKS, Task
@@ -111,7 +111,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
     Raises:
         DataError: the file cannot be read, or lacks a column.
     """
-    rows = load_file(file)
+    rows = first_rows(load_file(file), options.max_predict_samples)
     columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
     if not data.columns:  # no other rows were read
         data.columns = choose_columns(columns, options, data.task, needs_label=False)
@@ -123,7 +123,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
         inputs = encode_choices(DatasetDict(predict=named))["predict"]
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
-    tokenize = partial(data.task.tokenize, tokenizer=data.tokenizer, max_length=options.max_length)
+    tokenize = _tokenizing(named.column_names, options, data)
     with reading(file):
         samples = inputs.map(tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False)
     return rows, named, samples
@@ -163,13 +163,16 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
 def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
     """The function from rows by role to columns of samples."""
     tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
-    return partial(tokenize, tokenizer=data.tokenizer, max_length=None if options.block_size else options.max_length)
+    of_seq2seq = {"prefix": options.source_prefix, "max_target_length": options.max_target_length}
+    given = {name: value for name, value in of_seq2seq.items() if value is not None}
+    return partial(tokenize, tokenizer=data.tokenizer, max_length=None if options.block_size else options.max_length, **given)
 
 
 def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
     tokenize = _tokenizing(rows.column_names, options, data)
     # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
-    key = [rows._fingerprint, tokenize.func.__name__, tokenize.keywords["max_length"], contents_of(data.tokenizer), _FORMAT]
+    settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]
+    key = [rows._fingerprint, tokenize.func.__name__, settings, contents_of(data.tokenizer), _FORMAT]
     with reading(f"the {split} rows"):
         dataset = rows.map(
             tokenize,

@@ -44,8 +44,17 @@ class DataOptions:
         None, "multiple-choice: column with the list of choices. Default: `choices`, `endings`, or ending0, ending1, ..."
     )
     target_column: str | None = option(None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ...")
+    source_prefix: str | None = option(None, "seq2seq: text before every source, such as 'summarize: ' for T5.")
+    max_train_samples: int | None = option(None, "Use only this many training rows, the first ones. Default: all.")
+    max_eval_samples: int | None = option(None, "Use only this many validation rows, the first ones. Default: all.")
+    max_predict_samples: int | None = option(
+        None, "Use only this many test rows and rows to predict, the first ones. Default: all."
+    )
     max_length: int = option(128, "Maximum tokens of a sample; longer ones are truncated and counted in the log.")
+    max_target_length: int | None = option(None, "seq2seq: maximum tokens of a target. Default: max_length.")
     block_size: int | None = option(
-        None, "causal-lm: concatenate all texts and split them into blocks of this many tokens, instead of one sample per row."
+        None,
+        "causal-lm, masked-lm: concatenate all texts and split them into blocks of this many tokens, instead of one sample per "
+        "row.",
     )
     mlm_probability: float = option(0.15, "masked-lm: probability that a token is masked and predicted.")

@@ -40,11 +40,18 @@ def load_rows(options: DataOptions) -> DatasetDict:
         )
     if "train" in rows and "validation" not in rows:
         rows = _with_validation(rows, options.validation_split_percentage)
+    limits = {"train": options.max_train_samples, "validation": options.max_eval_samples, "test": options.max_predict_samples}
+    rows = DatasetDict({split: first_rows(dataset, limits[split]) for split, dataset in rows.items()})
     if options.task == "seq2seq":  # {"translation": {"en": ..., "de": ...}} -> translation.en, translation.de
         rows = rows.flatten()
     if not rows and options.predict_file is None:
         raise DataError(f"dataset_name {options.dataset_name} has no train, validation or test rows: there is nothing to evaluate.")
     return rows
+
+
+def first_rows(rows: Dataset, count: int | None) -> Dataset:
+    """The first `count` rows; all if None."""
+    return rows if count is None else rows.take(min(count, len(rows)))
 
 
 def _named_rows(options: DataOptions) -> DatasetDict:

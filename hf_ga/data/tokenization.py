@@ -86,20 +86,23 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     return columns
 
 
-def tokenize_targets(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Source texts for an encoder, and `labels`, the ids of their target texts with an end token: both truncated to `max_length`.
+def tokenize_targets(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None, prefix: str = "", max_target_length: int | None = None
+) -> Rows:
+    """Source texts for an encoder, and `labels`, the ids of their target texts with an end token: both truncated.
 
     Every token of a target is predicted, its end too; rows without a target add nothing. `target` is the whole text, for metrics.
     """
-    columns = _tokenize_texts(rows, tokenizer, max_length)
+    texts = [text and prefix + text for text in rows["text"]]
+    columns = _tokenize_texts({**rows, "text": texts}, tokenizer, max_length)
     if "target" not in rows:
         return columns
-    targets = [text or "" for text in rows["target"]]
+    targets, most = [text or "" for text in rows["target"]], max_target_length or max_length
     whole, cut = (
         tokenizer(text_target=targets, truncation=limit is not None, max_length=limit, verbose=False)["input_ids"]
-        for limit in (None, max_length)
+        for limit in (None, most)
     )
-    whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, max_length)
+    whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, most)
     filled = [target and ids for target, ids in zip(targets, columns["input_ids"], strict=True)]
     labels = _without_empty(cut, filled)
     was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
@@ -166,7 +169,7 @@ def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
     pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
     check_room(tokenizer, max_length, is_pair=pairs is not None)
     whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
-    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
+    encoded = tokenizer(texts, pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
     filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
     cut = _without_empty(encoded["input_ids"], filled)
     columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])

@@ -37,6 +37,7 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
     try:
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # several CPU processes form a group only with cpu=True
+            mixed_precision=config.mixed_precision,
             step_scheduler_with_optimizer=False,
             log_with=tracker_names(config.report_to) or None,
             project_dir=str(Path(config.output_dir) / "trackers"),

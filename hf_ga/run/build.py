@@ -24,7 +24,7 @@ from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.run.models import complete_config, load_base_config, load_model
-from hf_ga.run.optimizers import build_optimizer
+from hf_ga.run.optimizers import ADAM, build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
 from hf_ga.run.run import Run
@@ -38,6 +38,7 @@ FREE_TO_CHANGE = {
     "resume_from_checkpoint",
     "report_to",
     "predict_file",
+    "max_predict_samples",
     "max_new_tokens",
     "num_beams",
     "predict_with_generate",
@@ -118,11 +119,12 @@ def build_run(
     head_proven, proven = _prove(config, model, data, loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
     usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
-    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay)
+    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
+    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
-    warmup_steps = config.warmup_steps * max_steps if config.warmup_steps < 1 else config.warmup_steps
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, round(warmup_steps), max_steps)
+    warmup_steps = math.ceil(config.warmup_steps * max_steps) if config.warmup_steps < 1 else int(config.warmup_steps)
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
     identity = _identity(config, accelerator, data, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length

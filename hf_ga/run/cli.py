@@ -2,9 +2,11 @@
 
 import difflib
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
+from hf_ga.run.arguments import complete, known_flags, translate
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 
@@ -36,7 +39,8 @@ class _Parser(HfArgumentParser):
 
 
 def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
-    """Flags (dashes or underscores) and, as first argument, a YAML or JSON file with the same names. Flags override the file.
+    """Flags (dashes or underscores; those of transformers' example scripts, too) and, as first argument, a YAML or JSON file with
+    the same names. Flags override the file.
 
     Args:
         kind: `FinetuneConfig` or a subclass with more flags.
@@ -50,13 +54,33 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     epilog = EXIT_CODES if kind is FinetuneConfig else None
     parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
     parser.allow_abbrev = False
-    arguments = list(arguments)
+    arguments, from_file = list(arguments), {}
     if arguments and not arguments[0].startswith("-"):
-        parser.set_defaults(**_read_file(Path(arguments.pop(0)), [field.name for field in fields(kind)]))
+        from_file = _read_file(Path(arguments.pop(0)), [*(field.name for field in fields(kind)), *known_flags()])
+    given, arguments = _of_scripts(from_file, arguments)
+    options = translate(given) | {name: value for name, value in from_file.items() if name not in given}
+    if "global_batch_size" in options or any(re.match("--global.batch.size", argument) for argument in arguments):
+        options = options if "gradient_accumulation_steps" in from_file else options | {"gradient_accumulation_steps": None}
+    parser.set_defaults(**options)
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
-        _refuse_unknown(unknown[0], list(parser._option_string_actions))
+        _refuse_unknown(unknown[0], [*parser._option_string_actions, *(f"--{name}" for name in known_flags())])
+    if (lines := complete(config, given)) and not get_int_from_env(["RANK"], 0):
+        print(f"{'flags':11}{'; '.join(lines)}")
     return config
+
+
+def _of_scripts(from_file: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The texts of the flags that `translate` takes, from a file's entries and the command line, and the other arguments."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    parser.add_argument("--task")
+    for name in known_flags():
+        parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), dest=name, nargs="*")
+    given, rest = parser.parse_known_args(arguments)
+    own = {name for name in ("task", "report_to") if not isinstance(from_file.get(name), str)}  # of another type: an error
+    taken = {name: value for name, value in from_file.items() if name in {"task", *known_flags()} - own} | vars(given)
+    lists = {name: value if isinstance(value, list) else [value] for name, value in taken.items()}
+    return {name: ",".join(map(str, values)) if values else "true" for name, values in lists.items()}, rest
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:

@@ -11,16 +11,18 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
 from hf_ga.run.config_checks import check_bounds, check_one_of, check_output_dir, check_types
-from hf_ga.run.optimizers import OPTIMIZERS, SCHEDULES
+from hf_ga.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
 
 DEFAULT_ACCUMULATION_STEPS = 4
 STREAMED_TASKS = ("causal-lm", "text-classification")
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
-    "block_size": ("causal-lm",),
+    "block_size": ("causal-lm", "masked-lm"),
     "label_smoothing_factor": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
     "text_pair_column": ("text-classification", "regression", "multi-label", "question-answering", "multiple-choice"),
     "choices_column": ("multiple-choice",),
     "target_column": ("seq2seq",),
+    "source_prefix": ("seq2seq",),
+    "max_target_length": ("seq2seq",),
     "predict_file": tuple(task for task in TASKS if task not in ("causal-lm", "masked-lm")),  # use pipeline() for these
     "predict_with_generate": ("seq2seq",),
 }
@@ -28,7 +30,7 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
 
 @dataclass
 class FinetuneConfig(DataOptions):
-    """All flags of a run. Mixed precision, device and number of processes come from `accelerate launch` and its config.
+    """All flags of a run. Device and number of processes come from `accelerate launch` and its config.
 
     Example:
         hf_ga.finetune(FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl", output_dir="outputs/gpt2"))
@@ -75,6 +77,9 @@ class FinetuneConfig(DataOptions):
     )
     weight_decay: float = option(0.01, "Weight decay of matrices; none for norms and biases.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
+    adam_beta1: float = option(0.9, "Decay of the average gradient, of adamw, adam, nadam and radam.")
+    adam_beta2: float = option(0.999, "Decay of the average squared gradient, of the same.")
+    adam_epsilon: float = option(1e-8, "Added to the denominator, of the same.")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
     warmup_steps: float = option(20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps.")
     num_train_epochs: float = option(2.0, "Passes over the training data.")
@@ -84,6 +89,7 @@ class FinetuneConfig(DataOptions):
         False, "FSDP: reduce gradients in every micro-batch: less memory, more communication."
     )
     on_nonfinite: str = option("stop", f"Action on a non-finite loss or gradient, one of: {', '.join(ON_NONFINITE)} (the window).")
+    mixed_precision: str | None = option(None, "no, bf16 or fp16. Default: that of `accelerate launch`.")
     seed: int = option(0, "Seed of order, dropout and initial weights.")
     allow_split_dependent_randomness: bool = option(
         False, "Allow random draws that depend on how the window is split: updates then depend on the split."
@@ -137,7 +143,7 @@ class FinetuneConfig(DataOptions):
     @property
     def lower_is_better(self) -> bool:
         """Whether lower values of `metric_for_best_model` are better."""
-        return self.metric_for_best_model in ("loss", "perplexity", "mae")
+        return str(self.metric_for_best_model).removeprefix("eval_") in ("loss", "perplexity", "mae")
 
     def check(self) -> None:
         """Check everything that can be checked without data.
@@ -153,6 +159,7 @@ class FinetuneConfig(DataOptions):
             "on_nonfinite": ON_NONFINITE,
         }.items():
             check_one_of(name, getattr(self, name), known)
+        check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
         check_bounds(self)
         self.layout(num_processes=1)
         self._check_task()
@@ -178,6 +185,8 @@ class FinetuneConfig(DataOptions):
 
     def _check_combinations(self) -> None:
         """Check flags that need or exclude each other."""
+        if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (0.9, 0.999, 1e-8):
+            raise ConfigError(f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not {self.optim}: omit them.")
         of_new = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
         if self.lora_r is None and (given := [name for name in of_new if getattr(self, name)]):
             raise ConfigError(f"{given[0]} needs lora_r, the rank of new adapters.")
@@ -207,6 +216,7 @@ class FinetuneConfig(DataOptions):
         unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
             "block_size": self.block_size,
+            "max_train_samples": self.max_train_samples,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": self.dataset_name == "stdlib",
             f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,

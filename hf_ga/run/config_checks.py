@@ -23,8 +23,9 @@ _AT_LEAST = {  # other integers: 1; floats are included because 0 may be given f
     "label_smoothing_factor": 0,
     "lora_dropout": 0,
 }
-_ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha")
+_ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha", "adam_epsilon")
 _BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
+_BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of strings"}
 
 

@@ -93,9 +93,7 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
             f"seq2seq needs an encoder with a decoder, such as T5 or BART; {model_config.model_type} has only one of them: "
             "use another model, or train a decoder on prompts with completions with --task causal-lm."
         )
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit and model_config.model_type in COUNT_FROM_PADDING:
-        limit -= (model_config.pad_token_id or 0) + 1
+    limit = num_positions(model_config)
     if limit and config.sequence_length > limit:
         name = "block_size" if config.block_size else "max_length"
         raise ConfigError(f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use at most {limit}.")
@@ -109,6 +107,14 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     if getattr(model_config, "pad_token_id", None) is None:
         model_config.pad_token_id = data.tokenizer.pad_token_id
     return model_config
+
+
+def num_positions(model_config: PretrainedConfig | None) -> int | None:
+    """Maximum tokens of a sample; None: no limit."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if model_config and limit and model_config.model_type in COUNT_FROM_PADDING:
+        limit -= (model_config.pad_token_id or 0) + 1
+    return limit
 
 
 def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:

@@ -1,5 +1,7 @@
 """Optimizers by name, without weight decay on norms and biases; names of the schedules."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,6 +15,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
+ADAM = ("adamw", "adam", "nadam", "radam")  # optimizers with betas and epsilon
 # Optimizers with a fused kernel on CPU and GPU that supports FSDP2's shards (SGD's does not).
 FUSED = ("adamw", "adam")
 FUSED_DEVICES = ("cpu", "cuda")
@@ -20,11 +23,13 @@ FUSED_DEVICES = ("cpu", "cuda")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
 
-def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, name: str, learning_rate: float, weight_decay: float, **settings: Any
+) -> torch.optim.Optimizer:
     """The named optimizer over all trainable parameters.
 
     Weight decay applies to matrices (two or more axes), not to vectors (weights of norms and all biases). Shared parameters (tied
-    embeddings) are counted once.
+    embeddings) are counted once. `settings` are other arguments of the optimizer, such as `betas`.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -32,4 +37,5 @@ def build_optimizer(model: nn.Module, name: str, learning_rate: float, weight_de
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = name in FUSED and all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable)
-    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate, **{"fused": True} if fused else {})
+    settings |= {"fused": True} if fused else {}
+    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate, **settings)

@@ -24,7 +24,8 @@ from hf_ga.run.run import Progress, Run
 # Moments fit one optimizer only, and trained parameters by their index.
 _NEVER_CHANGED = ("optim", "freeze")
 # Settings that affect the validation metric (`data`: hash of the training samples).
-_MEASURED_BY = {"data", "validation_file", "validation_split_percentage", "mlm_probability", "metric_for_best_model"}
+_MEASURED_BY = {"data", "validation_file", "validation_split_percentage", "max_eval_samples", "mlm_probability"}
+_MEASURED_BY |= {"metric_for_best_model"}
 
 
 def save(run: Run, progress: Progress) -> None:

@@ -584,3 +584,20 @@ def test_small_models_take_the_samples(name, tmp_path):
     assert loss.isfinite() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     longest = torch.full((1, 1, 300) if name == "multiple-choice" else (1, 300), 3)
     model(input_ids=longest, **({"decoder_input_ids": longest} if name == "seq2seq" else {}))
+
+
+def test_only_the_first_rows(tmp_path):
+    """Validation rows are split off before: the limit does not change them."""
+    rows = [{"text": f"row {i}", "label": i % 2} for i in range(40)]
+    files = {name: write(tmp_path / f"{name}.jsonl", rows[:20]) for name in ("validation", "test")}
+    limits = {"max_train_samples": 7, "max_eval_samples": 50, "max_predict_samples": 3}
+    tokenizer, options = letter_tokenizer(cls_token="<cls>", sep_token="<sep>"), {"task": "text-classification", **limits}
+    file = write(tmp_path / "train.jsonl", rows)
+    both = {"validation_file": files["validation"], "test_file": files["test"]}
+    data = prepared(file, tokenizer, **options, **both)
+    whole = prepared(file, tokenizer, task="text-classification", **both)
+    assert {split: len(samples) for split, samples in data.splits.items()} == {"train": 7, "validation": 20, "test": 3}
+    assert data.splits["train"]["input_ids"][:] == whole.splits["train"]["input_ids"][:7]
+    assert [len(part) for part in prepare_unlabelled(FinetuneConfig(**options), data, files["test"])] == [3, 3, 3]
+    split = prepared(file, tokenizer, **options, validation_split_percentage=25)
+    assert len(split.splits["validation"]) == 10 and len(split.splits["train"]) == 7

@@ -24,15 +24,15 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 LIMITS = [
     ("0", "at least 1", "per_device_train_batch_size per_device_eval_batch_size max_tokens_per_micro_batch save_total_limit"),
     ("0", "at least 1", "gradient_accumulation_steps max_steps eval_steps save_steps early_stopping_patience lora_r"),
-    ("0", "at least 1", "max_new_tokens num_beams"),
+    ("0", "at least 1", "max_new_tokens num_beams max_train_samples max_eval_samples max_predict_samples max_target_length"),
     ("-64", "at least 1", "global_batch_size"),
     ("1", "at least 2", "max_length block_size"),
-    ("0", "greater than 0", "learning_rate num_train_epochs mlm_probability validation_split_percentage"),
+    ("0", "greater than 0", "learning_rate num_train_epochs mlm_probability validation_split_percentage adam_epsilon"),
     ("-0.1", "greater than 0", "learning_rate"),
     ("nan", "greater than 0", "learning_rate validation_split_percentage"),
     ("nan", "at least 0", "weight_decay max_grad_norm label_smoothing_factor"),
     ("-1", "at least 0", "seed warmup_steps dataloader_num_workers shuffle_buffer_size"),
-    ("1", "below 1", "label_smoothing_factor mlm_probability"),
+    ("1", "below 1", "label_smoothing_factor mlm_probability adam_beta1 adam_beta2"),
     ("100", "below 100", "validation_split_percentage"),
     ("4294967296", "at most 4294967295", "eval_steps seed"),
 ]
@@ -42,6 +42,8 @@ CASES = {
     "unknown task": ("--task summarise", ["unknown task 'summarise'", "causal-lm", "text-classification"]),
     "unknown optimizer": ("--optim adamx", ["unknown optim 'adamx'", "adamw", "sgd"]),
     "unknown schedule": ("--lr_scheduler_type step", ["unknown lr_scheduler_type 'step'", "cosine", "linear"]),
+    "unknown precision": ("--mixed_precision fp8", ["unknown mixed_precision 'fp8'", "bf16"]),
+    "betas of another optimizer": ("--optim sgd --adam_beta2 0.98", ["apply to adamw, adam, nadam, radam, not sgd", "omit"]),
     "unreachable global batch": (
         "--global_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",
         ["global_batch_size 64 cannot be reached", "gradient_accumulation_steps 4", "= 32", "would be 8"],
@@ -84,6 +86,7 @@ CASES = {
         ["max_new_tokens 64 must be below the 64 positions"],
     ),
     "choices of a language model": ("--choices_column x", ["choices_column applies to the task multiple-choice", "not causal-lm"]),
+    "prefix of a language model": ("--source_prefix x", ["source_prefix applies to the task seq2seq", "not causal-lm"]),
     "target of a language model": ("--target_column x", ["target_column applies to the task seq2seq", "not causal-lm"]),
     "generating for a classifier": (f"{CLASSIFY} --predict_with_generate", ["predict_with_generate applies to the task seq2seq"]),
     "metric of no texts": (f"{WRITE} --metric_for_best_model rougeL", ["compares generated texts", "--predict_with_generate"]),
@@ -97,6 +100,7 @@ CASES = {
     "stream of answers": (f"{ANSWER} --streaming --max_steps 2", ["streaming does not support the task question-answering"]),
     "stream of a corpus": ("--streaming --max_steps 2 --dataset_name stdlib", ["streaming does not support", "stdlib"]),
     "stream in blocks": ("--streaming --max_steps 2 --block_size 8", ["streaming does not support block_size"]),
+    "stream of some rows": ("--streaming --max_steps 2 --max_train_samples 8", ["streaming does not support max_train_samples"]),
     "stream to evaluate": ("--streaming --max_steps 2 --eval_only", ["streaming does not support eval_only"]),
     "stream with many readers": (
         "--streaming --max_steps 2 --dataloader_num_workers 2",

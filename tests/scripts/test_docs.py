@@ -29,7 +29,7 @@ TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
 def test_the_flags_are_those_of_the_configuration():
     """After a change of an option: python docs/generate_cli.py"""
     page = generate_cli.page()
-    assert page == (DOCS / "cli.md").read_text()
+    assert page == (DOCS / "cli.md").read_text() and generate_cli.flags_page() == (DOCS / "flags.md").read_text()
     assert "## Model\n" in page and "| `--assert` | off |" in page and page.count("`--output_dir`") == 2
 
 

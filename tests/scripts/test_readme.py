@@ -66,11 +66,11 @@ def test_every_block_and_command_is_tried():
 
 
 def test_commands_and_flags_in_the_text_exist():
-    """Flags are those of the configuration (cli.md), of our scripts, and those of `accelerate launch` and pytest that are used
-    here.
+    """Flags are those of the configuration (cli.md, flags.md), of our scripts, and those of `accelerate launch` and pytest that are
+    used here.
     """
     sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
-    known = {*re.findall(r"--\w+", PAGES["cli"] + sources), *OF_OTHER_PROGRAMS}
+    known = {*re.findall(r"--\w+", PAGES["cli"] + PAGES["flags"] + sources), *OF_OTHER_PROGRAMS}
     used = {flag for text in [*COMMANDS, *INLINE] for flag in re.findall(r"(?<!\S)--\w+", text)}
     assert used - known == set() and len(used) > 40
     named = {
