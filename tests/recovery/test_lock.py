@@ -56,7 +56,7 @@ def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
         (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
         return accelerator(config)
 
-    monkeypatch.setattr(finetune, "_accelerator", meanwhile)
+    monkeypatch.setattr(finetune, "make_accelerator", meanwhile)
     with pytest.raises(hf_ga.ConfigError, match="contains another run"):
         train(place, tmp_path / "out")
     assert content(tmp_path / "out") == {tmp_path / "out" / "metrics.jsonl": b"{}\n"}
