@@ -36,6 +36,7 @@ T5, MARIAN = "google-t5/t5-small", "Helsinki-NLP/opus-mt-en-ro"
 LINES = dict(line.split(": ", 1) for line in (Path(__file__).parent / "examples.txt").read_text().splitlines())
 OTHER = """ --adam_beta1 0.8 --adam_beta2 0.98 --adam_epsilon 1e-6 --weight_decay 0.1 --max_grad_norm 0.5 --seed 7
     --gradient_accumulation_steps 2 --max_train_samples 30 --lr_scheduler_type constant_with_warmup --warmup_steps 0.2"""
+QUICK = ("run_clm", "run_glue", "run_translation", "run_ner with other settings")
 LINES["run_ner with other settings"] = LINES["run_ner"] + OTHER
 
 
@@ -172,7 +173,10 @@ def batch_of(samples):
     }
 
 
-@pytest.mark.parametrize("name", LINES)
+SLOW = pytest.mark.slow("about 1 s for each of 15 lines")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in LINES])
 def test_published_line(name, tmp_path, monkeypatch):
     script = name.split()[0]
     line = [*shlex.split(LINES[name].replace("/tmp", str(tmp_path))), "--max_steps", "2"]
