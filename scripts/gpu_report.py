@@ -1,52 +1,54 @@
-"""Measure, unattended and in less than ten minutes, all that is to be known on a GPU: `python scripts/gpu_report.py --output_dir
-DIR`.
+"""Measure on a GPU, unattended and in less than ten minutes, what should be known there: `python scripts/gpu_report.py --help`.
 
-Each part runs in a process of its own within a time limit. After each part report.md, report.json and plots are written again, so
-an interrupted run keeps what it has. Without CUDA all sizes are small, and parts that need CUDA are skipped.
+Each part is a command with a time limit. report.md, report.json and the plot are written after each, so an interrupted run keeps
+what it has. Without CUDA all sizes are small, and parts that need CUDA are skipped.
 """
 
 import argparse
-import importlib
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import SkipTest
+from typing import Any, NamedTuple
 
+import torch
 from matplotlib.figure import Figure
 
-Result = dict[str, Any]  # title, status, why, seconds, rows, targets
-MOST_SECONDS = 590  # all parts together
+ROOT = Path(__file__).parents[1]
+MOST_SECONDS = 590  # of all parts together
+LARGE = "--size base --mixed_precision bf16 --max_length 512 --num_samples 2048 --window 512 --micro_batch 32 --epochs 2"
+SMALL = "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 --micro_batch 4 --epochs 1"
+BENCHMARK = f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT --sections"
+PYTEST = "-m pytest -n 0 -rP --tb=short -p no:cacheprovider"
+LARGE_MODELS = f"{PYTEST} -m slow tests/promises/test_large_models.py -k"
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part. seconds: its time limit."""
+class Part(NamedTuple):
+    """One part. arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped without CUDA, or empty."""
 
     title: str
+    arguments: str
     seconds: float
+    needs_cuda: str = ""
 
 
-PARTS = {  # by the name of their function in gpu_parts.py
-    "environment": Part("Environment", 40),
-    "gpu_tests": Part("`pytest -m gpu`", 130),
-    "same_update": Part("Promises 1 and 2: same update (dropout 0), same randomness (dropout 0.1); float32 without TF32", 120),
-    "same_after_a_stop": Part("Promise 3: same after a stop", 80),
-    "same_bits": Part("Same bits: chunks of 4 samples, per-device batch sizes 4, 8 and 16", 60),
-    "packed": Part("Packed layers and kernels, dropout 0", 60),
-    "dropout": Part("Keyed dropout and native dropout", 60),
-    "ablation": Part("Each speed-up left out", 90),
-    "trainers": Part("hf_ga, Trainer, TRL and a plain loop on ragged text", 120),
-    "host_waits": Part("Waits of the host for the device", 40),
-    "cost_model": Part("Constants of the cost model", 50),
-    "defaults": Part("What should become the default", 20),
+PARTS = {
+    "environment": Part("Environment", "-m torch.utils.collect_env", 40),
+    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu", 150, "they run on a GPU only"),
+    "promises": Part("Promises 1 to 3", f"{LARGE_MODELS} promise", 120),
+    "bits": Part("Same bits", f"{LARGE_MODELS} bits", 50),
+    "kernels": Part("Packed kernels", f"{LARGE_MODELS} kernel", 30, "torch has them for CUDA only"),
+    "dropout": Part("Keyed and native dropout", f"{BENCHMARK} dropout", 60),
+    "ablation": Part("Each speed-up left out", f"{BENCHMARK} ablation", 100),
+    "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
+    "waits": Part("Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"),
+    "cost": Part("Constants of the cost model", f"{BENCHMARK} cost", 50),
+    "opt_in": Part("Opt-in, because it never ran on a GPU", f"{BENCHMARK} opt_in", 80, "packing is the default of a CPU"),
 }
 
 
@@ -54,123 +56,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 if a part failed or ran out of time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu_report"), help="folder for report.md and report.json")
+    folder: Path = parser.parse_args(arguments).output_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return run_parts(PARTS, parser.parse_args(arguments).output_dir)
-
-
-def run_parts(parts: Mapping[str, Part], folder: Path, module: str = "gpu_parts") -> int:
-    """Run each part, which is a function in `module`, and write the report after each."""
-    (folder / "parts").mkdir(parents=True, exist_ok=True)
-    # Parts are forked from a process that has imported all. It must not initialize CUDA, as their checks for a GPU else might.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic kernels
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([module])
-    results: dict[str, Result] = {name: {"title": part.title, "status": "not run"} for name, part in parts.items()}
+    results = {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()}
     began = time.monotonic()
-    for name, part in parts.items():
-        print(f"{part.title} ...", flush=True)
-        limit = max(0.0, min(part.seconds, MOST_SECONDS - (time.monotonic() - began)))
-        _run(server.Process(target=measure, args=(module, name, folder, results)), limit, results[name], folder / "parts" / name)
-        write_report(folder, results)
-        print(f"  {_status(results[name])}", flush=True)
-        if results[name]["status"] == "interrupted":
-            return 128 + signal.SIGTERM
-    print(f"report: {folder / 'report.md'}")
-    return int(any(result["status"] in ("failed", "timed out") for result in results.values()))
+    for name, part in PARTS.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        try:
+            run_part(part, folder / name, min(part.seconds, began + MOST_SECONDS - time.monotonic()), results[name])
+        finally:
+            write_report(folder, results)
+        print(f"{part.title}: {results[name]['status']}", flush=True)
+    return int(any(result["status"].startswith(("failed", "timed out")) for result in results.values()))
 
 
-def measure(module: str, name: str, folder: Path, results: dict[str, Result]) -> None:
-    """The process of a part: writes all rows (dicts) and lines about targets (strings) so far whenever there is one more."""
-    os.setsid()  # so that its processes end with it
-    path = folder / "parts" / name
-    with path.with_suffix(".log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    found: Result = {"rows": [], "targets": []}
-    try:
-        for item in getattr(importlib.import_module(module), name)(results):
-            found["targets" if isinstance(item, str) else "rows"].append(item)
-            path.with_suffix(".new").write_text(json.dumps(found))
-            path.with_suffix(".new").replace(path.with_suffix(".json"))
-    except SkipTest as reason:
-        path.with_suffix(".json").write_text(json.dumps({"status": "skipped", "why": str(reason)}))
-
-
-def _run(process: Any, limit: float, result: Result, path: Path) -> None:
-    """Run a part's process and write its outcome to `result`."""
-    path.with_suffix(".json").unlink(missing_ok=True)
-    began = time.monotonic()
+def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
+    """Run a command; its outcome, output and figures go to `result`."""
+    if part.needs_cuda and not torch.cuda.is_available():
+        result["status"] = f"skipped: it needs CUDA, because {part.needs_cuda}"
+        return
+    figures, began = folder / "benchmark.json", time.monotonic()
+    figures.unlink(missing_ok=True)
     result["status"] = "interrupted"
-    try:
-        process.start()
-        process.join(limit)
-        result["status"] = "timed out" if process.exitcode is None else "failed" if process.exitcode else "done"
-    except (SystemExit, KeyboardInterrupt):
-        result["why"] = "stopped by a signal"
-    with suppress(ProcessLookupError, TypeError):  # it has not begun
-        os.killpg(process.pid, signal.SIGKILL)
-    result["seconds"] = time.monotonic() - began
-    if result["status"] == "timed out":
-        process.kill()
-        result["why"] = f"stopped after {limit:.0f} s"
-    if result["status"] == "failed":
-        lines = path.with_suffix(".log").read_text(errors="replace").strip().splitlines() or ["without a message"]
-        result["why"] = f"exit code {process.exitcode}: {lines[-1]}"
-    with suppress(FileNotFoundError):
-        result |= json.loads(path.with_suffix(".json").read_text())
+    command = [sys.executable, *part.arguments.replace("OUT", str(folder)).split()]
+    with (folder / "output.txt").open("w+") as output, (folder / "errors.txt").open("w+") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(max(0.0, limit))
+            last = (folder / "errors.txt").read_text(errors="replace").splitlines()[-1:] if code else []
+            result["status"] = ": ".join([f"failed with exit code {code}" if code else "done", *last])
+        except subprocess.TimeoutExpired:
+            result["status"] = f"timed out after {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
+            process.wait()
+            result |= {"seconds": time.monotonic() - began, "output": (folder / "output.txt").read_text(errors="replace")}
+            result["sections"] = json.loads(figures.read_text())["sections"] if figures.exists() else []
 
 
-def write_report(folder: Path, results: Mapping[str, Result]) -> None:
-    """Write report.json, report.md and its plots."""
+def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write report.json, report.md and the plot."""
     (folder / "report.json").write_text(json.dumps(results, indent=1))
-    lines = ["# Report", "", *_table([{"part": result["title"], "status": _status(result)} for result in results.values()])]
-    for name, result in results.items():
-        if result.get("rows"):
-            lines += ["", f"## {result['title']}", "", *_table(result["rows"]), ""]
-            lines += [f"- {line}" for line in result["targets"]]
-        if name in PLOTS and result.get("rows"):
-            figure = Figure(figsize=(8, 4), layout="constrained")
-            PLOTS[name](figure.subplots(), result["rows"])
-            figure.savefig(folder / f"{name}.png", dpi=120)
-            lines += ["", f"![{result['title']}]({name}.png)"]
-    (folder / "report.md").write_text("\n".join([*lines, ""]))
+    lines = ["# Report", "", *(f"- {result['title']}: {result['status']}" for result in results.values()), "", "## Targets", ""]
+    lines += [f"- {bound}" for result in results.values() for section in result.get("sections", []) for bound in section["bounds"]]
+    for result in results.values():
+        lines += ["", f"## {result['title']}", "", result["status"], "", "```text", result.get("output", "").strip(), "```"]
+    rates = {
+        f"{section['title']}, {row[0]}": row[1]
+        for section in results.get("peers", {}).get("sections", [])
+        for row in section["rows"]
+    }
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure.subplots().barh([*rates], [*rates.values()])
+    figure.supxlabel("real tokens/s")
+    figure.savefig(folder / "peers.png", dpi=120)
+    (folder / "report.md").write_text("\n".join([*lines, "", "![Real tokens per second](peers.png)", ""]))
 
-
-def _status(result: Result) -> str:
-    seconds = f", {result['seconds']:.0f} s" if "seconds" in result else ""
-    return f"{result['status']}{seconds}" + (f": {result['why']}" if result.get("why") else "")
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown. Lists are for plots and for report.json only."""
-    columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list)))
-    cells = [[_shown(row.get(name, "")) for name in columns] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells]]
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value).replace("|", "\\|")
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _plot_rates(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    measured = [row for row in rows if "real tokens/s" in row][::-1]
-    axes.barh([f"{row['model']}: {row['arm']}" for row in measured], [row["real tokens/s"] for row in measured])
-    axes.set(xlabel="real tokens/s")
-
-
-def _plot_fits(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for row in rows:
-        axes.loglog(row["fitted ms"], row["ms"], "o", label=f"{row['model']}, width {row['width']}")
-    low, high = axes.get_xlim()
-    axes.loglog([low, high], [low, high], color="black", linewidth=0.8)
-    axes.set(xlabel="time of a micro-batch, fitted, ms", ylabel="measured, ms")
-    axes.legend()
-
-
-PLOTS = {"trainers": _plot_rates, "cost_model": _plot_fits}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,6 +3,7 @@ equally, and each has its own peak memory.
 """
 
 import gc
+import math
 import multiprocessing
 import resource
 import sys
@@ -146,6 +147,18 @@ def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], ti
     finally:
         for process in processes:
             process.kill()
+    return results
+
+
+def measure_apart(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
+    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN, its error is on the terminal."""
+    results = {}
+    for name, arm in arms.items():
+        try:
+            results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
+        except RuntimeError as error:
+            print(error)
+            results[name] = Measured([math.nan] * setting.epochs * setting.windows_per_epoch)
     return results
 
 

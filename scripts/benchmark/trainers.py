@@ -2,17 +2,11 @@
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import is_flash_attn_2_available
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmark.lap import Lap
-from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.models import load_tokenizer
 
 
 class _Clock(TrainerCallback):
@@ -28,9 +22,9 @@ def train(
     strategy: str = "random",
     trainer_class: type[Trainer] = Trainer,
     arguments_class: Callable[..., TrainingArguments] = TrainingArguments,
-    **more: Any,
+    **given: Any,
 ) -> None:
-    """Train with one of Trainer's sampling strategies, or with another trainer, given its arguments' class and more arguments."""
+    """Train with one of Trainer's sampling strategies, or with another trainer. given: what it takes besides."""
     setting = lap.setting
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_class(
@@ -54,57 +48,7 @@ def train(
             disable_tqdm=True,
         )
         arguments._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
-        trainer = trainer_class(
-            model=lap.model,
-            args=arguments,
-            train_dataset=setting.samples,
-            data_collator=lap.collate,
-            callbacks=[_Clock(lap)],
-            **more,
-        )
+        given = {"train_dataset": setting.samples} | given
+        trainer = trainer_class(model=lap.model, args=arguments, data_collator=lap.collate, callbacks=[_Clock(lap)], **given)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-
-
-def padding_free(lap: Lap) -> None:
-    """Trainer with the samples of a micro-batch in one row. Without FlashAttention a mask keeps them apart."""
-    lap.collate.collate = DataCollatorWithFlattening()
-    if is_flash_attn_2_available():
-        lap.model.set_attn_implementation("flash_attention_2")
-    train(lap)
-
-
-def train_with_trl(lap: Lap) -> None:
-    """TRL's trainer of language models, without its default activation checkpointing.
-
-    Raises:
-        ImportError: TRL is not installed.
-    """
-    from trl import SFTConfig, SFTTrainer
-
-    own = {"gradient_checkpointing": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    train(lap, "random", SFTTrainer, partial(SFTConfig, **own), processing_class=load_tokenizer(FinetuneConfig()))
-
-
-def plain_loop(lap: Lap) -> None:
-    """The loop of PyTorch's tutorials, with accumulation."""
-    setting, optimizer, micro_batches = lap.setting, lap.optimizer(), 0
-    loader = DataLoader(
-        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate, pin_memory=setting.device == "cuda"
-    )
-    while True:  # until the lap ends
-        for batch in loader:
-            batch = {name: values.to(setting.device, non_blocking=True) for name, values in batch.items()}
-            with torch.autocast(setting.device, torch.bfloat16, enabled=setting.mixed_precision == "bf16"):
-                loss = lap.model(**batch).loss / setting.accumulation_steps
-            loss.backward()
-            micro_batches += 1
-            if micro_batches % setting.accumulation_steps == 0:
-                torch.nn.utils.clip_grad_norm_(lap.model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                lap.step_done()
-
-
-PADDING_FREE, TRL, PLAIN = "Trainer, padding-free", "TRL's SFTTrainer", "plain loop"
-PEERS: dict[str, Callable[[Lap], None]] = {PLAIN: plain_loop, PADDING_FREE: padding_free, TRL: train_with_trl}
