@@ -1,7 +1,6 @@
 """Measure on a GPU, unattended and in less than ten minutes, what should be known there: `python scripts/gpu_report.py --help`.
 
-Each part is a command with a time limit. report.md, report.json and the plot are written after each, so an interrupted run keeps
-what it has. Without CUDA all sizes are small, and parts that need CUDA are skipped.
+Each part is a command with a time limit; the report is written after each. Without CUDA sizes are small, and some parts skipped.
 """
 
 import argparse
@@ -24,12 +23,12 @@ MOST_SECONDS = 590  # of all parts together
 LARGE = "--size base --mixed_precision bf16 --max_length 512 --num_samples 2048 --window 512 --micro_batch 32 --epochs 2"
 SMALL = "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 --micro_batch 4 --epochs 1"
 BENCHMARK = f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT --sections"
-PYTEST = "-m pytest -n 0 -rP --tb=short -p no:cacheprovider"
+PYTEST = "-m pytest -n 0 -q -s --tb=short -p no:cacheprovider"
 LARGE_MODELS = f"{PYTEST} -m slow tests/promises/test_large_models.py -k"
 
 
 class Part(NamedTuple):
-    """One part. arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped without CUDA, or empty."""
+    """arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped without CUDA, or empty."""
 
     title: str
     arguments: str
@@ -39,16 +38,16 @@ class Part(NamedTuple):
 
 PARTS = {
     "environment": Part("Environment", "-m torch.utils.collect_env", 40),
-    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu", 150, "they run on a GPU only"),
-    "promises": Part("Promises 1 to 3", f"{LARGE_MODELS} promise", 120),
+    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu tests/promises tests/parallel", 150, "they run on a GPU only"),
+    "promises": Part("Promises 1 to 3", f"{LARGE_MODELS} promise_", 120),
     "bits": Part("Same bits", f"{LARGE_MODELS} bits", 50),
-    "kernels": Part("Packed kernels", f"{LARGE_MODELS} kernel", 30, "torch has them for CUDA only"),
+    "packed": Part("Packed layers and kernels", f"{LARGE_MODELS} packed", 60, "a CPU packs by default, and has no such kernels"),
     "dropout": Part("Keyed and native dropout", f"{BENCHMARK} dropout", 60),
     "ablation": Part("Each speed-up left out", f"{BENCHMARK} ablation", 100),
     "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
     "waits": Part("Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"),
     "cost": Part("Constants of the cost model", f"{BENCHMARK} cost", 50),
-    "opt_in": Part("Opt-in, because it never ran on a GPU", f"{BENCHMARK} opt_in", 80, "packing is the default of a CPU"),
+    "small_cost": Part("The same, small models", f"{BENCHMARK} cost --size small", 40, "for a CPU the model above is small"),
 }
 
 
@@ -58,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu_report"), help="folder for report.md and report.json")
     folder: Path = parser.parse_args(arguments).output_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results = {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()}
-    began = time.monotonic()
+    results, began = {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()}, time.monotonic()
     for name, part in PARTS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -78,13 +76,14 @@ def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> 
     figures, began = folder / "benchmark.json", time.monotonic()
     figures.unlink(missing_ok=True)
     result["status"] = "interrupted"
-    command = [sys.executable, *part.arguments.replace("OUT", str(folder)).split()]
-    with (folder / "output.txt").open("w+") as output, (folder / "errors.txt").open("w+") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True)
+    command = [sys.executable, *(str(folder) if word == "OUT" else word for word in part.arguments.split())]
+    with (folder / "output.txt").open("w") as output:
+        options = {"cwd": ROOT, "env": os.environ | {"TQDM_DISABLE": "1"}, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             code = process.wait(max(0.0, limit))
-            last = (folder / "errors.txt").read_text(errors="replace").splitlines()[-1:] if code else []
-            result["status"] = ": ".join([f"failed with exit code {code}" if code else "done", *last])
+            last = (folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
+            result["status"] = ": ".join([f"failed with exit code {code}", *last]) if code else "done"
         except subprocess.TimeoutExpired:
             result["status"] = f"timed out after {limit:.0f} s"
         finally:
@@ -102,14 +101,10 @@ def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     lines += [f"- {bound}" for result in results.values() for section in result.get("sections", []) for bound in section["bounds"]]
     for result in results.values():
         lines += ["", f"## {result['title']}", "", result["status"], "", "```text", result.get("output", "").strip(), "```"]
-    rates = {
-        f"{section['title']}, {row[0]}": row[1]
-        for section in results.get("peers", {}).get("sections", [])
-        for row in section["rows"]
-    }
+    peers = results.get("peers", {}).get("sections", [])
+    rates = {f"{row[0]}, {section['title'][:4]}": row[1] for section in peers for row in section["rows"]}
     figure = Figure(figsize=(9, 5), layout="constrained")
-    figure.subplots().barh([*rates], [*rates.values()])
-    figure.supxlabel("real tokens/s")
+    figure.subplots(subplot_kw={"xlabel": "real tokens/s"}).barh([*rates], [*rates.values()])
     figure.savefig(folder / "peers.png", dpi=120)
     (folder / "report.md").write_text("\n".join([*lines, "", "![Real tokens per second](peers.png)", ""]))
 

@@ -14,7 +14,6 @@ from benchmark.lap import Lap
 from benchmark.trainers import train
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import plan_window
-from hf_ga.speed.packing import Packing
 from hf_ga.training import default_speed_ups
 
 DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
@@ -24,21 +23,13 @@ ANY_ORDER = "any order of sums, in place of one (same_bits)"
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
-def default(lap: Lap, left_out: str = "", kernel: str = "sdpa", packs: bool = False) -> None:
-    """Trains like `finetune`; optionally without one of `SPEED_UPS`, with native instead of keyed dropout, with another kernel of
-    attention, or with packing on a GPU, too.
-
-    Raises:
-        ConfigError: packing is left out.
-    """
+def default(lap: Lap, left_out: str = "") -> None:
+    """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of keyed dropout."""
     setting, loading = lap.setting, {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]}
     if left_out == PLAN:
         loading = {"planner": lambda lengths, processes: plan_window(len(lengths), processes, setting.micro_batch_size)}
-    lap.model.set_attn_implementation(kernel)
-    speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out] + [Packing()] * packs
+    speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out]
     loss = hf_ga.prove_targets(lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups)
-    if packs and loss.left_out:
-        raise hf_ga.ConfigError(f"left out: {loss.left_out}")
     if left_out == NATIVE:
         loss = replace(loss, dropout=_NativeDropout(lap.model))
     if left_out == ANY_ORDER:
@@ -88,9 +79,3 @@ SPEED: dict[str, Callable[[Lap], None]] = {
     DEFAULT: default,
 }
 ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)}
-FLASH = "flash_attention_2"
-OPT_IN = {
-    "packing": partial(default, packs=True),
-    FLASH: partial(default, kernel=FLASH),
-    f"packing, {FLASH}": partial(default, kernel=FLASH, packs=True),
-}

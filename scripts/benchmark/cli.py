@@ -83,13 +83,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Section]]] = {
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--sections",
-        nargs="+",
-        choices=[*SECTIONS, *gpu.SECTIONS],
-        default=[*SECTIONS],
-        help="default: the first four; ranks needs a CPU",
-    )
+    add("--sections", nargs="+", choices=[*SECTIONS, *gpu.SECTIONS], default=[*SECTIONS], help="default: speed ablation ranks plan")
     add("--model", dest="models", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
     add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")

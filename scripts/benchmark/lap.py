@@ -3,7 +3,6 @@ equally, and each has its own peak memory.
 """
 
 import gc
-import math
 import multiprocessing
 import resource
 import sys
@@ -158,7 +157,7 @@ def measure_apart(setting: Setting, arms: dict[str, Callable[[Lap], None]], titl
             results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
         except RuntimeError as error:
             print(error)
-            results[name] = Measured([math.nan] * setting.epochs * setting.windows_per_epoch)
+            results[name] = Measured([float("nan")] * setting.epochs * setting.windows_per_epoch)
     return results
 
 

@@ -2,8 +2,6 @@
 what these tests print.
 """
 
-import statistics
-import time
 import warnings
 from collections import Counter
 
@@ -13,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from benchmark.gpu import seconds as seconds_of
+from benchmark.report import WORTH_TIME
 from benchmark.setting import Setting, build_model
 from torch.nn.utils.rnn import pad_sequence
 
 import hf_ga
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.recovery.checkpoint import state_sha256
+from hf_ga.speed.packing import Packing
+from hf_ga.training import default_speed_ups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, LENGTHS = ("base", (8, 64)) if DEVICE == "cuda" else ("tiny", (4, 16))
@@ -56,7 +58,7 @@ def check(setting: Setting, **more) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_promises_1_and_2(model, precision, dropout):
+def test_promise_1_or_with_dropout_2(model, precision, dropout):
     """Same update, and with dropout same randomness: the oracle draws the same masks in float64."""
     check(setting_of(model, precision, dropout))
 
@@ -120,6 +122,31 @@ def test_a_step_waits_for_the_device_at_most_once():
 
 
 @NEEDS_CUDA
+@pytest.mark.parametrize("kernel", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+def test_packed_layers_are_proven_and_timed(model, kernel):
+    """Rule: packing, or the kernel, becomes the default on a GPU if it is worth 5 % of the time for both models."""
+    if kernel == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    seconds = {}
+    for name, attention, speed_ups in [("default", "sdpa", []), (kernel, kernel, []), (f"packing, {kernel}", kernel, [Packing()])]:
+        setting, accelerator = setting_of(model, "bf16", 0.0, lengths=(8, 512)), Accelerator(mixed_precision="bf16")
+        built = build_model(setting)
+        built.set_attn_implementation(attention)
+        speed_ups = [*default_speed_ups(built), *speed_ups]
+        proven = hf_ga.prove_targets(built, setting.samples, setting.collate, speed_ups=speed_ups)
+        sizes = {"per_device_batch_size": 16, "global_batch_size": 16}
+        (window,) = hf_ga.WindowLoader(setting.samples, setting.collate, accelerator=accelerator, **sizes)
+        prepared = accelerator.prepare(built)
+        seconds[name] = seconds_of(lambda: hf_ga.backward_window(accelerator, prepared, window, targets=proven), setting)  # noqa: B023
+        print(f"{model}, {name}: {1000 * seconds[name]:.1f} ms, left out: {proven.left_out or 'nothing'}")
+        assert not any(isinstance(speed_up, Packing) for speed_up in speed_ups) or "packing" not in proven.left_out
+    for name in seconds:
+        gain = seconds["default"] / seconds[name]
+        print(f"{model}, {name}: {gain:.3f} of the default's speed, {'worth it' if gain >= WORTH_TIME else 'stays opt-in'}")
+
+
+@NEEDS_CUDA
 @pytest.mark.parametrize("name", ["torch", "flash_attn"])
 def test_a_packed_kernel_is_padded_attention(name):
     """Causal attention in bf16, against float32. The time is that of forward and backward."""
@@ -140,15 +167,8 @@ def test_a_packed_kernel_is_padded_attention(name):
         return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
 
     def error_and_time(attend):
-        seconds = []
-        for _ in range(10):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            out = attend(*parts)
-            out.sum().backward()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        return float((out - right).norm() / right.norm()), 1000 * statistics.median(seconds)
+        error = float((attend(*parts) - right).norm() / right.norm())
+        return error, 1000 * seconds_of(lambda: attend(*parts).sum().backward(), setting_of("gpt"))
 
     right = padded(*(x.detach().float() for x in parts))
     (error, ms), (padded_error, padded_ms) = error_and_time(packed), error_and_time(padded)
