@@ -6,11 +6,11 @@ Each part is a command with a time limit; the report is written after each. With
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +37,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "environment": Part("Environment", "-m torch.utils.collect_env", 40),
-    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu tests/promises tests/parallel", 150, "they run on a GPU only"),
+    "environment": Part("Environment", "-W ignore -m torch.utils.collect_env", 40),
+    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu tests/promises tests/parallel", 150, "these tests run on a GPU only"),
     "promises": Part("Promises 1 to 3", f"{LARGE_MODELS} promise_", 120),
     "bits": Part("Same bits", f"{LARGE_MODELS} bits", 50),
     "packed": Part("Packed layers and kernels", f"{LARGE_MODELS} packed", 60, "a CPU packs by default, and has no such kernels"),
@@ -47,11 +47,11 @@ PARTS = {
     "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
     "waits": Part("Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"),
     "cost": Part("Constants of the cost model", f"{BENCHMARK} cost", 50),
-    "small_cost": Part("The same, small models", f"{BENCHMARK} cost --size small", 40, "for a CPU the model above is small"),
+    "small_cost": Part("The same, small models", f"{BENCHMARK} cost --size small", 40, "on a CPU the model above is small"),
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if a part failed or ran out of time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu_report"), help="folder for report.md and report.json")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
     """Run a command; its outcome, output and figures go to `result`."""
     if part.needs_cuda and not torch.cuda.is_available():
-        result["status"] = f"skipped: it needs CUDA, because {part.needs_cuda}"
+        result["status"] = f"skipped: needs CUDA, as {part.needs_cuda}"
         return
     figures, began = folder / "benchmark.json", time.monotonic()
     figures.unlink(missing_ok=True)
@@ -97,10 +97,14 @@ def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> 
 def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     """Write report.json, report.md and the plot."""
     (folder / "report.json").write_text(json.dumps(results, indent=1))
-    lines = ["# Report", "", *(f"- {result['title']}: {result['status']}" for result in results.values()), "", "## Targets", ""]
-    lines += [f"- {bound}" for result in results.values() for section in result.get("sections", []) for bound in section["bounds"]]
+    outputs = "\n".join(result.get("output", "") for result in results.values())
+    lines = ["# Report", "", *(f"- {result['title']}: {result['status']}" for result in results.values()), ""]
+    lines += ["## Targets and defaults" if torch.cuda.is_available() else "## Targets and defaults of a GPU (this is a CPU)", ""]
+    lines += [f"- {line}" for line in re.findall(r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)", outputs, re.MULTILINE)]
     for result in results.values():
-        lines += ["", f"## {result['title']}", "", result["status"], "", "```text", result.get("output", "").strip(), "```"]
+        text = result.get("output", "").strip()
+        shown = text.replace("\n## ", "\n### ") if result.get("sections") else f"```text\n{text}\n```"
+        lines += ["", f"## {result['title']}", "", result["status"], *(["", shown] if text else [])]
     peers = results.get("peers", {}).get("sections", [])
     rates = {f"{row[0]}, {section['title'][:4]}": row[1] for section in peers for row in section["rows"]}
     figure = Figure(figsize=(9, 5), layout="constrained")

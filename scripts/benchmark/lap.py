@@ -150,14 +150,11 @@ def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], ti
 
 
 def measure_apart(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
-    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN, its error is on the terminal."""
-    results = {}
+    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN; its error is on the terminal."""
+    results = dict.fromkeys(arms, Measured([float("nan")] * setting.epochs * setting.windows_per_epoch))
     for name, arm in arms.items():
-        try:
+        with suppress(RuntimeError):
             results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
-        except RuntimeError as error:
-            print(error)
-            results[name] = Measured([float("nan")] * setting.epochs * setting.windows_per_epoch)
     return results
 
 

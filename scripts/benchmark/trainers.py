@@ -86,4 +86,5 @@ def plain_loop(lap: Lap) -> None:
                 lap.step_done()
 
 
-PEERS = {"plain loop": plain_loop, "Trainer, padding-free": padding_free, "TRL": with_trl}
+PLAIN, PADDING_FREE, TRL = "plain loop", "Trainer, padding-free", "TRL"
+PEERS = {PLAIN: plain_loop, PADDING_FREE: padding_free, TRL: with_trl}

@@ -141,9 +141,12 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
         seconds[name] = seconds_of(lambda: hf_ga.backward_window(accelerator, prepared, window, targets=proven), setting)  # noqa: B023
         print(f"{model}, {name}: {1000 * seconds[name]:.1f} ms, left out: {proven.left_out or 'nothing'}")
         assert not any(isinstance(speed_up, Packing) for speed_up in speed_ups) or "packing" not in proven.left_out
-    for name in seconds:
+    for name in [*seconds][1:]:
         gain = seconds["default"] / seconds[name]
-        print(f"{model}, {name}: {gain:.3f} of the default's speed, {'worth it' if gain >= WORTH_TIME else 'stays opt-in'}")
+        verdict = "yes" if gain >= WORTH_TIME else "no, stays opt-in"
+        print(
+            f"default on a GPU? {model}, {name}: {gain:.3f} of the speed without, from {WORTH_TIME} on for both models: {verdict}"
+        )
 
 
 @NEEDS_CUDA
