@@ -45,9 +45,8 @@ def flops_per_token(setting: Setting) -> float:
 def dropout(setting: Setting) -> Section:
     """torch's dropout in place of keyed."""
     section = ablation_section(setting, measure_apart(setting, {DEFAULT: default, NATIVE: ABLATION[NATIVE]}, "dropout"))
-    return replace(
-        section, bounds=[Bound(f"{setting.model}: time over native dropout", 1 / section.rows[1][1], 1.02, at_most=True)]
-    )
+    share = 1 / section.rows[1][1]
+    return replace(section, bounds=[Bound(f"{setting.model}: time of keyed over native dropout", share, 1.02, at_most=True)])
 
 
 def cost(setting: Setting) -> Section:
