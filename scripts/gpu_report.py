@@ -69,21 +69,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
-    """Run a command; its outcome, output and figures go to `result`."""
+    """Run a command; its outcome, output and figures go to `result`. Python 3.11's forkserver preloads from PYTHONPATH only."""
     if part.needs_cuda and not torch.cuda.is_available():
         result["status"] = f"skipped: needs CUDA, as {part.needs_cuda}"
         return
-    figures, began = folder / "benchmark.json", time.monotonic()
+    figures, began, result["status"] = folder / "benchmark.json", time.monotonic(), "interrupted"
     figures.unlink(missing_ok=True)
-    result["status"] = "interrupted"
     command = [sys.executable, *(str(folder) if word == "OUT" else word for word in part.arguments.split())]
     with (folder / "output.txt").open("w") as output:
-        options = {"cwd": ROOT, "env": os.environ | {"TQDM_DISABLE": "1"}, "stdout": output, "stderr": subprocess.STDOUT}
+        env = os.environ | {"TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *sys.path])}
+        options = {"cwd": ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             code = process.wait(max(0.0, limit))
-            last = (folder / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
-            result["status"] = ": ".join([f"failed with exit code {code}", *last]) if code else "done"
+            last = (folder / "output.txt").read_text(errors="replace").strip().rpartition("\n")[2]
+            result["status"] = f"failed with exit code {code}: {last}" if code else "done"
         except subprocess.TimeoutExpired:
             result["status"] = f"timed out after {limit:.0f} s"
         finally:
