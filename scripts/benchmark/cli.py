@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from benchmark import gpu
 from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
-from benchmark.lap import measure_in_turn
+from benchmark.lap import measure_apart, measure_in_turn
 from benchmark.planning import seconds_to_first_window
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import TWO_RANKS, Section, ablation_section, planning_section, ranks_section, speed_section
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sections: list[Section] = []
     print(f"{_machine(flags)}\n", flush=True)
     for name in flags.sections:
-        for section in SECTIONS[name](flags):
+        for section in SECTIONS[name](flags) if name in SECTIONS else map(gpu.SECTIONS[name], _settings(flags)):
             print(section, flush=True)
             sections.append(section)
-    if flags.output_dir:
-        _write(flags, sections)
+            if flags.output_dir:
+                _write(flags, sections)
     failed = [bound for section in sections for bound in section.bounds if not bound.holds]
     if flags.assert_bounds:
         print(*failed, sep="\n", file=sys.stderr)
@@ -49,7 +50,8 @@ def _speed(flags: argparse.Namespace) -> list[Section]:
 
 
 def _ablation(flags: argparse.Namespace) -> list[Section]:
-    return [ablation_section(each, measure_in_turn(each, ABLATION, f"{each.model}, ablation")) for each in _settings(flags)]
+    measure = measure_in_turn if flags.device == "cpu" else measure_apart
+    return [ablation_section(each, measure(each, ABLATION, f"{each.model}, ablation")) for each in _settings(flags)]
 
 
 def _ranks(flags: argparse.Namespace) -> list[Section]:
@@ -81,7 +83,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Section]]] = {
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False)
     add = parser.add_argument
-    add("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="parts to run (default: all; ranks needs a CPU)")
+    add("--sections", nargs="+", choices=[*SECTIONS, *gpu.SECTIONS], default=[*SECTIONS], help="default: speed ablation ranks plan")
     add("--model", dest="models", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
     add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")

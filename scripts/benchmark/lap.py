@@ -149,6 +149,15 @@ def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], ti
     return results
 
 
+def measure_apart(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
+    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN; its error is on the terminal."""
+    results = dict.fromkeys(arms, Measured([float("nan")] * setting.epochs * setting.windows_per_epoch))
+    for name, arm in arms.items():
+        with suppress(RuntimeError):
+            results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
+    return results
+
+
 def _run_apart(setting: Setting, arm: Callable[[Lap], None], turn: Connection) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()

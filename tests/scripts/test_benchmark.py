@@ -13,10 +13,13 @@ import pytest
 import torch
 from benchmark import cli, report
 from benchmark.arms import ABLATION, CHUNKED, DEFAULT, EXACT_TRAINER, GROUPED, NATIVE, OWN_LOOP, REBALANCED, SPEED, TRAINER
-from benchmark.lap import Lap, Measured, measure_in_turn
+from benchmark.gpu import flops_per_token
+from benchmark.lap import Lap, Measured, measure_apart, measure_in_turn
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import Bound
-from benchmark.setting import Setting
+from benchmark.setting import Setting, build_model
+from benchmark.trainers import PADDING_FREE, PEERS, PLAIN
+from torch.utils.flop_counter import FlopCounterMode
 
 LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 2
 
@@ -30,7 +33,7 @@ def setting_of(model: str = "gpt") -> Setting:
 
 WITHOUT_PLAN = "without plan by length"
 ARMS = [*(("gpt" if name != DEFAULT else "bert", name, arm) for name, arm in SPEED.items() if name not in (GROUPED, REBALANCED))]
-ARMS += [("gpt", WITHOUT_PLAN, ABLATION["plan by length"])]
+ARMS += [("gpt", WITHOUT_PLAN, ABLATION["plan by length"]), *(("gpt", name, PEERS[name]) for name in (PLAIN, PADDING_FREE))]
 
 
 @pytest.mark.parametrize(("model", "name", "arm"), ARMS, ids=[f"{model}, {name}" for model, name, _ in ARMS])
@@ -50,7 +53,8 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     thread.join()
     assert len(waits) == 2 * setting.windows_per_epoch == 4
     assert measured.each_once and len(measured.seconds) == setting.windows_per_epoch
-    assert 1 < measured.padding < (2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN) else 1.5)
+    assert (measured.padding == 1) == (name == PADDING_FREE)
+    assert measured.padding < (2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5)
 
 
 @pytest.mark.parametrize(("arm", "moved", "tensors"), [(NATIVE, True, False), (CHUNKED, False, True)])
@@ -92,6 +96,9 @@ def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
     assert [len(of.seconds) for of in measured.values()] == [2, 2]
     with pytest.raises(RuntimeError, match="'dies' exited without a result"):
         measure_in_turn(setting_of(), {"dies": partial(writes, name="dies", log=tmp_path / "log")}, "")
+    arms = {name: partial(writes, name=name, log=tmp_path / "log") for name in ("dies", "a")}
+    dead, alive = measure_apart(setting_of(), arms, "").values()
+    assert np.isnan(dead.seconds).all() and len(dead.seconds) == len(alive.seconds) == 2 and min(alive.seconds) > 0
 
 
 def one(seconds: float, added: int = 100, **more) -> Measured:
@@ -133,6 +140,17 @@ def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags
         cli.main(["--sections", "speeds", *flags])
     (section,) = json.loads((tmp_path / "out" / "benchmark.json").read_text())["sections"]
     assert section["figures"]["seconds"] == {"1000": 4.0}
+
+
+def test_useful_flops_are_those_that_torch_counts():
+    """Of a BERT, whose attention is not causal: all but the pooler of one token."""
+    samples = [{"id": 0, "input_ids": np.arange(5, 105).tolist(), "label": 1}]
+    setting = Setting("bert", "small", dropout=0.0, samples=samples)
+    model = build_model(setting)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counted:
+        model(**setting.collate(samples)).loss.backward()
+    assert counted.get_total_flops() == pytest.approx(100 * flops_per_token(setting), rel=0.01)
 
 
 @pytest.mark.slow("starts processes")

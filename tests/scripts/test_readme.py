@@ -42,8 +42,8 @@ OF_OTHER_PROGRAMS = {  # accelerate launch; pytest and ruff
     *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--quiet"),
     *("--full", "--check"),
 }
-# Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py.
-ELSEWHERE = starting("python scripts/kill_test.py", "python scripts/benchmark.py", "python scripts/sweep_heads.py")
+# Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py, test_gpu_report.py.
+ELSEWHERE = starting(*(f"python scripts/{name}.py" for name in ("kill_test", "benchmark", "sweep_heads", "gpu_report")))
 
 
 def execute(block: str, capsys) -> tuple[dict, str]:
