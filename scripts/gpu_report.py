@@ -24,7 +24,7 @@ LARGE = "--size base --mixed_precision bf16 --max_length 512 --num_samples 2048 
 SMALL = "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 --micro_batch 4 --epochs 1"
 BENCHMARK = f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT --sections"
 PYTEST = "-m pytest -n 0 -q -s --tb=short -p no:cacheprovider"
-LARGE_MODELS = f"{PYTEST} -m slow tests/promises/test_large_models.py -k"
+LARGE_MODELS = f"{PYTEST} -m report tests/promises/test_large_models.py -k"
 
 
 class Part(NamedTuple):

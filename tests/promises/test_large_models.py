@@ -25,8 +25,9 @@ from hf_ga.training import default_speed_ups
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, LENGTHS = ("base", (8, 64)) if DEVICE == "cuda" else ("tiny", (4, 16))
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-EVERYWHERE = pytest.mark.parametrize(("model", "precision"), [(m, p) for m in ("gpt", "bert") for p in ("no", "bf16", "fp16")])
-pytestmark = pytest.mark.slow("large models")
+CASES = [(m, p) for m in ("gpt", "bert") for p in ("no", "bf16", "fp16")] if DEVICE == "cuda" else [("gpt", "no"), ("bert", "bf16")]
+EVERYWHERE = pytest.mark.parametrize(("model", "precision"), CASES)
+pytestmark = pytest.mark.report
 
 
 @pytest.fixture(autouse=True)
