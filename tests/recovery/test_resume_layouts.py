@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from forked import phase, run_phases
 from runs import lines_of, relative_distance, small_config, train
-from stops import without_speed
 
 from hf_ga.recovery.checkpoint import load_checkpoint
 from hf_ga.run import saving
@@ -54,11 +53,8 @@ def chain(place: Path, output: Path, links: list[tuple[str, int, int]]) -> list[
 
 @pytest.fixture(scope="module")
 def printed(place, tmp_path_factory):
-    """What the chain printed; and on two processes a run that was never stopped, and one that was and went on."""
-    two = {"whole of two": phase(small_config(place, place / "whole of two", **SETTINGS), processes=2)}
-    two["stopped"] = phase(small_config(place, place / "stopped", **SETTINGS), processes=2, windows=9)
-    two["resumed"] = phase(small_config(place, place / "stopped", **SETTINGS, resume_from_checkpoint="auto"), processes=2)
-    return run_phases(tmp_path_factory.mktemp("job"), [*chain(place, place / "out", CHAIN), *two.values()])
+    """What the chain printed."""
+    return run_phases(tmp_path_factory.mktemp("job"), chain(place, place / "out", CHAIN))
 
 
 @pytest.mark.slow("starts processes")
@@ -70,17 +66,6 @@ def test_one_run_on_six_layouts(printed, place, whole):
     assert distance(place / "out", whole[1]) <= 1e-5
     summary = json.loads((place / "out" / "summary.json").read_text())
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.slow("starts processes")
-def test_two_processes_resumed_on_two_are_the_same_bits(printed, place, tmp_path):
-    """The control: on one process they are not the same bits."""
-    summaries = [json.loads((place / name / "summary.json").read_text()) for name in ("whole of two", "stopped")]
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
-    assert without_speed(place / "stopped") == without_speed(place / "whole of two")
-    more = {"per_device_train_batch_size": 3, "resume_from_checkpoint": str(place / "whole of two" / "checkpoint-8")}
-    other = train(place, tmp_path / "one", **SETTINGS, **more)
-    assert other["weights_sha256"] != summaries[0]["weights_sha256"]
 
 
 def test_a_resume_that_forgets_the_moments_is_another_run(place, whole, tmp_path, monkeypatch):
