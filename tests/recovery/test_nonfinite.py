@@ -184,18 +184,6 @@ def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
         training.step(window, **options, max_grad_norm=max_grad_norm)
 
 
-def test_what_does_not_happen_again_is_said_to_be_so():
-    (training, options), calls = started(), []
-
-    def once(module, inputs, output):
-        calls.append(1)
-        return output * math.nan if len(calls) == 1 else output
-
-    training.model.norm.register_forward_hook(once)
-    with pytest.raises(NonFinite, match="each micro-batch alone gives finite numbers"):
-        training.step(next(iter(windows_of(samples(bad=())))), **options)
-
-
 @pytest.mark.parametrize("case", ["gradient", "weight", "loss_fn"])
 def test_a_skipped_window_leaves_the_run_without_it(case):
     """Bit for bit the run in which train_step is not called for the bad window, with samples of which it is named."""
