@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from memory_worker import ERRORS, Device, of_sample
+from memory_limits import ERRORS, Device, of_sample
 from runs import lines_of, relative_distance, train
 
 import hf_ga
@@ -105,19 +105,6 @@ def test_buffers_count_no_sample_twice():
     device, window = Device(model, 60, chosen=third_of_three()), next(iter(windows_of(accelerator, samples)))
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
-
-
-def test_gradient_against_the_whole_window():
-    """Promise 1, without dropout, cut down to single samples."""
-    accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)
-    window = next(iter(windows_of(accelerator, samples)))
-    batch = h.pad_right([samples[i] for i in window.sample_ids])
-    single, double = (h.full_batch_gradient(model, batch, dtype) for dtype in (torch.float32, torch.float64))
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    device = Device(model, 12)
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
-    h.assert_promise_1(h.gradients(model), single, double)
-    assert result.retries == len(device.failures) >= 3 and sum(device.take().values()) == WINDOW
 
 
 def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind: str = "list", backward: bool = False):
