@@ -21,7 +21,6 @@ from runs import lines_of, relative_distance, train
 
 import hf_ga
 from hf_ga.errors import OutOfMemory
-from hf_ga.exact import step
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import build
@@ -70,20 +69,6 @@ def test_gradient_of_a_window_in_which_memory_ran_out(case, backward):
     used = [name for name, gradient in whole.items() if gradient.norm()]  # the others keep what was there before
     assert h.relative_error({n: retried[n] - EARLIER for n in used}, {n: whole[n] for n in used}) < 2e-6
     assert (result.loss, result.num_targets) == (pytest.approx(undisturbed.loss, rel=1e-6), pytest.approx(undisturbed.num_targets))
-
-
-@contextmanager
-def kept(parameters):
-    """Instead of `gradients_apart`: what a failed try left in `.grad` stays there."""
-    yield
-
-
-def test_gradients_of_a_failed_try_would_be_found_out(monkeypatch):
-    whole, _, _ = gradient_of_window("GPT-2", np.inf)
-    monkeypatch.setattr(step, "gradients_apart", kept)
-    wrong, result, device = gradient_of_window("GPT-2", 60, chosen=third_of_three())
-    assert result.retries == len(device.failures) == 1
-    assert h.relative_error(wrong, whole) > 0.3
 
 
 def third_of_three():
