@@ -145,15 +145,6 @@ def test_samples_are_named_by_their_rows():
             training.step(window, **options)
 
 
-def test_without_the_check_the_weights_become_nan(monkeypatch):
-    """The control of the test above."""
-    monkeypatch.setattr("hf_ga.exact.update._is_finite", lambda *args: True)
-    training, options = started("gradient")
-    for window in windows_of(samples()):
-        training.step(window, **options)
-    assert any(p.isnan().any() for p in training.model.parameters())
-
-
 def test_a_micro_batch_that_is_bad_only_together_is_named_whole():
     text = text_of("crowd")
     listed = [8, 9, 10, 11, 12, 13]  # two micro-batches of three; in the third is no bad sample
