@@ -257,7 +257,7 @@ def bad_rows(monkeypatch, place):
         rows[i]["text"] = "red " * 9
     fit = loop.fit
 
-    def spoilt_fit(run, progress):
+    def spoilt_fit(run, *how):
         token = run.windows.fetcher.dataset[ROWS[0]]["input_ids"][1]
         assert sum(list(run.windows.fetcher.dataset[i]["input_ids"]).count(token) > 5 for i in range(len(rows))) == len(ROWS)
         is_bad = []
@@ -267,7 +267,7 @@ def bad_rows(monkeypatch, place):
         run.model.transformer.h[1].mlp.register_forward_hook(
             lambda module, args, output: torch.where(is_bad[-1].view(-1, 1, 1), math.nan, output) if module.training else output
         )
-        return fit(run, progress)
+        return fit(run, *how)
 
     monkeypatch.setattr("hf_ga.run.finetune.fit", spoilt_fit)
     return {"dataset_name": write_rows(place / "bad.jsonl", rows), "save_steps": 1, "eval_steps": 100}
