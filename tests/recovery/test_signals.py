@@ -165,21 +165,6 @@ def rows_without_targets(place):
     )
 
 
-def test_a_signal_that_came_to_another_process_stops_this_one_too(place, tmp_path, monkeypatch):
-    """In the same window, since they exchange it there."""
-    told, add = [], loop.sum_over_ranks
-
-    def sums(accelerator, numbers):
-        told.append(numbers[-1])
-        *others, asked = add(accelerator, numbers)
-        return (*others, asked + (len(told) >= 5))
-
-    monkeypatch.setattr(loop, "sum_over_ranks", sums)
-    with pytest.raises(RunStopped, match="by a signal to another process after step 5: saved"):
-        train(place, tmp_path / "out")
-    assert not any(told) and (tmp_path / "out" / "checkpoint-5").is_dir()
-
-
 def test_a_second_interrupt_stops_at_once(at_once, place, tmp_path, monkeypatch):
     signalled(monkeypatch, "train_step", 5, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -231,7 +216,6 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place
 # -- several processes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow("starts processes")
 def test_two_processes_stop_in_the_same_window(place, undisturbed, tmp_path, monkeypatch):
     """Only one gets the signal; the resumed run is the undisturbed one."""
 
