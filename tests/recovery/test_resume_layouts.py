@@ -16,7 +16,7 @@ from hf_ga.run import saving
 STEPS = 13
 SETTINGS = {"max_steps": STEPS, "save_steps": 2, "eval_steps": 5, "save_total_limit": 20, "learning_rate": 3e-3}
 # Kind, processes, micro-batch. Each stops one window behind its checkpoint, which the next one does again.
-CHAIN = [("ddp", 1, 8), ("ddp", 3, 4), ("fsdp2", 2, 8), ("ddp", 1, 2), ("fsdp1", 2, 8), ("ddp", 2, 2)]
+CHAIN = [("ddp", 1, 8), ("ddp", 3, 4), ("fsdp2", 2, 8), ("fsdp1", 2, 8), ("ddp", 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +51,15 @@ def chain(place: Path, output: Path, links: list[tuple[str, int, int]]) -> list[
     return phases
 
 
-@pytest.fixture(scope="module")
-def printed(place, tmp_path_factory):
-    """What the chain printed."""
-    return run_phases(tmp_path_factory.mktemp("job"), chain(place, place / "out", CHAIN))
-
-
 @pytest.mark.slow("starts processes")
-def test_one_run_on_six_layouts(printed, place, whole):
-    """1 -> 3 -> 2 -> 1 processes, DDP -> FSDP2 -> one process -> FSDP1 -> DDP, micro-batches of 8, 4 and 2; dropout on."""
+def test_one_run_on_five_layouts(place, whole, tmp_path):
+    """1 -> 3 -> 2 processes, DDP -> FSDP2 -> FSDP1 -> DDP, micro-batches of 8, 4 and 2; dropout on."""
+    printed = run_phases(tmp_path / "job", chain(place, tmp_path / "out", CHAIN))
     layouts = [line for line in printed.splitlines() if "window of 16 samples = " in line]
     for (_, processes, size), layout in zip(CHAIN, layouts, strict=False):
         assert f"= {processes} process" in layout and layout.endswith(f" {size}")
-    assert distance(place / "out", whole[1]) <= 1e-5
-    summary = json.loads((place / "out" / "summary.json").read_text())
+    assert distance(tmp_path / "out", whole[1]) <= 1e-5
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)
 
 
