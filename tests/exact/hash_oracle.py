@@ -1,8 +1,4 @@
-"""The hash of order and masks, written again in plain Python integers, and what judges how random its results look."""
-
-import math
-
-import numpy as np
+"""The hash of order and masks, written again in plain Python integers."""
 
 SIGMAS = 4.0  # bound of all statistics: standard deviations of what independent draws give; seeds are fixed
 
@@ -20,13 +16,3 @@ def oracle_key(*parts: int) -> int:
     for part in parts:
         key = splitmix64(key ^ (part % 2**64))
     return key
-
-
-def chi_square_sigmas(observed: np.ndarray) -> float:
-    """Deviation of Pearson's chi-square of equally likely classes from its mean, in normal standard deviations.
-
-    Wilson and Hilferty (1931): (X / k)**(1/3) is close to normal with mean 1 - 2/(9k) and variance 2/(9k).
-    """
-    expected, freedom = observed.mean(), observed.size - 1
-    statistic = float(((observed - expected) ** 2).sum() / expected)
-    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))

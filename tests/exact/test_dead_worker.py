@@ -1,6 +1,5 @@
 """Workers of the data loader that die or raise: one clear error where the window is waited for, and no hang."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -8,13 +7,9 @@ import time
 
 import helpers as h
 import pytest
-import torch
 from accelerate import Accelerator
-from runs import filled_place, small_config
 
 import hf_ga
-from hf_ga.exact import fetch
-from hf_ga.run.cli import finetune_main
 
 WINDOW, DEADLY = 8, 37  # sample 37 is in window 4
 LIMIT = 10.0  # seconds; torch looks every 5 whether its workers live, where no signal tells it
@@ -126,20 +121,3 @@ def test_a_loop_that_is_left_early_leaves_no_worker(kind):
         assert window.index == 0 and set(multiprocessing.active_children()) - before
         break
     assert not set(multiprocessing.active_children()) - before
-
-
-def test_the_command_line_prints_one_line(tmp_path, capfd, monkeypatch):
-    samples = fetch.Fetcher.samples
-
-    def read(self, request, offsets):
-        if request.index == 2 and torch.utils.data.get_worker_info() is not None:
-            raise ERRORS["DataError"]
-        return samples(self, request, offsets)
-
-    monkeypatch.setattr(fetch.Fetcher, "samples", read)
-    with filled_place(tmp_path) as place:
-        settings = small_config(place, tmp_path / "out", dataloader_num_workers=2).to_dict()
-        (tmp_path / "run.json").write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
-        capfd.readouterr()
-        assert finetune_main([str(tmp_path / "run.json")]) == 2
-    assert capfd.readouterr().err.splitlines()[-1] == "error: row 37 cannot be decoded: it is cut"

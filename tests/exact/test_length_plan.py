@@ -148,9 +148,9 @@ def test_padded_tokens_by_hand():
 
 
 def test_is_quick():
-    """4,096 samples over 256 processes: below 75 ms; 64 on one: below 3 ms. Catches a loop over pairs of samples."""
+    """4,096 samples over 256 processes: below 0.3 s; 64 on one: below 12 ms. Catches a loop over pairs of samples."""
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, 4096), 2, 512).astype(int)
-    for window, num_processes, most in ((4096, 256, 0.075), (64, 1, 0.003)):
+    for window, num_processes, most in ((4096, 256, 0.3), (64, 1, 0.012)):
         seconds = []
         for _ in range(5):  # the least: other programs share this machine's cores
             began = time.process_time()

@@ -1,20 +1,13 @@
-"""Label smoothing against the formula in plain Python, and over splits of a window against torch's own mean in float64."""
+"""Label smoothing against the formula in plain Python. tests/run/test_generation.py has the gradient of a split."""
 
-import copy
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import helpers as h
 import pytest
 import torch
-import torch.nn.functional as F
-from windows import one_window, window_gradient
 
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.run.losses import SmoothedCrossEntropy
-
-WINDOW = 16
 
 
 def computed(logits, labels, smoothing, shifted):
@@ -65,48 +58,3 @@ def test_no_target_at_all(shape, shifted):
     loss, count = computed(logits.requires_grad_(), labels, 0.1, shifted)
     loss.backward()
     assert (float(loss.detach()), count) == (0.0, 0.0) and (logits.grad == 0).all()
-
-
-LAYOUTS = {"1x16": 16, "16x1": 1, "uneven": partial(plan_by_sizes, sizes=[7, 1, 5, 3])}
-
-
-def few_targets():
-    """Whole micro-batches without a target, and one class in three only."""
-    samples = h.tag_samples(WINDOW)
-    return [h.without_targets(s) if 3 <= i < 8 else s for i, s in enumerate(samples)]
-
-
-CASES = {"tags, few targets": (h.bert_token_classifier, few_targets), "GPT-2": (h.gpt2, partial(h.token_samples, WINDOW))}
-
-
-def of_torch(smoothing, shifted):
-    """torch's own mean for the helpers, in the precision of the logits."""
-    cut = slice(None, -1) if shifted else slice(None)
-    return lambda outputs, batch: (
-        F.cross_entropy(outputs.logits[:, cut].flatten(0, 1), batch["labels"][:, shifted:].flatten(), label_smoothing=smoothing),
-        1,
-    )
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradient_of_any_split_is_the_full_batch(case):
-    (build, make_samples), smoothing = CASES[case], 0.1
-    model, samples = build(), make_samples()
-    batch, shifted = h.pad_right(samples), isinstance(model, h.CAUSAL)
-    reference, loss_fn = of_torch(smoothing, shifted), SmoothedCrossEntropy(smoothing, shifted)
-    grads64 = h.full_batch_gradient(model, batch, loss_fn=reference)
-    grads32 = h.full_batch_gradient(model, batch, torch.float32, loss_fn=reference)
-    with torch.no_grad():
-        mean = float(h.mean_loss(copy.deepcopy(model).double(), batch, reference))
-    labels = batch["labels"][:, 1:] if shifted else batch["labels"]
-    counted = labels[labels != h.IGNORED].tolist()
-    for layout in LAYOUTS:
-        window = one_window(samples, LAYOUTS[layout], lengths=[len(s["input_ids"]) for s in samples])
-        grads, result = window_gradient(model, window, loss_fn=loss_fn)
-        h.assert_promise_1(grads, grads32, grads64)
-        assert result.loss == pytest.approx(mean, rel=1e-6)
-        assert result.num_targets == pytest.approx(len(counted))
-        micro_batches = [m.batch for m in window.micro_batches if (m.batch["labels"] != h.IGNORED).any()]  # or the mean is 0 / 0
-        naive = h.relative_error(h.naive_gradient(model, micro_batches, len(micro_batches), reference), grads64)
-        # The control itself is right where there is nothing to go wrong.
-        assert naive < 1e-5 if layout == "1x16" else naive > 1e-3

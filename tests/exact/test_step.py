@@ -150,40 +150,6 @@ def test_every_layout_is_the_full_batch(case):
             h.assert_promise_1(h.naive_gradient(model, micro_batches, steps, loss_fn), grads32, grads64)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "micro-batches without targets",
-        "GPT-2, tied weights",
-        "T5",
-        "width-dependent head, short last window",
-        "plain module, weighted loss_fn",
-    ],
-)
-def test_layouts_agree_with_dropout(case):
-    """Control: native masks, all else right."""
-    build, make_samples, loss_fn, which = CASES[case]
-    model, samples = build(dropout=0.1), make_samples(WINDOW + 13)
-    windows = {layout: list(make_loader(samples, layout))[which] for layout in LAYOUTS}
-    found = {layout: window_gradient(model, window, loss_fn=loss_fn)[0] for layout, window in windows.items()}
-    assert max(h.relative_error(grads, found["even"]) for grads in found.values()) <= 1e-5
-    native = [native_dropout_gradient(model, windows[layout], loss_fn) for layout in ("even", "uneven, sorted")]
-    assert h.relative_error(*native) > 1e-2
-
-
-def native_dropout_gradient(model, window, loss_fn):
-    """Rightly weighted, natively drawn from one seed: only the masks can make it differ between layouts."""
-    torch.manual_seed(0)
-    model, total = copy.deepcopy(model), 0.0
-    model.zero_grad()
-    for micro_batch in window.padded_to_window().micro_batches:
-        count = h.num_targets(model, micro_batch.batch, loss_fn)
-        if count:
-            (h.mean_loss(model, micro_batch.batch, loss_fn) * count).backward()
-        total += count
-    return {name: g / total for name, g in h.gradients(model).items()}
-
-
 class SharedTable(nn.Module):
     """Drops parts of a table that all samples share: its mask is the window's."""
 

@@ -41,30 +41,24 @@ from hf_ga.recovery.checkpoint import state_sha256
 STEPS, MAX_NORM = 30, 0.1  # as the README says
 MICRO_BATCHES = (1, 4)  # a process, whose collectives are counted
 KINDS = ("ddp", "fsdp1", "fsdp2")
-CASES = {
-    "GPT-2": (h.gpt2, h.token_samples, "GPT2Block"),
-    "masked LM": (h.bert_masked_lm, h.token_samples, "BertLayer"),
-}
 
 
 def gradients(folder: Path, kind: str) -> None:
     """Both windows of an epoch, 64 samples and 13, dropout on, reduced once and, under FSDP, after each micro-batch."""
-    for case, (build, make_samples, layer) in CASES.items():
-        accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
-        model, _, rule = prepare(accelerator, kind, build(0.1), samples)
-        for window in make_windows(accelerator, samples):
-            for each in (False, True)[: 1 if kind == "ddp" else 2]:
-                model.zero_grad(set_to_none=True)
-                result = hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
-                name = f"gradients {kind} {case} {window.index} {'each' if each else 'once'}"
-                save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
+    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
+    for window in make_windows(accelerator, samples):
+        for each in (False, True)[: 1 if kind == "ddp" else 2]:
+            model.zero_grad(set_to_none=True)
+            result = hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
+            name = f"gradients {kind} {window.index} {'each' if each else 'once'}"
+            save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
 
 
 def added(folder: Path, kind: str) -> None:
     """The gradients of two windows, one added to the other, and of one without targets."""
-    build, make_samples, layer = CASES["GPT-2"]
-    accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
-    model, _, rule = prepare(accelerator, kind, build(0.1), samples)
+    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows = [*make_windows(accelerator, samples), *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]])]
     skipped = [hf_ga.backward_window(accelerator, model, window, targets=rule).skipped for window in windows]
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
@@ -85,9 +79,8 @@ def buckets(folder: Path) -> None:
 
 def steps(folder: Path, kind: str) -> None:
     """Steps of AdamW with clipping, over several epochs."""
-    build, make_samples, layer = CASES["GPT-2"]
-    accelerator, samples = make_accelerator(kind, layer), make_samples(WINDOW + LAST)
-    model, optimizer, rule = prepare(accelerator, kind, build(0.1), samples)
+    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    model, optimizer, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows, results = make_windows(accelerator, samples), []
     while len(results) < STEPS:
         results += [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=MAX_NORM) for w in windows]
@@ -172,20 +165,17 @@ def digest(model: nn.Module) -> str:
 
 
 def options(folder: Path, kind: str) -> None:
-    """FSDP with activation checkpointing, and in bf16, whose sums stay in float32; DDP in bf16."""
+    """FSDP with activation checkpointing, and in bf16, whose sums stay in float32."""
     samples = h.token_samples(WINDOW)
     for option in ("checkpointing", "bf16"):
         precision = "bf16" if option == "bf16" else "no"
         accelerator = make_accelerator(f"{kind} {option}", "GPT2Block", mixed_precision=precision)
-        base = h.gpt2(0.1)
-        if option == "checkpointing" and kind == "ddp":
-            base.gradient_checkpointing_enable()
-        model, _, rule = prepare(accelerator, kind, base, samples)
+        model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
         (window,) = make_windows(accelerator, samples)
         hf_ga.backward_window(accelerator, model, window, targets=rule)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
         save(accelerator, folder, f"options {kind} {option}", whole_gradients(model), types=sorted(types))
-        if option == "bf16" and kind != "ddp":
+        if option == "bf16":
             refused(accelerator, folder, kind, partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
 
 
@@ -300,11 +290,12 @@ def heads(folder: Path, kind: str) -> None:
 
 
 SCENARIOS = {2: [steps, counted, overflow, options, subset, added], 3: [gradients, heads]}
+SHARDED_ONLY = {options: KINDS[1:], subset: ["fsdp1"]}
 
 
 def run(folder: Path, num_processes: int) -> None:
     for scenario in SCENARIOS[num_processes]:
-        for kind in KINDS:
+        for kind in SHARDED_ONLY.get(scenario, KINDS):
             scenario(folder, kind)
     if num_processes == 2:
         naive(folder)

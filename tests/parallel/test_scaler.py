@@ -1,8 +1,7 @@
-"""fp16 with a loss scaler, for real on a CPU: skipped windows, the scale, clipping, several optimizers, and the scaler's state."""
+"""fp16 with a loss scaler, for real on a CPU: skipped windows, the scale, clipping and several optimizers."""
 
 import copy
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
@@ -312,37 +311,3 @@ def test_an_optimizer_without_any_gradient_skips(precision):
         hf_ga.backward_window(accelerator, model, window)
         with pytest.raises(AssertionError, match="No inf checks"):
             unrelated.optimizer.step()
-
-
-# -- state ------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_on_with_its_scale():
-    """Stopped after five windows of ten: scales, skips and weights are those of the run that was not stopped."""
-    samples = points(10 * WINDOW, [WINDOW])
-    whole = training_of(fp16_accelerator(growth_interval=3))
-    results = [whole.step(window) for window in loader(samples)]
-    first = training_of(fp16_accelerator(growth_interval=3))
-    windows = list(loader(samples))
-    for window in windows[:5]:
-        first.step(window)
-    state = json.loads(json.dumps(first.accelerator.scaler.state_dict()))
-    scales = {}
-    for loaded in (True, False):
-        second = training_of(fp16_accelerator(), unprepared(first))
-        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-        second.scheduler.load_state_dict(first.scheduler.state_dict())
-        if loaded:
-            second.accelerator.scaler.load_state_dict(state)
-            assert second.accelerator.scaler.state_dict() == state  # before the scaler is used for the first time
-        scales[loaded] = [second.step(window).loss_scale for window in windows[5:]]
-        assert same(second.snapshot(), whole.snapshot()) or not loaded
-    assert scales[True] == [r.loss_scale for r in results[5:]]
-    assert scales[False] != scales[True]  # the control: a new scaler begins anew
-
-
-def unprepared(training):
-    """The weights in a module that no accelerator wrapped."""
-    model = Regression()
-    model.load_state_dict(training.model.state_dict())
-    return model

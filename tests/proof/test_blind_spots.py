@@ -1,12 +1,11 @@
 """Cases in which a proof on too similar samples would accept a wrong rule, or a slice that is none would prove anything."""
 
-import helpers
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from windows import one_window, window_gradient
+from windows import one_window
 
 import hf_ga
 from hf_ga.exact.batches import entries_of_samples, take_rows
@@ -71,18 +70,6 @@ def test_class_weights():
     """Probe rows of one class would hide that the classes weigh differently."""
     with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
         hf_ga.prove_targets(Weighted(), features(), stack)
-
-
-def test_class_weights_with_a_loss_function():
-    """The remedy that the error names: sum and number of the weights."""
-
-    def loss_fn(outputs, batch):
-        weights = torch.tensor([1.0, 10.0])
-        return F.cross_entropy(outputs, batch["labels"], weight=weights, reduction="sum"), weights[batch["labels"]].sum()
-
-    model, samples = two_classes(), features()
-    split, full = (window_gradient(model, window_of(samples, size), loss_fn=loss_fn)[0] for size in (3, WINDOW))
-    assert helpers.relative_error(split, full) < 1e-6
 
 
 def test_pixels_are_counted():

@@ -110,8 +110,6 @@ def frozen_batch_norm():
 # name: (model, samples, rule, whether the padding width matters: True, False, None for "cannot be told")
 RIGHT = {
     "GPT-2": (h.gpt2, h.token_samples, "shifted labels", False),
-    "Llama": (h.llama, h.token_samples, "shifted labels", False),
-    "Mixtral without router loss": (h.mixtral, h.token_samples, "shifted labels", False),
     "GPT-2, completion only": (h.gpt2, completion_samples, "shifted labels", False),
     "GPT-2, equal lengths": (h.gpt2, equal_length_samples, "shifted labels", None),
     "GPT-2, one sample": (h.gpt2, lambda n: h.token_samples(1), "shifted labels", None),

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,22 +198,6 @@ def test_lost_lines(place, undisturbed, tmp_path):
     train(place, tmp_path / "out", resume_from_checkpoint="auto")
     whole = without_speed(undisturbed[1])
     assert without_speed(tmp_path / "out") == whole[:4] + whole[6:]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads for a GPU survive no fork")
-def test_killed_process_is_resumed(place, undisturbed, tmp_path):
-    """SIGKILL in the middle of a window behind a checkpoint: the process that goes on makes the same bits."""
-    child = os.fork()  # imports take most of the time of a new process
-    if not child:
-        try:
-            interrupted(place, tmp_path / "out", 5, killed=True)
-        finally:
-            os._exit(1)  # it was not killed
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert len(lines_of(tmp_path / "out")) == 5 and not (tmp_path / "out" / "summary.json").exists()
-    summary = train(place, tmp_path / "out", resume_from_checkpoint="auto")
-    assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
-    assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
 
 
 def test_state_of_another_kind(place, undisturbed, tmp_path):

@@ -16,12 +16,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from memory_worker import ERRORS, Device, of_sample
+from memory_limits import ERRORS, Device, of_sample
 from runs import lines_of, relative_distance, train
 
 import hf_ga
 from hf_ga.errors import OutOfMemory
-from hf_ga.exact import step
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.run import build
@@ -72,20 +71,6 @@ def test_gradient_of_a_window_in_which_memory_ran_out(case, backward):
     assert (result.loss, result.num_targets) == (pytest.approx(undisturbed.loss, rel=1e-6), pytest.approx(undisturbed.num_targets))
 
 
-@contextmanager
-def kept(parameters):
-    """Instead of `gradients_apart`: what a failed try left in `.grad` stays there."""
-    yield
-
-
-def test_gradients_of_a_failed_try_would_be_found_out(monkeypatch):
-    whole, _, _ = gradient_of_window("GPT-2", np.inf)
-    monkeypatch.setattr(step, "gradients_apart", kept)
-    wrong, result, device = gradient_of_window("GPT-2", 60, chosen=third_of_three())
-    assert result.retries == len(device.failures) == 1
-    assert h.relative_error(wrong, whole) > 0.3
-
-
 def third_of_three():
     """Memory runs out in the last micro-batch only: the gradients of the others are there already."""
     calls = []
@@ -105,19 +90,6 @@ def test_buffers_count_no_sample_twice():
     device, window = Device(model, 60, chosen=third_of_three()), next(iter(windows_of(accelerator, samples)))
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
-
-
-def test_gradient_against_the_whole_window():
-    """Promise 1, without dropout, cut down to single samples."""
-    accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)
-    window = next(iter(windows_of(accelerator, samples)))
-    batch = h.pad_right([samples[i] for i in window.sample_ids])
-    single, double = (h.full_batch_gradient(model, batch, dtype) for dtype in (torch.float32, torch.float64))
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    device = Device(model, 12)
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
-    h.assert_promise_1(h.gradients(model), single, double)
-    assert result.retries == len(device.failures) >= 3 and sum(device.take().values()) == WINDOW
 
 
 def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind: str = "list", backward: bool = False):

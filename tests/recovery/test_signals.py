@@ -1,6 +1,5 @@
 """Signals: a run that is asked to stop saves itself, says so, and is the undisturbed run when it goes on."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -8,7 +7,7 @@ import subprocess
 import threading
 
 import pytest
-from launching import launch
+from forked import on_two_ranks
 from runs import lines_of, relative_distance, small_config, train, write_rows
 from stops import without_speed
 
@@ -19,25 +18,6 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
 from hf_ga.run import cli, loop
-
-# Two processes; the first one, in its fifth window, signals what the arguments name.
-WORKER = """
-import os, signal, sys
-from hf_ga.run import cli
-from hf_ga.run import loop
-
-done, step = 0, loop.train_step
-
-def train_step(*args, **kwargs):
-    global done
-    done += 1
-    if done == 5 and os.environ["RANK"] == "0" and sys.argv[2:]:
-        os.kill(os.getppid(), getattr(signal, sys.argv[2]))
-    return step(*args, **kwargs)
-
-loop.train_step = train_step
-sys.exit(cli.finetune_main([sys.argv[1]]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -185,21 +165,6 @@ def rows_without_targets(place):
     )
 
 
-def test_a_signal_that_came_to_another_process_stops_this_one_too(place, tmp_path, monkeypatch):
-    """In the same window, since they exchange it there."""
-    told, add = [], loop.sum_over_ranks
-
-    def sums(accelerator, numbers):
-        told.append(numbers[-1])
-        *others, asked = add(accelerator, numbers)
-        return (*others, asked + (len(told) >= 5))
-
-    monkeypatch.setattr(loop, "sum_over_ranks", sums)
-    with pytest.raises(RunStopped, match="by a signal to another process after step 5: saved"):
-        train(place, tmp_path / "out")
-    assert not any(told) and (tmp_path / "out" / "checkpoint-5").is_dir()
-
-
 def test_a_second_interrupt_stops_at_once(at_once, place, tmp_path, monkeypatch):
     signalled(monkeypatch, "train_step", 5, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -251,16 +216,17 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place
 # -- several processes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow("starts processes")
-def test_the_launcher_is_told_to_stop(place, undisturbed, tmp_path):
-    """It passes the signal on to both processes, which agree where to stop; the resumed run is the undisturbed one."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    (tmp_path / "run.json").write_text(json.dumps(small_config(place, tmp_path / "out").to_dict()))
-    done = launch(2, tmp_path / "worker.py", str(tmp_path / "run.json"), "SIGTERM")
-    printed = done.stdout + done.stderr
-    assert done.returncode != 0 and printed.count("stopped by SIGTERM after step") == 1, printed
-    step = len(lines_of(tmp_path / "out"))
-    assert 5 <= step < 8 and (tmp_path / "out" / f"checkpoint-{step}").is_dir()
+def test_two_processes_stop_in_the_same_window(place, undisturbed, tmp_path, monkeypatch):
+    """Only one gets the signal; the resumed run is the undisturbed one."""
+
+    def stopped():
+        if os.environ["RANK"] == "1":
+            signalled(monkeypatch, "train_step", 5, signal.SIGTERM)
+        hf_ga.finetune(small_config(place, tmp_path / "out"))
+
+    first, second = on_two_ranks(stopped)
+    assert first.startswith("RunStopped: stopped by a signal to another process after step 5: saved as ")
+    assert second.startswith("RunStopped: stopped by SIGTERM after step 5: saved as ")
     train(place, tmp_path / "out", resume_from_checkpoint="auto")  # on one process
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, 9))
     assert relative_distance(tmp_path / "out", undisturbed[1]) <= 5e-5

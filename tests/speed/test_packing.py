@@ -1,7 +1,7 @@
 """Packed tokens: the same losses, gradients and dropout masks as padded samples, and refusal where that is not so.
 
 Two oracles: plain PyTorch on the padded full batch in float64 (without dropout), and the padded run with the same keyed dropout in
-float64. Negative controls: attention that does not keep samples apart, masks of another column.
+float64. Negative control: masks of another column.
 """
 
 import copy
@@ -239,16 +239,6 @@ def test_other_obstacles_are_told():
     assert "no padding" in asked(helpers.bert_masked_lm(), same)[1]
     spans = [{**{k: v for k, v in s.items() if k != "labels"}, "start_positions": 1, "end_positions": 2} for s in samples]
     assert "it changes loss or gradient" in asked(helpers.bert_question_answering(), spans)[1], "a softmax over padding"
-
-
-@pytest.mark.parametrize("build", [helpers.gpt2, helpers.bert_masked_lm])
-def test_attention_that_forgets_to_keep_samples_apart_is_refused(build, monkeypatch):
-    def together(self, original, module, query, key, value, attention_mask=None, **more):
-        return original(module, query, key, value, None, **more)
-
-    monkeypatch.setattr(Packing, "_attend", together)
-    packing, why = asked(build(), token_samples(24))
-    assert packing is None and "it changes loss or gradient" in why
 
 
 @pytest.mark.parametrize(

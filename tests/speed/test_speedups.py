@@ -141,20 +141,6 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
     assert h.relative_error(naive, truth) > 1e-3
 
 
-@pytest.mark.slow("every combination of speed-ups for five models")
-@pytest.mark.parametrize("name", MODELS)
-def test_every_speed_up_draws_the_same_dropout(name):
-    """Control: without dropout the gradient is another."""
-    build, make_samples, not_used = MODELS[name]
-    model, samples, accelerator = build(0.1), make_samples(NUM_SAMPLES), Accelerator(cpu=True)
-    none, *others = rules(model, samples, not_used)
-    plain, plain_loss, _ = gradient(accelerator, model, none, samples)
-    for rule in others:
-        found, loss, _ = gradient(accelerator, model, rule, samples, "by length")
-        assert h.relative_error(found, plain) < 1e-6 and loss == pytest.approx(plain_loss, rel=1e-6), str(rule)
-    assert h.relative_error(h.full_batch_gradient(build(), h.pad_right(samples)), plain) > 0.05
-
-
 @pytest.mark.parametrize("name", ["gpt2", "classes"])
 def test_under_autocast_no_speed_up_is_further_off(name, launched):
     launched("bf16")

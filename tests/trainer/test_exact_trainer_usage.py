@@ -181,18 +181,6 @@ def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
     assert h.relative_error(plain.gradients[0], reference) > 0.1
 
 
-def test_the_balancing_loss_of_experts_is_the_windows(case):
-    given = case(lambda _: h.mixtral(0.02), h.token_samples(NUM_SAMPLES))
-    kinds = ((ExactTrainer, (16, 1)), (ExactTrainer, (1, 16)), (tf.Trainer, (1, 16)))
-    full, split, plain = (given.run(*kind, num_train_epochs=1) for kind in kinds)
-    assert weight_error(split, full) < CLOSE
-    with torch.no_grad():
-        model = given.model.train()
-        assert model(**h.pad_right(given.samples)).aux_loss > 1
-    assert h.relative_error(split.gradients[0], full.gradients[0]) < CLOSE
-    assert h.relative_error(plain.gradients[0], full.gradients[0]) > 100 * CLOSE
-
-
 # --- refusals ---
 
 
@@ -262,12 +250,6 @@ def test_streaming_datasets_are_refused(case):
     given = case(h.bert_classifier, Streaming())
     with pytest.raises(DataError, match=r"a Streaming has no length or no random access.*load the dataset without streaming"):
         given.run(max_steps=2)
-
-
-def test_collate_functions_that_make_two_rows_of_a_sample_are_refused(case):
-    """As those of preference data do: chosen and rejected texts below each other."""
-    with pytest.raises(DataError, match=r"shape .4, 11. for 2 samples and .6, 11. for 3: .* one row a sample"):
-        prepared(case, data_collator=lambda samples: h.pad_right([*samples, *samples])).train()
 
 
 @pytest.mark.parametrize("method", ["get_train_dataloader", "_get_train_sampler", "get_batch_samples"])
@@ -360,16 +342,6 @@ class MakesNoise(tf.TrainerCallback):
 def test_randomness_that_begins_after_the_proof_is_found(case):
     with pytest.raises(UnkeyedRandomness, match="drew from torch although the proof's forwards did not"):
         prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
-
-
-def test_batch_norm_is_refused(case):
-    def normalised(dropout):
-        model = h.bert_classifier(dropout)
-        model.classifier = nn.Sequential(nn.BatchNorm1d(h.WIDTH), model.classifier)
-        return model
-
-    with pytest.raises(LossNotAdditive, match="BatchNorm1d"):
-        case(normalised, h.class_samples(NUM_SAMPLES), dropout=0.0).run()
 
 
 def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):

@@ -1,18 +1,10 @@
-"""A device whose memory runs out on command, and a run on one:
+"""A device whose memory runs out on command."""
 
-accelerate launch ... tests/recovery/memory_worker.py CONFIG.json FIRST_FAILING_FORWARD
-"""
-
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
-
-from hf_ga.run import build as building
-from hf_ga.run.cli import finetune_main
 
 ERRORS = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -68,21 +60,3 @@ class Device:
 def of_sample(tokens: list[int]) -> tuple[int, ...]:
     """Without padding, which is token 0."""
     return tuple(token for token in tokens if token)
-
-
-def run_finetune(config: Path, first_failing: int) -> None:
-    """A run that runs out of memory on process 1, from one of its forwards on."""
-    original, calls = building.prepare, []
-
-    def prepared(accelerator, model, optimizer):
-        if accelerator.process_index == 1:
-            Device(model, 0, chosen=lambda: calls.append(1) or len(calls) >= first_failing)
-        return original(accelerator, model, optimizer)
-
-    building.prepare = prepared
-    sys.exit(finetune_main([str(config)]))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run_finetune(Path(sys.argv[1]), int(sys.argv[2]))
