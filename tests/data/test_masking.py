@@ -1,6 +1,5 @@
 """Masks of masked LMs: BERT's rates, and one mask for a sample, whatever stands beside it, in every split of a window."""
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from accelerate import Accelerator
 from datasets import Dataset
 from test_data import SPECIAL as TOKENS
 from test_data import letter_tokenizer
-from transformers import DataCollatorForLanguageModeling
 
 from hf_ga import ConfigError
 from hf_ga.data.masking import KeyedMasks, mask_tokens
@@ -94,22 +92,6 @@ def test_global_generators_stay():
     moved = h.global_random_states()
     collate_masked()([batch])
     assert h.global_random_states() == moved
-
-
-def test_masks_drawn_for_each_micro_batch_depend_on_the_split():
-    """The control: transformers' collator, called as its documentation says, once a micro-batch, after the same seed."""
-    samples = samples_of(16)
-
-    def drawn(sizes) -> list[list[int]]:
-        collate = DataCollatorForLanguageModeling(letter_tokenizer(**TOKENS), mlm_probability=0.4, seed=5)
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        batches = [collate(samples[a:b]) for a, b in itertools.pairwise(starts)]
-        rows = [row for batch in batches for row in batch["labels"].tolist()]
-        return [row[: len(sample["input_ids"])] for row, sample in zip(rows, samples, strict=True)]
-
-    assert drawn([16]) == drawn([16])
-    differing = sum(a != b for a, b in zip(drawn([16]), drawn([4] * 4), strict=True))
-    assert differing >= 12
 
 
 SIZE_OF_VOCABULARY, M = 16, 2**64
