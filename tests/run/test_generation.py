@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from accelerate import Accelerator
-from runs import job_config, job_rows, lines_of, train_job, write_rows
+from runs import job_config, lines_of, train_job
 
 import hf_ga
 from hf_ga.data.collation import collate_ids
@@ -116,19 +116,3 @@ def test_smoothed_loss_against_torch(place):
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.3)
     for other in (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), shifted):
         assert abs(float(other) / expected - 1) > 1e-3
-
-
-@pytest.mark.slow("two whole runs")
-def test_rows_without_a_target_add_nothing(place, tmp_path):
-    """Alone in their micro-batch too: the run is that of micro-batches in which they stand beside others."""
-    rows = job_rows(NAME, 32, 5)
-    for i in range(0, 32, 3):
-        rows[i]["target"] = None if i % 2 else ""
-    flags = {"max_steps": 2, "still": True, "predict_with_generate": False}
-    flags["dataset_name"] = write_rows(tmp_path / "rows.jsonl", rows)
-    losses = []
-    for size in (1, 16):
-        summary = train_job(place, tmp_path / f"{size}", NAME, per_device_train_batch_size=size, **flags)
-        losses.append([line["loss"] for line in lines_of(tmp_path / f"{size}")])
-        assert any("11 of 32 rows without a target" in fact for fact in summary["data_facts"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
