@@ -16,10 +16,7 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from forked import together
-from torch.utils.data import DataLoader
 
-import hf_ga
-from hf_ga.parallel.processes import broadcast_from_main, check_agreement
 from hf_ga.run.evaluation import Reader, evaluate, evaluation_windows
 from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.readers import logits_reader
@@ -83,31 +80,11 @@ def measured(accelerator, name):
     return evaluated(accelerator, accelerator.prepare(model), samples, BATCH_SIZE, rule, reader)
 
 
-def naive_targets(accelerator):
-    """Targets that the usual loop counts: its batches wrap around to the first samples where they do not divide."""
-    loader = accelerator.prepare(DataLoader(ragged(53), batch_size=BATCH_SIZE, collate_fn=helpers.pad_right))
-    count = sum((batch["labels"][:, 1:] != helpers.IGNORED).sum() for batch in loader)
-    return int(accelerator.reduce(torch.as_tensor(count)))
-
-
-def disagreement(accelerator):
-    """What is said where each process has data of its own, and where all have the same."""
-    said = []
-    for value in ("same", f"rows of process {accelerator.process_index}"):
-        try:
-            check_agreement(accelerator, "data", value)
-        except hf_ga.ConfigError as error:
-            said.append(str(error))
-    return said
-
-
 def run(folder):
     torch.set_num_threads(1)
     tf.logging.set_verbosity_error()
     accelerator = Accelerator(cpu=True)
     results = {name: measured(accelerator, name) for name in CASES}
-    results |= {"naive targets": naive_targets(accelerator), "disagreement": disagreement(accelerator)}
-    results["of main"] = broadcast_from_main(accelerator, {"process": accelerator.process_index})
     name = f"{accelerator.num_processes}-{accelerator.process_index}.json"
     Path(folder, name).write_text(json.dumps(results))
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Evaluation: the mean over all targets of a split, the same for every batch size; accuracy and macro F1 by counting."""
+"""Evaluation: the mean over all targets of a split, the same for every batch size and number of processes."""
 
 import json
 
@@ -13,7 +13,6 @@ from forked import run_script
 from torch.nn import functional as F
 
 from hf_ga.run.evaluation import EVALUATION_WINDOW
-from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
@@ -98,36 +97,6 @@ def test_own_loss_function_counts_by_weights():
         assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
 
 
-def counted(predictions, references) -> tuple[float, float]:
-    """Accuracy and macro F1 over the classes that occur, in plain Python."""
-    pairs = list(zip(predictions, references, strict=True))
-    scores = []
-    for label in set(predictions) | set(references):
-        hits = sum(p == r == label for p, r in pairs)
-        wrong = sum(p == label != r for p, r in pairs)
-        missed = sum(r == label != p for p, r in pairs)
-        scores.append(2 * hits / (2 * hits + wrong + missed))
-    return sum(p == r for p, r in pairs) / len(pairs), sum(scores) / len(scores)
-
-
-@torch.no_grad()
-def predicted(model, samples) -> list[int]:
-    batches = [helpers.pad_right([s]) for s in samples]
-    return [int(model.eval()(**{k: v for k, v in b.items() if k != "labels"}).logits.argmax()) for b in batches]
-
-
-def test_metrics_of_a_split():
-    """Although batches are sorted by length, predictions meet their own references."""
-    model, samples = louder(helpers.bert_classifier(), 4), helpers.class_samples(41)
-    predictions = predicted(model, samples)
-    assert len(set(predictions)) > 1
-    accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
-    rule = prove_targets(model, samples, helpers.pad_right)
-    for batch_size in BATCH_SIZES:
-        results = evaluated(model, samples, batch_size, rule, reader=logits_reader(("accuracy", "f1")))
-        assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_weights_and_random_states_stay(training):
     model, samples = helpers.gpt2(dropout=0.5), ragged(11)
@@ -180,26 +149,3 @@ def test_all_processes_get_the_very_same_numbers(on_processes):
         alone = on_processes[1, 0][name]
         assert all(repr(found[name]) == repr(alone) for found in on_processes.values()), name
         assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
-
-
-@pytest.mark.slow("starts processes")
-def test_the_usual_loop_counts_samples_twice(on_processes):
-    """The control: a prepared DataLoader fills its last round of batches with the first samples again."""
-    true = on_processes[1, 0]["causal LM"]["num_targets"]
-    counts = {processes: found["naive targets"] for (processes, _), found in on_processes.items()}
-    assert counts[1] == true < counts[3]
-
-
-@pytest.mark.slow("starts processes")
-def test_processes_with_different_data_are_told_so(on_processes):
-    """All of them, in the same words; the same data are welcome. What the first process knows, all get."""
-    for (count, _), found in on_processes.items():
-        if count == 1:
-            assert found["disagreement"] == []
-            continue
-        (message,) = found["disagreement"]
-        assert (
-            "all processes must have the same data" in message and found["disagreement"] == on_processes[count, 0]["disagreement"]
-        )
-        assert all(f"process {i}: rows of process {i}" in message for i in range(count))
-        assert found["of main"] == {"process": 0}
