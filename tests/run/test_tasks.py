@@ -27,7 +27,7 @@ IGNORED = -100
 # Those whose head and labels are another one's.
 OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
 HEADS = [name for name in JOBS if name not in OTHERS]
-QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "translations")
+QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "smoothed translations")
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
 
