@@ -20,14 +20,10 @@ def as_dataset(rows):
     return Dataset.from_dict(columns, features=features)
 
 
-def expected_blocks(rows, block_size):
-    ids = [token for row in rows for token in row]
-    return [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
-
-
 def check(dataset, rows, block_size):
     blocks = cut_into_blocks(dataset, block_size)
-    expected = expected_blocks(rows, block_size)
+    ids = [token for row in rows for token in row]
+    expected = [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
     assert blocks.column_names == ["input_ids", "length", "num_targets", "was_cut"]
     assert list(blocks["input_ids"]) == expected and len(blocks) == len(expected)
     assert [row["input_ids"] for row in blocks] == expected  # one by one, as a loader reads them
