@@ -1,25 +1,44 @@
 """Evaluation: the mean over all targets of a split, the same for every batch size and number of processes."""
 
-import json
+from functools import partial
 
-import evaluation_worker
 import helpers
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from evaluation_worker import louder, ragged
-from forked import run_script
+from forked import on_two_ranks
 from torch.nn import functional as F
 
-from hf_ga.run.evaluation import EVALUATION_WINDOW
+from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
 
 
-def evaluated(*args, **more):
-    return evaluation_worker.evaluated(Accelerator(cpu=True), *args, **more)
+def louder(model, factor=3):
+    """Outputs that differ much from sample to sample."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor if parameter.dim() > 1 else 1)
+    return model
+
+
+def ragged(count):
+    """Every fourth without a target: its first label is not predicted."""
+    samples = helpers.token_samples(count, ignored_share=0.3)
+    none = [[s["labels"][0]] + [helpers.IGNORED] * (len(s["labels"]) - 1) for s in samples]
+    return [{**s, "labels": none[i]} if i % 4 == 0 else s for i, s in enumerate(samples)]
+
+
+def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
+    accelerator = accelerator or Accelerator(cpu=True)
+    lengths = [len(s["input_ids"]) for s in samples]
+    windows = evaluation_windows(
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
+    )
+    return evaluate(accelerator, model, windows, rule, reader)
 
 
 @torch.no_grad()
@@ -130,22 +149,41 @@ def test_a_split_without_targets_has_no_loss():
     assert results["num_targets"] == 0 and np.isnan(results["loss"])
 
 
-@pytest.fixture(scope="module")
-def on_processes(tmp_path_factory):
-    """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    run_script(evaluation_worker.__file__, folder, job=None)
-    found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*-*.json")}
-    assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
-    return found
+# name -> (model, samples, metrics)
+CASES = {
+    "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), ()),
+    "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), ()),
+    "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), ("accuracy",)),
+    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), ("accuracy", "f1")),
+    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ("accuracy", "f1")),
+    "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), ()),
+    "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], ()),
+    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], ()),
+}
+
+
+def measured(accelerator, name):
+    make, samples_of, metrics = CASES[name]
+    model, samples = make(), samples_of()
+    probes = samples if len(samples) > 5 else ragged(53)
+    loss_fn = helpers.weighted_token_loss if name == "own loss" else None
+    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
+    reader = logits_reader(metrics) if metrics else None
+    return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 
 @pytest.mark.slow("starts processes")
-def test_all_processes_get_the_very_same_numbers(on_processes):
-    """Bit for bit those of one process, which the tests above compute by hand: of every head, of texts, of fewer samples than
-    processes, of none with a target.
+def test_all_processes_get_the_very_same_numbers():
+    """Bit for bit those of one process, which the tests above compute by hand: of every head, of fewer samples than processes, of
+    none with a target.
     """
-    for name in evaluation_worker.CASES:
-        alone = on_processes[1, 0][name]
-        assert all(repr(found[name]) == repr(alone) for found in on_processes.values()), name
-        assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
+
+    def work():
+        accelerator = Accelerator(cpu=True)
+        return {name: measured(accelerator, name) for name in CASES}
+
+    first, second = on_two_ranks(work)
+    alone = work()
+    for name in CASES:
+        assert repr(first[name]) == repr(second[name]) == repr(alone[name]), name
+        assert (len(alone[name]) >= 3 and alone[name]["num_targets"] > 0) or name == "no targets"
