@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -79,24 +78,6 @@ def test_a_run_stops_early_and_keeps_its_best_model(scripted, undisturbed, place
     # The weights as they were after that many steps, and not those of the end.
     assert relative_distance(tmp_path / "out" / "best", undisturbed / f"checkpoint-{best}") == 0
     assert relative_distance(tmp_path / "out", undisturbed / f"checkpoint-{best}") > 0
-
-
-@pytest.mark.slow("three whole runs")
-def test_a_run_that_stopped_early_stays_stopped(scripted, place, tmp_path):
-    values = [3.0, 2.0, 2.5, 2.1]
-    scripted([*values, 0.0])
-    flags = {**CONSTANT, "early_stopping_patience": 2}
-    first = train_job(place, tmp_path / "out", "classes", **flags)
-    shutil.copytree(tmp_path / "out", tmp_path / "longer")
-    scripted([0.0])
-    again = train_job(place, tmp_path / "out", "classes", **flags, resume_from_checkpoint="auto")
-    same = ("steps", "stopped_early", "best_eval_loss", "weights_sha256", "eval_loss", "train_loss")
-    assert {k: again[k] for k in same} == {k: first[k] for k in same} and first["stopped_early"]
-    scripted([1.0, 2.0, 3.0, 4.0, 0.0])  # more patience: it goes on, and forgets nothing
-    flags["early_stopping_patience"] = 3
-    longer = train_job(place, tmp_path / "longer", "classes", **flags, resume_from_checkpoint="auto")
-    assert (longer["steps"], longer["best_eval_loss"], longer["stopped_early"]) == (8, 1.0, True)
-    assert [line["eval_loss"] for line in lines_of(tmp_path / "longer")] == [*values, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_the_best_by_accuracy_is_the_best(place, tmp_path):
