@@ -1,12 +1,10 @@
 """Texts put together and cut into blocks: against Python lists, for every way in which a dataset can lie in memory."""
 
 import datasets
-import helpers as h
 import numpy as np
 import pytest
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
-from hf_ga.data.collation import collate_causal
 from hf_ga.data.tokenization import cut_into_blocks
 
 
@@ -22,14 +20,10 @@ def as_dataset(rows):
     return Dataset.from_dict(columns, features=features)
 
 
-def expected_blocks(rows, block_size):
-    ids = [token for row in rows for token in row]
-    return [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
-
-
 def check(dataset, rows, block_size):
     blocks = cut_into_blocks(dataset, block_size)
-    expected = expected_blocks(rows, block_size)
+    ids = [token for row in rows for token in row]
+    expected = [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
     assert blocks.column_names == ["input_ids", "length", "num_targets", "was_cut"]
     assert list(blocks["input_ids"]) == expected and len(blocks) == len(expected)
     assert [row["input_ids"] for row in blocks] == expected  # one by one, as a loader reads them
@@ -79,17 +73,3 @@ def test_of_any_dataset(way, on_disk, tmp_path):
     for block_size in (2, 7, 64, 10_000):
         check(dataset, rows, block_size)
     assert [list(map(int, row)) for row in dataset["input_ids"]] == before == rows  # what was given stays
-
-
-def test_what_is_done_with_blocks(tmp_path):
-    """Selected, saved, read again, collated; other rows make another fingerprint."""
-    rows = make_rows()
-    blocks = cut_into_blocks(as_dataset(rows), 6)
-    expected = expected_blocks(rows, 6)
-    assert list(blocks.select([3, 1])["input_ids"]) == [expected[3], expected[1]]
-    assert list(cut_into_blocks(blocks, 4)["input_ids"]) == expected_blocks(rows, 4)
-    batch = collate_causal([blocks[0], blocks[-1]], pad_token_id=0)
-    assert int((batch["labels"][:, 1:] != h.IGNORED).sum()) == blocks[0]["num_targets"] + blocks[-1]["num_targets"]
-    blocks.save_to_disk(tmp_path / "blocks")
-    assert list(Dataset.load_from_disk(tmp_path / "blocks")["input_ids"]) == expected
-    assert blocks._fingerprint != cut_into_blocks(as_dataset(rows[::-1]), 6)._fingerprint

@@ -126,12 +126,10 @@ BROKEN = {
     "no role": ({"messages": [[{"role": None, "content": "Hi"}]]}, "strings role and content"),
     "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
     "completion alone": ({"prompt": [[]], "completion": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
-    "prompt of None": ({"prompt": [None], "completion": ["b"]}, "must be strings.*None"),
     "completion of numbers": ({"prompt": ["a"], "completion": [3]}, "must be strings.*3"),
     "prompt of messages, completion of a string": ({"prompt": [turns("Hi")], "completion": ["Yes"]}, "must be a list of messages"),
     "prompt of a string, completion of messages": ({"prompt": ["Hi"], "completion": [turns("a")]}, "must be strings"),
     "input of a number": ({"instruction": ["a"], "input": [3], "output": ["b"]}, "must be strings.*3"),
-    "output of None": ({"instruction": ["a"], "output": [None]}, "must be strings.*None"),
 }
 
 

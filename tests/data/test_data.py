@@ -368,11 +368,9 @@ HASHED = {
     "multi-label": [{"text": "a", "labels": ["x"]}, {"text": "a", "labels": ["y", "x"]}],
     "token-classification": [{"tokens": ["a", "b"], "tags": ["x", "y"]}, {"tokens": ["c"], "tags": ["y"]}],
     "question-answering": [{"question": "a", "context": "b c", "answers": {"text": ["b"], "answer_start": [0]}}] * 2,
-    "multiple-choice": [{"text": "a", "choices": ["b", "c"], "label": 0}] * 2,
     "seq2seq": [{"source": "a", "target": "b"}, {"source": "a", "target": "c"}],
 }
 CHANGED = [  # most have the same ids in `input_ids`
-    ("masked-lm", [{"text": "a"}, {"text": "b c"}]),
     ("causal-lm", [{"prompt": "a", "completion": " b c"}, {"prompt": "a b", "completion": " d"}]),
     ("text-classification", [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}]),
     ("text-classification", [{"text": "b", "label": "y"}, {"text": "a", "label": "x"}]),  # another order
@@ -380,9 +378,7 @@ CHANGED = [  # most have the same ids in `input_ids`
     ("text-classification", [*HASHED["text-classification"], {"text": "b", "label": "y"}]),  # one more
     ("regression", [{"text": "a", "label": 0.25}, {"text": "b", "label": 1.0000001}]),
     ("multi-label", [{"text": "a", "labels": ["x", "y"]}, {"text": "a", "labels": ["x"]}]),  # flat the same: x y x
-    ("token-classification", [{"tokens": ["a", "b"], "tags": ["y", "x"]}, {"tokens": ["c"], "tags": ["y"]}]),
     ("question-answering", [{"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [2]}}] * 2),
-    ("multiple-choice", [{"text": "a", "choices": ["b", "c"], "label": 1}] * 2),
     ("seq2seq", [{"source": "a", "target": "c"}, {"source": "a", "target": "b"}]),
 ]
 

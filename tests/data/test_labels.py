@@ -93,13 +93,6 @@ def test_known_names_keep_their_order():
     assert encoded("class", train, [0, 1, 2], ["neg", "neutral", "pos"], known=head) == (head, [1, 2, 0], [1, 2, 0], [1, 2, 0])
 
 
-def test_known_numbers():
-    head = ["0", "1", "2"]
-    assert encoded("class", [2, 0], [1], known=head) == (head, [2, 0], [1])
-    with pytest.raises(DataError, match="unknown labels in the validation rows: '3'"):
-        encoded("class", [2, 0], [3], known=head)
-
-
 def test_sets_of_classes():
     """None and an empty list are the empty set."""
     names, train, validation = encoded("classes", split([["b", "a"], [], None, ["c"]]), split([["c", "b"], []]))

@@ -164,12 +164,3 @@ def test_best_answer_against_trying_all():
         naive += start_logits[:-5].argmax() > end_logits[:-5].argmax()
         empty += answer.text == ""
     assert naive > 20 and 20 < empty < 180
-
-
-def test_an_answer_leaves_the_space_before_it():
-    sample = tokenized(asked("What is the answer?", question="What"), byte_level())
-    place = [sample["context"][s:e] for s, e in zip(sample["starts"], sample["ends"], strict=True)].index(" the")
-    logits = torch.full((sample["length"],), -9.0)
-    logits[place] = 9.0
-    answer = best_answer(logits, logits, sample)
-    assert (answer.text, answer.start, answer.end) == ("the", 8, 11) and answer.score > 0.99

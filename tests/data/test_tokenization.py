@@ -1,7 +1,5 @@
 """Rows -> samples: what is a target, what is cut, what is left of an empty row; checked by hand and by decoding."""
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from test_data import LETTERS, ids_of, letter_tokenizer
@@ -254,28 +252,6 @@ def test_words_by_hand():
     batch = collation.collate_tags([{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0)
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
     assert "label" not in tokenize_words({"tokens": words}, piece_tokenizer(), 7)
-
-
-@pytest.mark.parametrize("kind", ["plain", "byte level"])
-def test_words_against_one_word_at_a_time(kind):
-    """The oracle: the tokenizer's pieces of each word alone."""
-    rng = np.random.default_rng(0)
-    if kind == "plain":
-        tokenizer, before, after = piece_tokenizer(), [1], [2]
-        alphabet = [*LETTERS]
-    else:
-        tokenizer, before, after = byte_level(), [], []
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", add_prefix_space=True)
-        alphabet = [*"aneswr日ü🎉."]
-    rows = [["".join(rng.choice(alphabet, rng.integers(1, 5))) for _ in range(rng.integers(1, 9))] for _ in range(40)]
-    tags = [rng.integers(0, 5, len(row)).tolist() for row in rows]
-    out = tokenize_words({"tokens": rows, "label": tags}, tokenizer, 1000)
-    for row, of_row, ids, labels in zip(rows, tags, out["input_ids"], out["label"], strict=True):
-        pieces = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in row]
-        assert ids == before + list(chain(*pieces)) + after
-        marked = [[tag] + [IGNORED] * (len(piece) - 1) for tag, piece in zip(of_row, pieces, strict=True)]
-        assert labels == [IGNORED] * len(before) + list(chain(*marked)) + [IGNORED] * len(after)
 
 
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:

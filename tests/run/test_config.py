@@ -133,16 +133,6 @@ def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
         FinetuneConfig(output_dir=str(tmp_path / "closed" / "a" / "b")).check()
 
 
-def test_output_folder(tmp_path):
-    """An empty one is free; a used one is for resuming."""
-    (tmp_path / "new").mkdir()
-    FinetuneConfig(output_dir=str(tmp_path / "new")).check()
-    (tmp_path / "new" / "file").touch()
-    with pytest.raises(hf_ga.ConfigError, match="contains another run"):
-        FinetuneConfig(output_dir=str(tmp_path / "new")).check()
-    FinetuneConfig(output_dir=str(tmp_path / "new"), resume_from_checkpoint="auto").check()
-
-
 def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
     with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: set model_name_or_path"):
         FinetuneConfig(eval_only=True).check()

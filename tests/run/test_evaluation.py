@@ -1,26 +1,44 @@
-"""Evaluation: the mean over all targets of a split, the same for every batch size; accuracy and macro F1 by counting."""
+"""Evaluation: the mean over all targets of a split, the same for every batch size and number of processes."""
 
-import json
+from functools import partial
 
-import evaluation_worker
 import helpers
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from evaluation_worker import louder, ragged
-from forked import run_script
+from forked import on_two_ranks
 from torch.nn import functional as F
 
-from hf_ga.run.evaluation import EVALUATION_WINDOW
+from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
 from hf_ga.run.readers import logits_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
 
 
-def evaluated(*args, **more):
-    return evaluation_worker.evaluated(Accelerator(cpu=True), *args, **more)
+def louder(model, factor=3):
+    """Outputs that differ much from sample to sample."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor if parameter.dim() > 1 else 1)
+    return model
+
+
+def ragged(count):
+    """Every fourth without a target: its first label is not predicted."""
+    samples = helpers.token_samples(count, ignored_share=0.3)
+    none = [[s["labels"][0]] + [helpers.IGNORED] * (len(s["labels"]) - 1) for s in samples]
+    return [{**s, "labels": none[i]} if i % 4 == 0 else s for i, s in enumerate(samples)]
+
+
+def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
+    accelerator = accelerator or Accelerator(cpu=True)
+    lengths = [len(s["input_ids"]) for s in samples]
+    windows = evaluation_windows(
+        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
+    )
+    return evaluate(accelerator, model, windows, rule, reader)
 
 
 @torch.no_grad()
@@ -98,36 +116,6 @@ def test_own_loss_function_counts_by_weights():
         assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
 
 
-def counted(predictions, references) -> tuple[float, float]:
-    """Accuracy and macro F1 over the classes that occur, in plain Python."""
-    pairs = list(zip(predictions, references, strict=True))
-    scores = []
-    for label in set(predictions) | set(references):
-        hits = sum(p == r == label for p, r in pairs)
-        wrong = sum(p == label != r for p, r in pairs)
-        missed = sum(r == label != p for p, r in pairs)
-        scores.append(2 * hits / (2 * hits + wrong + missed))
-    return sum(p == r for p, r in pairs) / len(pairs), sum(scores) / len(scores)
-
-
-@torch.no_grad()
-def predicted(model, samples) -> list[int]:
-    batches = [helpers.pad_right([s]) for s in samples]
-    return [int(model.eval()(**{k: v for k, v in b.items() if k != "labels"}).logits.argmax()) for b in batches]
-
-
-def test_metrics_of_a_split():
-    """Although batches are sorted by length, predictions meet their own references."""
-    model, samples = louder(helpers.bert_classifier(), 4), helpers.class_samples(41)
-    predictions = predicted(model, samples)
-    assert len(set(predictions)) > 1
-    accuracy, f1 = counted(predictions, [s["labels"] for s in samples])
-    rule = prove_targets(model, samples, helpers.pad_right)
-    for batch_size in BATCH_SIZES:
-        results = evaluated(model, samples, batch_size, rule, reader=logits_reader(("accuracy", "f1")))
-        assert (results["accuracy"], results["f1"]) == (pytest.approx(accuracy), pytest.approx(f1))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_weights_and_random_states_stay(training):
     model, samples = helpers.gpt2(dropout=0.5), ragged(11)
@@ -161,45 +149,41 @@ def test_a_split_without_targets_has_no_loss():
     assert results["num_targets"] == 0 and np.isnan(results["loss"])
 
 
-@pytest.fixture(scope="module")
-def on_processes(tmp_path_factory):
-    """(number of processes, index of one) -> what it measured, case by case; see the worker for the cases."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    run_script(evaluation_worker.__file__, folder, job=None)
-    found = {tuple(map(int, file.stem.split("-"))): json.loads(file.read_text()) for file in folder.glob("*-*.json")}
-    assert found.keys() == {(count, index) for count in evaluation_worker.PROCESSES for index in range(count)}
-    return found
+# name -> (model, samples, metrics)
+CASES = {
+    "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), ()),
+    "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), ()),
+    "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), ("accuracy",)),
+    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), ("accuracy", "f1")),
+    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ("accuracy", "f1")),
+    "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), ()),
+    "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], ()),
+    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], ()),
+}
+
+
+def measured(accelerator, name):
+    make, samples_of, metrics = CASES[name]
+    model, samples = make(), samples_of()
+    probes = samples if len(samples) > 5 else ragged(53)
+    loss_fn = helpers.weighted_token_loss if name == "own loss" else None
+    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
+    reader = logits_reader(metrics) if metrics else None
+    return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 
 @pytest.mark.slow("starts processes")
-def test_all_processes_get_the_very_same_numbers(on_processes):
-    """Bit for bit those of one process, which the tests above compute by hand: of every head, of texts, of fewer samples than
-    processes, of none with a target.
+def test_all_processes_get_the_very_same_numbers():
+    """Bit for bit those of one process, which the tests above compute by hand: of every head, of fewer samples than processes, of
+    none with a target.
     """
-    for name in evaluation_worker.CASES:
-        alone = on_processes[1, 0][name]
-        assert all(repr(found[name]) == repr(alone) for found in on_processes.values()), name
-        assert (len(alone) >= 3 and alone["num_targets"] > 0) or name == "no targets"
 
+    def work():
+        accelerator = Accelerator(cpu=True)
+        return {name: measured(accelerator, name) for name in CASES}
 
-@pytest.mark.slow("starts processes")
-def test_the_usual_loop_counts_samples_twice(on_processes):
-    """The control: a prepared DataLoader fills its last round of batches with the first samples again."""
-    true = on_processes[1, 0]["causal LM"]["num_targets"]
-    counts = {processes: found["naive targets"] for (processes, _), found in on_processes.items()}
-    assert counts[1] == true < counts[3]
-
-
-@pytest.mark.slow("starts processes")
-def test_processes_with_different_data_are_told_so(on_processes):
-    """All of them, in the same words; the same data are welcome. What the first process knows, all get."""
-    for (count, _), found in on_processes.items():
-        if count == 1:
-            assert found["disagreement"] == []
-            continue
-        (message,) = found["disagreement"]
-        assert (
-            "all processes must have the same data" in message and found["disagreement"] == on_processes[count, 0]["disagreement"]
-        )
-        assert all(f"process {i}: rows of process {i}" in message for i in range(count))
-        assert found["of main"] == {"process": 0}
+    first, second = on_two_ranks(work)
+    alone = work()
+    for name in CASES:
+        assert repr(first[name]) == repr(second[name]) == repr(alone[name]), name
+        assert (len(alone[name]) >= 3 and alone[name]["num_targets"] > 0) or name == "no targets"

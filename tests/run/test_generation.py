@@ -1,22 +1,17 @@
-"""Texts that models generate, against one token at a time by hand; metrics of them, whatever the batch; seq2seq's smoothed loss."""
+"""Texts that models generate, against one token at a time by hand; metrics of them, whatever the batch."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
-from accelerate import Accelerator
-from runs import job_config, job_rows, lines_of, train_job, write_rows
+from runs import job_config, lines_of, train_job
 
-import hf_ga
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import prepare_data
-from hf_ga.run.build import build_run
 from hf_ga.run.generation import generated_targets
 from hf_ga.run.metrics import TEXT_METRICS
-from hf_ga.run.models import complete_config, load_base_config, load_tokenizer
+from hf_ga.run.models import load_tokenizer
 
 NAME, NOISE = "translations", 0.5
 SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
@@ -92,43 +87,3 @@ def test_metrics_of_generated_texts(place, trained, tmp_path):
         assert computed == {name: pytest.approx(results[f"eval_{name}"])}
     assert 0 < results["eval_rougeL"] < 1  # the control: neither is what any text would give
     assert lines_of(trained)[-1]["eval_rougeL"] == pytest.approx(results["eval_rougeL"], rel=1e-6)
-
-
-def test_smoothed_loss_against_torch(place):
-    """Unshifted, every target its share; the head's own loss, and the loss shifted as a causal head's, are others."""
-    accelerator = Accelerator(cpu=True)
-    config = job_config(place, place / "unused", NAME, label_smoothing_factor=0.3, still=True)
-    data = prepare_data(config, load_tokenizer(config))
-    model_config = complete_config(load_base_config(config), config, data)
-    run = build_run(config, accelerator, data, model_config, torch.float32)
-    window = next(iter(run.windows))
-    batch = data.collate(window.fetcher.samples(window.request, np.arange(window.num_samples)))
-    plain = tf.T5ForConditionalGeneration.from_pretrained(place / "job-t5-still").train()
-    logits, labels = plain(**batch).logits, batch["labels"]
-    flat = logits.flatten(0, 1), labels.flatten()
-    expected = F.cross_entropy(*flat, label_smoothing=0.3)
-    expected.backward()
-    result = hf_ga.backward_window(accelerator, run.model, window, targets=run.proven, loss_fn=run.loss_fn)
-    expected, logits = float(expected.detach()), logits.detach()
-    assert result.loss == pytest.approx(expected, rel=1e-6) and result.num_targets == int((labels != -100).sum())
-    for (name, ours), theirs in zip(run.model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6), name
-    shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.3)
-    for other in (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), shifted):
-        assert abs(float(other) / expected - 1) > 1e-3
-
-
-@pytest.mark.slow("two whole runs")
-def test_rows_without_a_target_add_nothing(place, tmp_path):
-    """Alone in their micro-batch too: the run is that of micro-batches in which they stand beside others."""
-    rows = job_rows(NAME, 32, 5)
-    for i in range(0, 32, 3):
-        rows[i]["target"] = None if i % 2 else ""
-    flags = {"max_steps": 2, "still": True, "predict_with_generate": False}
-    flags["dataset_name"] = write_rows(tmp_path / "rows.jsonl", rows)
-    losses = []
-    for size in (1, 16):
-        summary = train_job(place, tmp_path / f"{size}", NAME, per_device_train_batch_size=size, **flags)
-        losses.append([line["loss"] for line in lines_of(tmp_path / f"{size}")])
-        assert any("11 of 32 rows without a target" in fact for fact in summary["data_facts"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

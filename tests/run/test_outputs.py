@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from matplotlib.figure import Figure
-from runs import lines_of, saved_weights, small_config, train_job
+from runs import saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
 from hf_ga.run.cli import finetune_main
@@ -17,25 +17,16 @@ from hf_ga.run.outputs import save_best
 from hf_ga.run.report import plot_curves
 
 
-@pytest.fixture(scope="module")
-def half_run(place):
-    """A run that starts from a model in bf16, its summary, and the same model in float32."""
-    model = tf.AutoModelForMaskedLM.from_pretrained(place / "job-bert", dtype=torch.bfloat16)
-    tokenizer = tf.AutoTokenizer.from_pretrained(place / "job-bert")
-    for name, dtype in (("half", torch.bfloat16), ("same", torch.float32)):
-        model.to(dtype).save_pretrained(place / name)
-        tokenizer.save_pretrained(place / name)
-    summary = train_job(place, place / "half run", "classes", model_name_or_path=str(place / "half"))
-    return summary, place / "half run"
-
-
 def dtypes(folder):
     return {value.dtype for value in load_file(folder / "model.safetensors").values()}
 
 
-def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(half_run):
+def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(place, tmp_path):
     """What is saved is what was trained, rounded once: the checkpoint has it in float32."""
-    summary, output = half_run
+    tf.AutoModelForMaskedLM.from_pretrained(place / "job-bert", dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    tf.AutoTokenizer.from_pretrained(place / "job-bert").save_pretrained(tmp_path / "half")
+    output = tmp_path / "out"
+    summary = train_job(place, output, "classes", model_name_or_path=str(tmp_path / "half"))
     trained, saved = saved_weights(output / "checkpoint-8"), load_file(output / "model.safetensors")
     assert {value.dtype for value in trained.values()} == {torch.float32}
     assert saved.keys() == trained.keys()
@@ -46,17 +37,6 @@ def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(half_run):
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
         assert tf.AutoModelForSequenceClassification.from_pretrained(folder).dtype == torch.bfloat16
     assert summary["precision"] == "float32"
-
-
-@pytest.mark.slow("whole runs; quick tests cover its parts")
-def test_the_type_of_the_files_does_not_matter_for_the_training(half_run, place, tmp_path):
-    """The same values in float32: the same run, and saved in float32."""
-    summary = train_job(place, tmp_path / "out", "classes", model_name_or_path=str(place / "same"))
-    assert summary["weights_sha256"] == half_run[0]["weights_sha256"]
-    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(half_run[1])]
-    for folder in (tmp_path / "out", tmp_path / "out" / "best"):
-        assert dtypes(folder) == {torch.float32}
-        assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_a_model_that_was_saved_in_another_type_is_what_it_was(place, tmp_path):

@@ -15,7 +15,7 @@ LONG = (
 )
 TEXTS = ["the samples", "", "window of", LONG, "größer 東京 🙂", None, "of one step and every split"]
 LENGTH = 24
-# What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on.
+# What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on. Texts: test_generation.py.
 COLUMNS = {
     "classes": lambda text: {"text": text},
     "pairs": lambda text: {"sentence1": text, "sentence2": text and f"window {text}"},
@@ -24,7 +24,6 @@ COLUMNS = {
     "tags": lambda text: {"tokens": None if text is None else text.split()},
     "answers": lambda text: {"question": "position", "context": text},
     "choices": lambda text: {"question": text, "choices": ["step red", "every", f"is {text}"]},
-    "translations": lambda text: {"source": text},
 }
 
 
@@ -41,7 +40,7 @@ def trained(place):
         if name not in known:
             output = place / "out" / name
             file = write_rows(place / f"{name}.predict.jsonl", rows_to_predict(name))
-            more = {"predict_file": file, "max_new_tokens": 6, "per_device_eval_batch_size": 3, "max_length": LENGTH}
+            more = {"predict_file": file, "per_device_eval_batch_size": 3, "max_length": LENGTH}
             if "task" in JOBS[name][2]:
                 more |= {"max_steps": 4, "learning_rate": 1e-2}
             known[name] = learn_job(place, output, name, **more), output
@@ -93,14 +92,6 @@ class ByHand:
         return {"choice": int(probabilities.argmax()), "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
 
     @torch.no_grad()
-    def target(self, row, count=6):
-        ids = self.tokenizer(row["source"], truncation=True, max_length=LENGTH, return_tensors="pt")["input_ids"]
-        made = [self.model.config.decoder_start_token_id]
-        while len(made) <= count and made[-1:] != [self.tokenizer.eos_token_id]:
-            made.append(int(self.model(input_ids=ids, decoder_input_ids=torch.tensor([made])).logits[0, -1].argmax()))
-        return {"text": self.tokenizer.decode(made, skip_special_tokens=True).strip()}
-
-    @torch.no_grad()
     def tags(self, row):
         """Of each word that of its first piece."""
         cut = {"truncation": True, "max_length": LENGTH}
@@ -112,7 +103,7 @@ class ByHand:
         return {"tags": tags}
 
     def prediction(self, row):
-        own = {"answers": self.answer, "choices": self.choice, "translations": self.target, "tags": self.tags}
+        own = {"answers": self.answer, "choices": self.choice, "tags": self.tags}
         if self.name in own:
             return own[self.name](row)
         texts = {"text": row["sentence1"], "text_pair": row["sentence2"]} if self.name == "pairs" else row["text"]
@@ -126,7 +117,7 @@ class ByHand:
         return {"label": found[0]["label"], "score": pytest.approx(found[0]["score"], abs=2e-6)}
 
 
-OTHERS = ("pairs", "label sets", "choices", "translations", "causal LM, blocks", "masked LM")
+OTHERS = ("pairs", "label sets", "choices", "causal LM, blocks", "masked LM")
 SLOW = pytest.mark.slow("a run and predictions of other heads")
 
 

@@ -27,7 +27,7 @@ IGNORED = -100
 # Those whose head and labels are another one's.
 OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
 HEADS = [name for name in JOBS if name not in OTHERS]
-QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "translations")
+QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "smoothed translations")
 # Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
 SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
 
@@ -186,9 +186,6 @@ def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place
 
 # -- whole runs -------------------------------------------------------------------------------------------------------------
 
-LABELS = {"label sets": ["blue", "green", "long", "red"], "tags": ["blue", "green", "other", "red"]}
-LABELS |= {name: ["blue", "green", "red"] for name in ("classes", "pairs")}
-
 
 def generated(pipe, prompt):
     return pipe(prompt, max_new_tokens=3, do_sample=False, return_full_text=False)[0]["generated_text"]
@@ -198,54 +195,20 @@ def answer_of_chat(pipe, text):
     return generated(pipe, [{"role": "user", "content": text}]).split("<|end|>")[0].split()
 
 
-def best_labels(pipe, text):
-    scores = pipe(text, top_k=None)
-    return {score["label"] for score in scores if score["score"] > 0.5}
-
-
-# job: what a pipeline is asked -> the answer that training must have made obvious
+# job: what a pipeline is asked -> the answer that training must have made obvious. Of other tasks: test_predictions.py.
 ASKED = {
     "causal LM, row by row": lambda pipe: generated(pipe, "the window of samples").split()[:2] == ["is", "one"],
     "messages": lambda pipe: [answer_of_chat(pipe, f"{word} step") for word in COLOURS] == [[c] for c in COLOURS.values()],
     "masked LM": lambda pipe: (
         [pipe(f"{c} {c} <mask> {c}")[0]["token_str"].strip() for c in COLOURS.values()] == list(COLOURS.values())
     ),
-    "classes": lambda pipe: [pipe(t)[0]["label"] for t in ("the samples", "window", "of one step")] == ["red", "green", "blue"],
-    "pairs": lambda pipe: pipe({"text": "the samples", "text_pair": "window samples"})["label"] == "green",
-    "numbers": lambda pipe: [round(pipe(t)[0]["score"]) for t in ("the samples", "window")] == [1, 3],
-    "label sets": lambda pipe: best_labels(pipe, "window samples is one step every split") == {"green", "long"},
-    "tags": lambda pipe: [hit["entity"] for hit in pipe("window samples of one")] == ["green", "other", "blue", "other"],
 }
-ASKED["LoRA"] = lambda pipe: bool(generated(pipe, "the window of samples").split())
 
 
-# Tasks that transformers has no pipeline for, whose predictions are those of test_predictions.py: what must be nearly 1.
-LEARNT = {"answers": "eval_exact_match", "choices": "eval_accuracy"}
-
-
-@pytest.mark.slow("12 runs of 120 steps")
-@pytest.mark.parametrize("name", [*ASKED, *LEARNT, "translations"])
+@pytest.mark.slow("3 runs of 120 steps")
+@pytest.mark.parametrize("name", ASKED)
 def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
-    output, flags = tmp_path / "my model", JOBS[name][2]
-    task = flags.get("task", "causal-lm")
+    output, task = tmp_path / "my model", JOBS[name][2].get("task", "causal-lm")
     summary, lines = learn_job(place, output, name), lines_of(output)
     assert lines[-1]["loss"] < lines[0]["loss"] and summary["eval_loss"] < lines[0]["loss"]  # the first is from before any step
-    for split in ("eval", "test"):
-        assert {
-            f"{split}_{metric}" for metric in ("loss", "num_targets", *(TASKS[task].metrics or ["perplexity"]))
-        } <= summary.keys()
-    assert summary["labels"] == LABELS.get(name, [])
-    config = tf.AutoConfig.from_pretrained(output)
-    if labels := LABELS.get(name):
-        assert config.id2label == dict(enumerate(labels)) and config.label2id == {v: k for k, v in enumerate(labels)}
-    if name in ("numbers", "answers"):
-        assert config.num_labels == {"numbers": 1, "answers": 2}[name]
-    assert getattr(config, "problem_type", None) == TASKS[task].problem_type
-    if name in ASKED:
-        assert ASKED[name](tf.pipeline(TASKS[task].pipeline, model=str(output), device="cpu"))
-    elif name in LEARNT:
-        assert summary[LEARNT[name]] > 0.9
-    else:
-        tokenizer, model = tf.AutoTokenizer.from_pretrained(output), tf.AutoModelForSeq2SeqLM.from_pretrained(output)
-        made = [model.generate(**tokenizer(w, return_tensors="pt"), max_new_tokens=8, do_sample=False)[0] for w in COLOURS]
-        assert [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in made] == list(COLOURS.values())
+    assert ASKED[name](tf.pipeline(TASKS[task].pipeline, model=str(output), device="cpu"))

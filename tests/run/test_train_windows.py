@@ -114,12 +114,3 @@ def test_a_run_refuses_a_limit_below_its_longest_sample(place, tmp_path, more, m
     monkeypatch.setattr("hf_ga.run.build.build_model", None)
     with pytest.raises(ConfigError, match=f"max_tokens_per_micro_batch {message} tokens.* Allow at least 24"):
         train(place, tmp_path / "out", max_tokens_per_micro_batch=23, **more)
-
-
-@pytest.mark.slow("whole runs; quick tests cover its parts")
-def test_a_resumed_run_may_have_another_limit(place, tmp_path):
-    few = {"max_steps": 4, "save_steps": 3, "eval_steps": 9}
-    whole = train(place, tmp_path / "whole", **few)
-    saved = next((tmp_path / "whole").glob("checkpoint-*3"))
-    again = train(place, tmp_path / "again", **few, max_tokens_per_micro_batch=40, resume_from_checkpoint=str(saved))
-    assert again["steps"] == 4 and again["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)

@@ -40,12 +40,6 @@ def unknown_fsdp_keys(profile):
     return [key for key in (yaml.safe_load(profile.read_text()).get("fsdp_config") or {}) if key not in flags]
 
 
-def plugin_of(profile):
-    """What a process that is launched so shards with."""
-    with patch_environment(**prepare_multi_gpu_env(launched(profile))):
-        return FullyShardedDataParallelPlugin()
-
-
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
 def test_accelerate_launches_it_as_meant(profile):
     """A key that Accelerate does not know raises there."""
@@ -70,7 +64,8 @@ def test_every_key_is_explained(profile):
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "fsdp2_offload"])
 def test_what_fsdp_shards_with(name):
-    plugin = plugin_of(FOLDER / f"{name}.yaml")
+    with patch_environment(**prepare_multi_gpu_env(launched(FOLDER / f"{name}.yaml"))):
+        plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == int(name[4])
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy and plugin.transformer_cls_names_to_wrap is None
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT

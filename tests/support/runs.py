@@ -220,6 +220,7 @@ JOBS = {
     "LoRA": ("gpt", cycle, {"lora_r": 4, "lora_dropout": 0.1}),
     "answers": ("bert", question, {"task": "question-answering", "max_length": 16}),
     "choices": ("bert", choice, {"task": "multiple-choice"}),
+    "smoothed translations": ("t5", translated, {"task": "seq2seq", "label_smoothing_factor": 0.3}),
     "translations": (
         "t5",
         translated,
