@@ -27,7 +27,7 @@ BUDGETS = {
     "hf_ga/check": 1600,  # 1,500, and several processes
     "hf_ga/trainer": 570,  # 420, DDP, FSDP2, and preference pairs
     "hf_ga": 14160,
-    "scripts": 3250,  # 3,000, and the report on a GPU
+    "scripts": 3255,  # 3,000, and the report on a GPU
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 # Rooms that are over their budgets today, and their lines: they may only shrink. An entry goes when its room fits.

@@ -171,10 +171,9 @@ def hf_ga_gradient(
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
     """The gradient that `transformers.Trainer` passes to its optimizer, for the same samples in the same order."""
-    model.zero_grad(set_to_none=True)
     micro_batches = [collate(samples[start : start + MICRO_BATCH]) for start in range(0, len(samples), MICRO_BATCH)]
-    trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
-    return taken_gradient(model)
+    _, gradients = trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
+    return [*gradients.values()]
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:

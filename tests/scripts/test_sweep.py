@@ -18,6 +18,7 @@ SAMPLE = [  # architectures that differ: experts, width that matters, encoder an
 SIMPLE = ("gpt2", "bert", "mixtral", "t5", "vit")  # between them, heads of all kinds
 
 
+@pytest.mark.slow("more than 10 s in all")
 @pytest.mark.parametrize("head", SAMPLE, ids=lambda head: head.name)
 def test_hf_ga_is_right_and_its_dropout_layouts_agree(head):
     verdict = examine(head)
