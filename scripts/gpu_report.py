@@ -39,15 +39,14 @@ class Part(NamedTuple):
 PARTS = {
     "environment": Part("Environment", "-W ignore -m torch.utils.collect_env", 40),
     "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu tests/promises tests/parallel", 150, "these tests run on a GPU only"),
-    "promises": Part("Promises 1 to 3", f"{LARGE_MODELS} promise_", 120),
-    "bits": Part("Same bits", f"{LARGE_MODELS} bits", 50),
+    "promises": Part("Promises 1 to 3, and the same bits", f"{LARGE_MODELS} promise_", 170),
     "packed": Part("Packed layers and kernels", f"{LARGE_MODELS} packed", 60, "a CPU packs by default, and has no such kernels"),
-    "dropout": Part("Keyed and native dropout", f"{BENCHMARK} dropout", 60),
-    "ablation": Part("Each speed-up left out", f"{BENCHMARK} ablation", 100),
-    "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
+    "speed-ups": Part("Keyed and native dropout, constants, each speed-up left out", f"{BENCHMARK} dropout cost ablation", 200),
     "waits": Part("Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"),
-    "cost": Part("Constants of the cost model", f"{BENCHMARK} cost", 50),
-    "small_cost": Part("The same, small models", f"{BENCHMARK} cost --size small", 40, "on a CPU the model above is small"),
+    "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
+    "small_cost": Part(
+        "Constants of the cost model, small models", f"{BENCHMARK} cost --size small", 40, "on a CPU the model above is small"
+    ),
 }
 
 

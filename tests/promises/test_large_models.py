@@ -65,7 +65,7 @@ def test_promise_1_or_with_dropout_2(model, precision, dropout):
 
 
 @EVERYWHERE
-def test_same_bits(model, precision):
+def test_promise_of_the_same_bits(model, precision):
     torch.use_deterministic_algorithms(True)
     check(setting_of(model, precision), layouts=["even"], same_bits=4)
 

@@ -24,10 +24,10 @@ def launch(profile, folder, precision="no"):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("profile", ["cpu_2", pytest.param("fsdp2", marks=pytest.mark.slow("starts two processes"))])
-def test_two_processes_train_as_one(profile, tmp_path):
-    found = launch(profile, tmp_path)
-    assert (found["processes"], found["kind"]) == (2, "FSDP" if profile == "fsdp2" else "MULTI_CPU")
+def test_two_processes_train_as_one(tmp_path):
+    """Under DDP; under FSDP: tests/parallel/test_processes.py."""
+    found = launch("cpu_2", tmp_path)
+    assert (found["processes"], found["kind"]) == (2, "MULTI_CPU")
     alone = worker.train(Accelerator(cpu=True))
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)

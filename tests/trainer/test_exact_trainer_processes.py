@@ -68,7 +68,7 @@ def alone(tmp_path_factory):
     return functools.cache(lambda name: run_on(tmp_path_factory.mktemp("alone"), 1, ExactTrainer, name))
 
 
-CASES = [(name, ExactTrainer, (2, 3)) for name in MODELS] + [("bert", ShardedTrainer, (2, 3)), ("mixtral", ShardedTrainer, (3,))]
+CASES = [(name, ExactTrainer, (2, 3)) for name in MODELS] + [("bert", ShardedTrainer, (2, 3)), ("mixtral", ShardedTrainer, (2,))]
 
 
 @pytest.mark.parametrize(("name", "trainer_class", "numbers"), CASES)
