@@ -82,9 +82,11 @@ def test_the_same_signal_again_acts_as_before(monkeypatch):
 def test_the_second_sigterm_ends_the_process(at_once):
     child = os.fork()
     if not child:
-        with stop_requests():
-            signal.raise_signal(signal.SIGTERM)
-        os._exit(0)  # reached only where it did not
+        try:
+            with stop_requests():
+                signal.raise_signal(signal.SIGTERM)
+        finally:
+            os._exit(0)  # reached only where it did not
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,14 @@ child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 print("child", child.pid, flush=True)
 child.wait()
 """
+
+
+@pytest.fixture(autouse=True)
+def handler_of_sigterm():
+    """The report's own would stay in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def parts(folder: Path, seconds: float) -> dict[str, Part]:
