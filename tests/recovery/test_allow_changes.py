@@ -236,6 +236,7 @@ def test_a_run_by_epochs_ends_with_its_last_epoch(change, in_epoch, position, pl
     assert lines[-1]["epoch"] == change.get("num_train_epochs", 2.0)
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_a_changed_run_is_resumed_as_any_other(place, old_epochs, tmp_path):
     """Without further changes it is bit for bit the changed run that was not stopped; the summary keeps what changed."""
     more = {**BY_EPOCHS, "global_batch_size": 32, "num_train_epochs": 4.0, "save_steps": 1, "save_total_limit": 9}
@@ -246,6 +247,7 @@ def test_a_changed_run_is_resumed_as_any_other(place, old_epochs, tmp_path):
     assert summary["changes"] == resumed["changes"] == ["num_train_epochs 2.0 -> 4.0", "window_size 16 -> 32"]
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_a_stream_with_another_buffer(place, tmp_path):
     streamed = {"streaming": True, "shuffle_buffer_size": 20}
     train(place, tmp_path / "old", **streamed)
@@ -258,6 +260,7 @@ def test_a_stream_with_another_buffer(place, tmp_path):
 # Allowed: what surrounds the weights
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 @pytest.mark.parametrize(("before", "after"), [("no", "fp16"), ("fp16", "no")])
 def test_another_precision(before, after, launched, place, tmp_path):
     """A loss scaler begins anew, or is left."""
@@ -270,6 +273,7 @@ def test_another_precision(before, after, launched, place, tmp_path):
     assert [line.get("loss_scale") for line in lines] == ([65536.0] * 2 if after == "fp16" else [None] * 2)
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_adapters_on_another_base(place, tmp_path):
     """The base model's weights are not in a checkpoint of LoRA: with others of the same shapes the adapters go on."""
     base = tf.GPT2LMHeadModel.from_pretrained(place / "gpt")

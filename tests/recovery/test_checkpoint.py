@@ -38,6 +38,7 @@ def test_resumed_run_is_the_undisturbed_run(windows, save_steps, place, undistur
     assert {k: summary[k] for k in same} == {k: undisturbed[0][k] for k in same}
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_resume_with_another_micro_batch(place, undisturbed, tmp_path, monkeypatch, capsys):
     interrupted(place, tmp_path / "out", 5)
     monkeypatch.setattr(saving, "machine", lambda: machine() | {"threads": 64})

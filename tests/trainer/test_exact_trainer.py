@@ -87,6 +87,7 @@ def random_masks() -> tf.DataCollatorForLanguageModeling:
     return tf.DataCollatorForLanguageModeling(word_tokenizer(), mlm_probability=0.3)
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_collators_that_draw_draw_the_same_for_every_layout_and_in_workers(case):
     samples = [{"input_ids": s["input_ids"], "attention_mask": s["attention_mask"]} for s in h.token_samples(NUM_SAMPLES)]
     given = case(h.bert_masked_lm, samples)
@@ -119,6 +120,7 @@ def test_max_steps_stops_the_same_run_earlier_and_short_windows_can_be_dropped(c
     assert len(given.run(layout=(1, 16), dataloader_drop_last=True, **constant).weights) == 2  # full windows only
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_clipping_and_learning_rates_do_not_depend_on_the_layout(case):
     given = case(h.gpt2, h.token_samples(NUM_SAMPLES))
     settings = {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 1}
@@ -206,6 +208,7 @@ class Derived(ExactTrainer):
     compute_loss = LossOfMyOwn.compute_loss
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_subclasses_with_a_loss_of_their_own(case):
     def squares(outputs, batch):
         chosen = batch["labels"] != h.IGNORED

@@ -108,6 +108,7 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
         assert (positions(copied) == positions(batch)).all()
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_training_again_and_models_from_model_init(case):
     """A model comes in evaluation mode from the hub. The second training proves again what Accelerate has prepared for bf16."""
     given, one = case(h.bert_classifier, h.class_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
@@ -119,6 +120,7 @@ def test_training_again_and_models_from_model_init(case):
     assert distance(made.weights[-1], given.run(**one).weights[-1]) == 0
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_the_sequence_to_sequence_trainer_generates(case):
     given = case(h.t5, h.token_samples(NUM_SAMPLES))
     one = {"num_train_epochs": 1}
@@ -127,6 +129,7 @@ def test_the_sequence_to_sequence_trainer_generates(case):
     assert len(run.trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
 
 
+@pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_adapters_and_activation_checkpointing(case):
     def adapted(dropout):
         with torch.random.fork_rng():
