@@ -1,7 +1,6 @@
 """TRL's DPOTrainer and RewardTrainer with the mixin: two rows a sample, a loss that is the mean over pairs."""
 
 import copy
-import json
 import random
 from functools import partial
 
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from datasets import Dataset
-from forked import together
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
+from test_exact_trainer_trl import losses_on_one_and_two
 from trainers import LAYOUTS, WORDS, arguments, make_trainer, mixed, weight_error, word_tokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
@@ -90,14 +89,8 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path):
 
 @pytest.mark.slow("trains on two processes")
 def test_two_processes_make_the_same_updates(tmp_path):
-    def work(processes):
-        torch.set_num_threads(1)
-        layout = {1: (16, 1), 2: (2, 4)}[processes]
-        run = dpo(tmp_path, mixed(DPOTrainer), h.gpt2(0.1), layout, ddp_backend="gloo" if processes > 1 else None)
-        if run.trainer.args.process_index == 0:
-            (tmp_path / f"{processes}.json").write_text(json.dumps(run.losses))
+    def train(processes, **more):
+        return dpo(tmp_path, mixed(DPOTrainer), h.gpt2(0.1), {1: (16, 1), 2: (2, 4)}[processes], **more)
 
-    for processes in (1, 2):
-        assert together(partial(work, processes), "ddp", processes) == {0}
-    alone, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
+    alone, two = losses_on_one_and_two(tmp_path, train)
     assert two == pytest.approx(alone, rel=CLOSE)

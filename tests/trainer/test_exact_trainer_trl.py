@@ -51,20 +51,28 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
 
 
+def losses_on_one_and_two(folder, train):
+    """Of `train(number of processes, argument for gloo)`, on one process and on two."""
+
+    def work(processes):
+        torch.set_num_threads(1)
+        run = train(processes, ddp_backend="gloo" if processes > 1 else None)
+        if run.trainer.args.process_index == 0:
+            (folder / f"{processes}.json").write_text(json.dumps(run.losses))
+
+    for processes in (1, 2):
+        assert together(partial(work, processes), "ddp", processes) == {0}
+    return [json.loads((folder / f"{processes}.json").read_text()) for processes in (1, 2)]
+
+
 @pytest.mark.slow("trains on two processes")
 def test_two_processes_make_the_same_updates(tmp_path):
     """The last window of an epoch has no micro-batch for the second process, which gathers metrics with the first."""
 
-    def work(processes):
-        torch.set_num_threads(1)
-        layout = {1: (16, 1), 2: (8, 1)}[processes]
-        run = sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), layout, ddp_backend="gloo" if processes > 1 else None)
-        if run.trainer.args.process_index == 0:
-            (tmp_path / f"{processes}.json").write_text(json.dumps(run.losses))
+    def train(processes, **more):
+        return sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), {1: (16, 1), 2: (8, 1)}[processes], **more)
 
-    for processes in (1, 2):
-        assert together(partial(work, processes), "ddp", processes) == {0}
-    alone, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
+    alone, two = losses_on_one_and_two(tmp_path, train)
     assert two == pytest.approx(alone, rel=CLOSE)
 
 
