@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Each test draws the same numbers whichever ran before it."""
+    """Each test draws the same numbers, and sums on one thread, whichever ran before it."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

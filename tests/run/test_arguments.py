@@ -127,9 +127,8 @@ def test_defaults_of_scripts(line, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-@pytest.mark.usefixtures("own_accelerator_state")
-def test_mixed_precision_of_the_flag(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` does
+def test_mixed_precision_of_the_flag(launched):
+    launched("no")
     assert precision_name(make_accelerator(parse_config(["--bf16"]))).startswith("bf16 autocast")
 
 
