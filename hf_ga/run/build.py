@@ -31,8 +31,9 @@ from hf_ga.run.run import Run
 from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-# Flags that may change on resume: they do not affect the results.
+# Flags of which only the last part of a path must be equal on resume.
 LOCATIONS = ("model_name_or_path", "adapter_name_or_path", "dataset_name", "validation_file", "test_file")
+# Flags that may change on resume: they do not affect the results.
 FREE_TO_CHANGE = {
     "output_dir",
     "resume_from_checkpoint",

@@ -177,7 +177,7 @@ def test_other_adapters_do_not_depend_on_the_split(kind, place, tmp_path):
     adapters = [peft_file(tmp_path / size / "adapter") for size in ("16", "3")]
     assert adapters[0].keys() == adapters[1].keys()
     for key, value in adapters[0].items():
-        assert (adapters[1][key] - value).norm() <= 1e-4 * value.norm(), key
+        assert (adapters[1][key] - value).norm() <= 1e-5 * value.norm(), key
     merged = logits_of(auto_class(name).from_pretrained(tmp_path / "3"), tmp_path / "3")
     loaded = logits_of(peft.PeftModel.from_pretrained(base_of(place, name), tmp_path / "3" / "adapter"), tmp_path / "3")
     assert (loaded - merged).norm() <= 1e-5 * merged.norm()
