@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, get_scheduler
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
-from hf_ga.exact.forward import LossFunction, unwrapped
+from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.prepare import prepare
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.recovery.checkpoint import state_sha256
@@ -27,7 +27,7 @@ from hf_ga.run.models import complete_config, load_base_config, load_model
 from hf_ga.run.optimizers import ADAM, build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
-from hf_ga.run.run import Run
+from hf_ga.run.run import Callbacks, Run
 from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
@@ -104,7 +104,12 @@ def _load(
 
 
 def build_run(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
+    config: FinetuneConfig,
+    accelerator: Accelerator,
+    data: PreparedData,
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    callbacks: Callbacks,
 ) -> Run:
     """Build model, optimizer, schedule and windows, and prove the loss.
 
@@ -114,18 +119,12 @@ def build_run(
     loss_fn = chosen_loss_fn(config)
     windows = train_windows(config, accelerator, data)  # checks sizes before the model is built
     model = build_model(config, accelerator, data, model_config, dtype)
-    trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
-    size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
-    print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
+    _print_size(config, accelerator, model)
     head_proven, proven = _prove(config, model, data, loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
-    usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
-    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
-    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
-    warmup_steps = math.ceil(config.warmup_steps * max_steps) if config.warmup_steps < 1 else int(config.warmup_steps)
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
+    optimizer, scheduler = _optimizer(config, model, max_steps)
     identity = _identity(config, accelerator, data, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
@@ -140,13 +139,31 @@ def build_run(
         windows=windows,
         proven=proven,
         loss_fn=loss_fn,
-        evaluate=make_evaluator(config, accelerator, model, data, head_proven),
+        evaluate=make_evaluator(config, accelerator, model, data, head_proven, callbacks),
+        callbacks=callbacks,
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
         save_steps=config.save_steps or once_per_epoch,
         identity=identity,
     )
+
+
+def _print_size(config: FinetuneConfig, accelerator: Accelerator, model: Any) -> None:
+    trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
+    size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
+    print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
+
+
+def _optimizer(
+    config: FinetuneConfig, model: nn.Module, max_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The optimizer and its schedule."""
+    usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
+    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
+    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
+    warmup_steps = math.ceil(config.warmup_steps * max_steps) if config.warmup_steps < 1 else int(config.warmup_steps)
+    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
 def _prove(
@@ -191,9 +208,14 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
 
 
 def make_evaluator(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, proven: ProvenLoss
+    config: FinetuneConfig,
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: PreparedData,
+    proven: ProvenLoss,
+    callbacks: Callbacks,
 ) -> Callable[..., dict[str, float]]:
-    """Returns a function: split -> loss of the head and metrics of the task."""
+    """Returns a function: split -> loss of the head and metrics, as `eval_loss` or `test_loss`, ..."""
 
     def measure(split: str = "validation") -> dict[str, float]:
         windows = evaluation_windows(
@@ -205,7 +227,14 @@ def make_evaluator(
             proven=proven,
             same_bits=config.same_bits is not None,
         )
-        return evaluate(accelerator, model, windows, proven, make_reader(config, accelerator, model, data, split))
+        reader = make_reader(config, accelerator, model, data, split, callbacks)
+        prefix = "eval_" if split == "validation" else f"{split}_"
+        found = evaluate(accelerator, model, windows, proven, reader)
+        results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
+        if callbacks.on_evaluate is not None:
+            with torch.no_grad(), restored_modes(model):
+                callbacks.on_evaluate(dict(results), model.eval())
+        return results
 
     return measure
 

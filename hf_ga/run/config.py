@@ -142,11 +142,14 @@ class FinetuneConfig(DataOptions):
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether lower values of `metric_for_best_model` are better."""
-        return str(self.metric_for_best_model).removeprefix("eval_") in ("loss", "perplexity", "mae")
+        """Whether lower values of `metric_for_best_model` are better. As in Trainer, those whose name ends in loss, too."""
+        return str(self.metric_for_best_model).endswith(("loss", "perplexity", "mae"))
 
-    def check(self) -> None:
+    def check(self, *, has_own_metrics: bool = False) -> None:
         """Check everything that can be checked without data.
+
+        Args:
+            has_own_metrics: `metric_for_best_model` may have any name.
 
         Raises:
             ConfigError: the first rule that is broken.
@@ -162,7 +165,7 @@ class FinetuneConfig(DataOptions):
         check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
         check_bounds(self)
         self.layout(num_processes=1)
-        self._check_task()
+        self._check_task(has_own_metrics)
         self._check_combinations()
         if self.streaming:
             self._check_streaming()
@@ -172,13 +175,15 @@ class FinetuneConfig(DataOptions):
         """Check that the folder can be written and contains no run to lose; a part of `check`."""
         check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
 
-    def _check_task(self) -> None:
+    def _check_task(self, has_own_metrics: bool) -> None:
         """Check flags and metrics for some tasks only."""
         for name, tasks in _OF_TASKS.items():
             if getattr(self, name) and self.task not in tasks:
                 raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it.")
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         metric, task = self.metric_for_best_model, TASKS[self.task]
+        if has_own_metrics:
+            return
         check_one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
         if metric in task.generated_metrics and not self.predict_with_generate:
             raise ConfigError(f"metric_for_best_model {metric} compares generated texts: set --predict_with_generate.")

@@ -5,7 +5,7 @@ which process computed a term.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from evaluate import Metric
 from torch import nn
 
 from hf_ga.exact.backend import Backend
@@ -38,17 +37,16 @@ EVALUATION_WINDOW = 256
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the inputs of metrics from a model's outputs.
+    """Reads the inputs of metrics from a model's outputs, and computes the metrics.
 
     Attributes:
-        metrics: name -> metric.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references), one per sample, or an
-            array per sample.
+        compute: (predictions, references, positions of the samples), each a list over micro-batches -> {name: value}.
+        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references) for `compute`.
         predicts_tokens: the loss averages over tokens, so it has a perplexity.
     """
 
-    metrics: Mapping[str, type[Metric]]
-    read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Sequence[Any], Sequence[Any]]]
+    compute: Callable[[list[Any], list[Any], list[np.ndarray]], dict[str, float]]
+    read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Any, Any]]
     predicts_tokens: bool = False
 
 
@@ -111,7 +109,8 @@ def evaluate(
     if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        results |= _computed(reader.metrics, shares)
+        of_shares = zip(*((share.predictions, share.references, share.positions) for share in shares), strict=True)
+        results |= reader.compute(*map(list, of_shares)) | results  # the loss is never replaced
     return broadcast_from_main(accelerator, results)  # other machines may round differently
 
 
@@ -122,13 +121,13 @@ class _Share:
     Attributes:
         positions: int64, shape (n,), of the samples.
         tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
-        predictions, references: one per sample, or empty.
+        predictions, references: from the reader.
     """
 
     positions: np.ndarray
     tally: Sums
-    predictions: Sequence[Any] = ()
-    references: Sequence[Any] = ()
+    predictions: Any = ()
+    references: Any = ()
 
 
 def _shares(
@@ -153,22 +152,3 @@ def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
     sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
     number = float(sum(counts[: loss.num_means]))
     return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
-
-
-def _computed(metrics: Mapping[str, type[Metric]], shares: Sequence[_Share]) -> dict[str, float]:
-    """The metrics over all predictions, in the order of their samples; NaN without predictions."""
-    order = np.argsort(np.concatenate([share.positions for share in shares]))
-    predictions, references = (
-        _in_order([one for share in shares for one in getattr(share, name)], order) for name in ("predictions", "references")
-    )
-    if not len(references):
-        return dict.fromkeys(metrics, math.nan)
-    results: dict[str, float] = {}
-    for metric in metrics.values():  # in memory: processes on one machine would share cache files
-        results |= metric(keep_in_memory=True).compute(predictions=predictions, references=references)
-    return results
-
-
-def _in_order(of_samples: Sequence[Any], order: np.ndarray) -> Sequence[Any]:
-    ordered = [of_samples[i] for i in order]
-    return np.concatenate(ordered) if isinstance(ordered[0], np.ndarray) else ordered

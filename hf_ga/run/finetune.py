@@ -5,6 +5,7 @@ All processes run it together; the main process writes and prints.
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import EvalPrediction, PretrainedConfig
 
 from hf_ga.data.data import PreparedData, prepare_data, prepare_unlabelled
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
@@ -36,12 +37,13 @@ from hf_ga.run.accelerator import check_sharded, make_accelerator, precision_nam
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.loop import OnStep, fit, stopped_early
+from hf_ga.run.config_checks import check_one_of
+from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import Unlabelled, write_predictions
 from hf_ga.run.report import print_fact, print_results, read_metrics
-from hf_ga.run.run import Progress, Run
+from hf_ga.run.run import Callbacks, Progress, Run
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers
 from hf_ga.run.train_windows import padding_ratio, planned_lengths
@@ -57,7 +59,13 @@ TARGETS = {
 }
 
 
-def finetune(config: FinetuneConfig, on_step: OnStep | None = None) -> dict[str, Any]:
+def finetune(
+    config: FinetuneConfig,
+    on_step: Callable[[dict[str, Any], nn.Module], None] | None = None,
+    on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None,
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+) -> dict[str, Any]:
     """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of `evaluation.json`).
 
     Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best
@@ -66,22 +74,34 @@ def finetune(config: FinetuneConfig, on_step: OnStep | None = None) -> dict[str,
     Args:
         on_step: called on every process after each window as `on_step(line, model)`: the line of metrics.jsonl, with `eval_loss`
             and the other metrics where there was an evaluation, and the model as it is trained (in training mode).
+        on_evaluate: called on every process after each evaluation, that of the test split included, as
+            `on_evaluate(metrics, model)`: `eval_loss`, ... or `test_loss`, ..., and the model in evaluation mode, without
+            gradients.
+        compute_metrics: as in `transformers.Trainer`; replaces the metrics of the task. It is called on every process with an
+            `EvalPrediction` of the whole split: arrays with the samples in the order of the data, ragged ones padded with -100 on
+            the second axis. `predictions` are the model's outputs without the loss (a tuple of arrays, if there are several), with
+            `predict_with_generate` the generated token ids. The results are named `eval_...` and `test_...`. They may be the
+            `metric_for_best_model`: higher is better, unless the name ends in loss, perplexity or mae. The run then evaluates once
+            before the first step, to find out whether there is such a metric.
+        preprocess_logits_for_metrics: as in Trainer: `(logits, labels) -> predictions` of one batch, on the device, such as an
+            argmax, so that not all logits need to be kept in memory.
 
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
             trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no complete checkpoint to resume from, or a
             full disk. NonFinite: a loss or gradient is not finite. RunStopped: stopped by a signal; the run is saved.
     """
-    config.check()
+    callbacks = Callbacks(on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics)
+    config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files
-        return _finetune(config, accelerator, on_step)
+        return _finetune(config, accelerator, callbacks)
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _finetune(config, accelerator, on_step)
+        return _finetune(config, accelerator, callbacks)
 
 
-def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep | None) -> dict[str, Any]:
+def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callbacks) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
@@ -97,11 +117,13 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep 
     checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
     print_fact(accelerator, "data", data.description, *data.facts)
     if config.eval_only:
-        return _evaluate_only(config, accelerator, data, unlabelled, model_config)
-    run = build_run(config, accelerator, data, model_config, dtype)
+        return _evaluate_only(config, accelerator, data, unlabelled, model_config, callbacks)
+    run = build_run(config, accelerator, data, model_config, dtype, callbacks)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
     _print_plan(run)
     progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
+    if callbacks.compute_metrics is not None and config.metric_for_best_model != "loss":
+        check_one_of("metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate())
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
@@ -110,7 +132,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep 
     start_trackers(accelerator, config)
     began = time.perf_counter()
     try:
-        progress = fit(run, progress, on_step)
+        progress = fit(run, progress)
     except Exception as error:
         if not isinstance(error, OutOfMemory | NonFinite) and not is_out_of_memory(error):
             raise
@@ -162,7 +184,7 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
     if "test" in data.splits:
-        summary |= {f"test_{name}": value for name, value in run.evaluate("test").items()}
+        summary |= run.evaluate("test")
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
@@ -213,6 +235,7 @@ def _evaluate_only(
     data: PreparedData,
     unlabelled: Unlabelled | None,
     model_config: PretrainedConfig,
+    callbacks: Callbacks,
 ) -> dict[str, Any]:
     """Evaluate and predict without training; returns the content of `evaluation.json`."""
     folder = Path(config.output_dir)
@@ -226,8 +249,7 @@ def _evaluate_only(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     for split, proven in proofs.items():
-        measured = make_evaluator(config, accelerator, model, data, proven)(split)
-        results |= {f"{'eval' if split == 'validation' else split}_{name}": value for name, value in measured.items()}
+        results |= make_evaluator(config, accelerator, model, data, proven, callbacks)(split)
     print_results(accelerator, results)
     _predict(config, accelerator, model, data, unlabelled)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}

@@ -12,16 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.exact.forward import unwrapped
 
 
-def generated_targets(
+def generated_ids(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], *, max_new_tokens: int, num_beams: int
-) -> list[str]:
-    """Generate a text for each source.
+) -> Tensor:
+    """Generate a text for each source. Returns token ids of shape (samples, longest), right-padded.
 
     Args:
         batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
     """
     base: Any = unwrapped(model)
-    made = base.generate(
+    return base.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         max_new_tokens=max_new_tokens,
@@ -30,4 +30,9 @@ def generated_targets(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
     )
+
+
+def generated_targets(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **limits: int) -> list[str]:
+    """The texts of `generated_ids`."""
+    made = generated_ids(model, tokenizer, batch, **limits)
     return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]

@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
@@ -23,14 +21,10 @@ from hf_ga.training import StepResult, train_step
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
 OUT_OF_MEMORY = "out of memory: from now on at most {} tokens (padding included) in a micro-batch; the update is the same"
 MAX_SKIPPED_IN_A_ROW = 20
-OnStep = Callable[[dict[str, Any], nn.Module], None]  # (line of metrics.jsonl, model)
 
 
-def fit(run: Run, progress: Progress, on_step: OnStep | None = None) -> Progress:
+def fit(run: Run, progress: Progress) -> Progress:
     """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the main process writes.
-
-    Args:
-        on_step: see `finetune`.
 
     Raises:
         DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite, with `on_nonfinite` "stop".
@@ -55,8 +49,8 @@ def fit(run: Run, progress: Progress, on_step: OnStep | None = None) -> Progress
                     line |= _evaluate(run, progress)
                     finished = _finished(run, progress)  # early stopping
                 _log(run, progress, metrics, line)
-                if on_step is not None:
-                    on_step(dict(line), run.model)
+                if run.callbacks.on_step is not None:
+                    run.callbacks.on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
                 if stop or finished:
@@ -145,14 +139,14 @@ def _why_skipped(window: Window, result: StepResult) -> str:
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     """Evaluate, save the best model, print; returns the metrics for metrics.jsonl."""
     results = run.evaluate()
-    value, best = results[run.config.metric_for_best_model], progress.best_metric
+    value, best = results[f"eval_{run.config.metric_for_best_model}"], progress.best_metric
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
         save_best(run)
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name != "num_targets")
+    shown = ", ".join(f"{k.removeprefix('eval_')} {value:.4f}" for k, value in results.items() if k != "eval_num_targets")
     _write(run, f"step {progress.step}: validation {shown}")
-    return {f"eval_{name}": value for name, value in results.items()}
+    return results
 
 
 def _finished(run: Run, progress: Progress) -> bool:

@@ -1,26 +1,38 @@
-"""Readers of predictions and references for metrics: logits and labels, entities, answers from spans, generated texts."""
+"""Readers of predictions and references for metrics: logits and labels, entities, answers from spans, generated texts, and
+those for a `compute_metrics` of the user.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import convert_to_fp32
+from torch import Tensor, nn
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_numpify
+from transformers.trainer_utils import denumpify_detensorize
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.spans import read_answers
+from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
+from hf_ga.exact.forward import unwrapped
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
-from hf_ga.run.generation import generated_targets
-from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, predictions_and_references
+from hf_ga.run.generation import generated_ids, generated_targets
+from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, compute, predictions_and_references
+from hf_ga.run.run import Callbacks
+
+LABELS = ("labels", "start_positions", "end_positions")
 
 
 def make_reader(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, split: str
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, split: str, callbacks: Callbacks
 ) -> Reader | None:
-    """The reader for a task's evaluation of a split; None if only the loss is measured."""
+    """The reader for the user's `compute_metrics`, or for a task's evaluation of a split; None if only the loss is measured."""
 
     def read_entities(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[list[str]], list[list[str]]]:
         labels, names = micro_batch.batch["labels"].numpy(), np.asarray(data.labels)
@@ -40,12 +52,14 @@ def make_reader(
             made = generated_targets(model, data.tokenizer, batch, **limits)
         return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
 
+    if callbacks.compute_metrics is not None:
+        return own_reader(config, accelerator, model, data, callbacks)
     if data.task.labels == "tags" and are_entities(data.labels):
-        return Reader(ENTITY_METRICS, read_entities)
+        return Reader(partial(compute, ENTITY_METRICS), read_entities)
     if data.task.labels == "answers":
-        return Reader(ANSWER_METRICS, read_spans)
+        return Reader(partial(compute, ANSWER_METRICS), read_spans)
     if config.predict_with_generate:
-        return Reader(TEXT_METRICS, generate, predicts_tokens=True)
+        return Reader(partial(compute, TEXT_METRICS), generate, predicts_tokens=True)
     return logits_reader(data.task.metrics) if data.task.metrics else None
 
 
@@ -55,7 +69,61 @@ def logits_reader(metrics: Sequence[str]) -> Reader:
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
 
-    return Reader({name: METRICS[name] for name in metrics}, read)
+    return Reader(partial(compute, {name: METRICS[name] for name in metrics}), read)
+
+
+def own_reader(
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, callbacks: Callbacks
+) -> Reader:
+    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does."""
+    ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
+    limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
+
+    def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
+        found = [v for k, v in outputs.items() if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)]
+        logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
+        if config.predict_with_generate:
+            with accelerator.autocast():
+                logits = generated_ids(model, data.tokenizer, batch, **limits)
+        if callbacks.preprocess_logits_for_metrics is not None:
+            logits = callbacks.preprocess_logits_for_metrics(logits, labels)
+        return nested_numpify(convert_to_fp32(logits)), nested_numpify(labels)
+
+    return Reader(partial(_compute_own, callbacks.compute_metrics), read, predicts_tokens=not data.task.metrics)
+
+
+def _single(entries: list[Tensor]) -> Any:
+    """As Trainer passes predictions and labels: a tensor, or a tuple of several."""
+    return entries[0] if len(entries) == 1 else tuple(entries)
+
+
+def _compute_own(
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]],
+    predictions: list[Any],
+    references: list[Any],
+    positions: list[np.ndarray],
+) -> dict[str, float]:
+    """The user's metrics.
+
+    Raises:
+        ConfigError: not a dict of numbers.
+    """
+    prediction = EvalPrediction(_joined(predictions, positions), _joined(references, positions))
+    found = denumpify_detensorize(compute_metrics(prediction))
+    if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+        raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
+    return found
+
+
+def _joined(parts: list[Any], positions: list[np.ndarray]) -> Any:
+    """Micro-batches of arrays, or tuples of them, as one array in the order of the samples, padded with -100 on the second axis."""
+    if isinstance(parts[0], tuple | list):
+        return tuple(_joined(list(entry), positions) for entry in zip(*parts, strict=True))
+    widest = max(parts, key=lambda part: part.shape[1:2])
+    joined = np.full_like(widest, IGNORED_LABEL, shape=(sum(map(len, parts)), *widest.shape[1:]))
+    for part, own in zip(parts, positions, strict=True):
+        joined[(own, *map(slice, part.shape[1:2]))] = part
+    return joined
 
 
 def are_entities(labels: list[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import EvalPrediction
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
@@ -38,6 +39,16 @@ class Progress:
     changes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Callbacks:
+    """The user's own functions; see `finetune`."""
+
+    on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
+    on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
+
+
 @dataclass
 class Run:
     """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
@@ -45,7 +56,7 @@ class Run:
     Attributes:
         dtype: in which models are saved.
         proven: proof of the training loss. loss_fn: None for the head's own loss.
-        evaluate: (split, by default validation) -> metrics with `loss`.
+        evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`, ...).
         max_windows, max_steps: end of training, whichever comes first.
         eval_steps, save_steps: steps between evaluations and between checkpoints.
         identity: settings that must be equal on resume.
@@ -62,6 +73,7 @@ class Run:
     proven: ProvenLoss
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
+    callbacks: Callbacks
     max_windows: int
     max_steps: int
     eval_steps: int

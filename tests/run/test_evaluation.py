@@ -1,6 +1,7 @@
 """Evaluation: the mean over all targets of a split, the same for every batch size and number of processes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -10,8 +11,10 @@ from accelerate import Accelerator
 from forked import on_two_ranks
 from torch.nn import functional as F
 
+from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
-from hf_ga.run.readers import logits_reader
+from hf_ga.run.readers import logits_reader, own_reader
+from hf_ga.run.run import Callbacks
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
@@ -156,10 +159,16 @@ CASES = {
     "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), ("accuracy",)),
     "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), ("accuracy", "f1")),
     "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ("accuracy", "f1")),
+    "own metrics": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ()),
     "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), ()),
     "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], ()),
     "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], ()),
 }
+
+
+def weighted_by_place(prediction):
+    """Any other order, padding or value changes it."""
+    return {name: float(np.dot(part.ravel(), np.arange(part.size))) for name, part in zip("pl", prediction, strict=True)}
 
 
 def measured(accelerator, name):
@@ -169,6 +178,9 @@ def measured(accelerator, name):
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
     rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
     reader = logits_reader(metrics) if metrics else None
+    if name == "own metrics":
+        data, callbacks = SimpleNamespace(task=SimpleNamespace(metrics=("f1",))), Callbacks(compute_metrics=weighted_by_place)
+        reader = own_reader(FinetuneConfig(), accelerator, model, data, callbacks)
     return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 

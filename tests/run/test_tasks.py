@@ -19,6 +19,7 @@ from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.run.build import build_run
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
+from hf_ga.run.run import Callbacks
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
@@ -45,7 +46,7 @@ class Job:
         dtype = own_dtype(base)
         data = prepare_data(config, tokenizer, known_labels(base))
         model_config = complete_config(base, config, data)
-        self.run = build_run(config, self.accelerator, data, model_config, dtype)
+        self.run = build_run(config, self.accelerator, data, model_config, dtype, Callbacks())
         generator = torch.Generator().manual_seed(3)
         for parameter_name, parameter in self.run.model.named_parameters():
             if "lora_B" in parameter_name:  # zeros, with which the gradient of lora_A is zero

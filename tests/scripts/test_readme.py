@@ -56,7 +56,7 @@ def test_every_block_and_command_is_tried():
     assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
         "README": 3,
         "checker": 1,
-        "finetune": 1,
+        "finetune": 2,
         "library": 2,
         "processes": 1,
         "trainer": 1,
@@ -100,8 +100,9 @@ def test_the_loop_runs(blocks, tmp_path, capsys, monkeypatch):
 @pytest.mark.slow("trains a model")
 def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, printed = execute(BLOCKS["finetune"][0], capsys)
+    names, printed = execute("".join(BLOCKS["finetune"]), capsys)
     assert "[{'label': '1', 'score':" in printed
+    assert printed.count("{'eval_weighted_f1': ") == 3 and names["summary"]["best_eval_weighted_f1"] > 0.5
 
 
 def test_the_stream_gives_windows(capsys):
