@@ -121,7 +121,7 @@ REFUSED = {  # remedy: flags
     "omit it: hf_ga does not compile the model": "torch_compile torch_compile_backend torch_compile_mode",
     "omit it: its noise depends on the padding": "neftune_noise_alpha",
     "omit it: the upload is to the branch main": "hub_revision",
-    "omit it: the dashboard reads the run from this machine": "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
     "omit it: a resumed run continues at the next sample": "ignore_data_skip",
     "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
     "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of DeepSpeed)": """accelerator_config

@@ -109,9 +109,9 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, on_step: OnStep 
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
+            start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-    start_trackers(accelerator, config)
     began = time.perf_counter()
     try:
         progress = fit(run, progress, on_step)

@@ -1,5 +1,6 @@
 """Upload of the trained model to the Hugging Face Hub: `push_to_hub`."""
 
+import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +11,7 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ga.errors import ConfigError, UploadFailed
-from hf_ga.parallel.processes import broadcast_from_main
+from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import write_text
 from hf_ga.recovery.latest import LATEST
 from hf_ga.recovery.lock import LOCK
@@ -27,20 +28,18 @@ def check_login(config: FinetuneConfig, accelerator: Accelerator) -> None:
     Raises:
         ConfigError: no valid token, one without write access, or an invalid name; on all processes.
     """
-    problem = None
-    if accelerator.is_main_process:
-        try:
-            validate_repo_id(_name(config))
-            user = HfApi(token=config.hub_token).whoami()
-            if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-                problem = "the token has no write access."
-        except Exception as error:  # of several HTTP libraries
-            problem = _reason(config, error)
-    if problem := broadcast_from_main(accelerator, problem):
-        raise ConfigError(
-            f"push_to_hub cannot upload to {_name(config)}: {problem} Log in with `hf auth login` and a token with write access, "
-            "set hub_model_id to user/name, or omit push_to_hub."
-        )
+    with raise_on_all_ranks(accelerator):
+        if accelerator.is_main_process:
+            try:
+                validate_repo_id(_name(config))
+                user = HfApi(token=config.hub_token).whoami()
+                if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+                    raise ValueError("the token has no write access")
+            except Exception as error:  # of several HTTP libraries
+                raise ConfigError(
+                    f"push_to_hub cannot upload to {_name(config)}: {_reason(config, error)} Log in with `hf auth login` and a "
+                    "token with write access, set hub_model_id to user/name, or omit push_to_hub."
+                ) from error
 
 
 def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
@@ -70,9 +69,9 @@ def _name(config: FinetuneConfig) -> str:
 
 
 def _reason(config: FinetuneConfig, error: Exception) -> str:
-    """The first line of an error, without the token, which some contain."""
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
-    return first.replace(config.hub_token or "\n", "***").removesuffix(".") + "."
+    """The first sentence of an error, without the token, which some contain."""
+    first = re.split(r"\n|\.\s|\.$", str(error).strip())[0] or type(error).__name__
+    return first.replace(config.hub_token or "\n", "***") + "."
 
 
 def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
@@ -83,8 +82,8 @@ def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
         datasets=dataset if dataset != "stdlib" and not Path(dataset).exists() else None,
         tags=["hf_ga", config.task],
     )
-    metrics = [f"| {k} | {v:.4f} |" for k, v in summary.items() if k.startswith(("eval_", "test_")) and isinstance(v, float)]
-    table = "\n".join(["| metric | value |", "|---|---|", *metrics])
+    metrics = {k: v for k, v in summary.items() if k.startswith(("eval_", "test_")) and not k.endswith("num_targets")}
+    table = "\n".join(["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in metrics.items())])
     return (
         f"---\n{card_data.to_yaml()}\n---\n\n# {name.rpartition('/')[2]}\n\n"
         f"Fine-tuned with hf_ga {version('hf_ga')} ({config.task}, {summary['steps']} optimizer steps).\n\n"

@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import transformers as tf
@@ -12,7 +14,9 @@ from runs import train_job
 
 import hf_ga
 from hf_ga.run import hub
+from hf_ga.run.cli import parse_config
 
+DOCS = Path(__file__).parents[2] / "docs"
 TOKEN = "hf_TheSecret"
 FLAGS = {"push_to_hub": True, "hub_model_id": "me/colours", "hub_token": TOKEN, "max_steps": 2, "eval_steps": 2, "save_steps": 1}
 MODEL = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -51,11 +55,14 @@ def calls(monkeypatch):
 
 
 def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
+    (command,) = [line for line in (DOCS / "finetune.md").read_text().splitlines() if "--push_to_hub --" in line]
+    shown = parse_config(command.split()[3:])
     output, copy = tmp_path / "out", tmp_path / "copy"
-    more = {"lora_r": 2, "report_to": "tensorboard", "predict_file": str(place / "classes.test.jsonl")}
-    summary = train_job(place, output, "classes", **FLAGS, **more, hub_private_repo=True)
-    assert calls["token"] == TOKEN and calls["created"] == ("me/colours", {"private": True, "exist_ok": True})
-    assert calls["files"] == MODEL | REPORTS | ADAPTER and calls["repo_id"] == "me/colours"
+    more = {name: getattr(shown, name) for name in ("push_to_hub", "hub_model_id", "hub_private_repo")}
+    more |= {"lora_r": 2, "report_to": "tensorboard", "predict_file": str(place / "classes.test.jsonl")}
+    summary = train_job(place, output, "classes", **FLAGS | more)
+    assert calls["token"] == TOKEN and calls["created"] == ("user/stdlib-gpt", {"private": True, "exist_ok": True})
+    assert calls["files"] == MODEL | REPORTS | ADAPTER and calls["repo_id"] == "me/stdlib-gpt"
     assert {path.name for path in output.iterdir()} >= {"checkpoint-2", "best", "trackers", "predictions.jsonl", "latest"}
     for name in calls["files"]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,25 +80,26 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
 
 
 def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path):
-    calls["upload_folder"] = RuntimeError(f"no connection with {TOKEN}\nand more")
-    flags = FLAGS | {"hub_model_id": None, "hub_private_repo": True}
-    with pytest.raises(hf_ga.errors.UploadFailed, match=r"the upload to out failed: no connection with \*\*\*. The run") as failed:
-        train_job(place, tmp_path / "out", "classes", **flags)
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["steps"] == 2
-    assert tf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    command = shlex.split(str(failed.value).split("`")[1])
-    assert command[:6] == ["hf", "upload", "out", str(tmp_path / "out"), "--private", "--exclude"]
-    excluded = [word for word in command[6:] if word != "--exclude"]
-    assert uploaded(tmp_path / "out", excluded) == calls["files"] == MODEL | REPORTS
+    calls["upload_folder"], output = OSError("503 Server Error\nand more"), tmp_path / "stdlib-gpt"
+    with pytest.raises(hf_ga.errors.UploadFailed) as failed:
+        train_job(place, output, "classes", **FLAGS | {"hub_model_id": None, "hub_private_repo": True})
+    message = str(failed.value)
+    shown = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    assert message.replace(str(tmp_path), "outputs") in shown
+    assert json.loads((output / "summary.json").read_text())["steps"] == 2
+    assert tf.AutoModelForSequenceClassification.from_pretrained(output)
+    words = shlex.split(message.split("`")[1])
+    excluded = [word for before, word in pairwise(words) if before == "--exclude"]
+    assert uploaded(output, excluded) == calls["files"] == MODEL | REPORTS
 
 
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
         (
-            {"whoami": OSError("Token is required,\nbut")},
+            {"whoami": OSError("No token at hf.co. See more.")},
             {},
-            "cannot upload to me/colours: Token is required,. Log in with `hf auth",
+            "cannot upload to me/colours: No token at hf.co. Log in with `hf auth",
         ),
         ({"whoami": ValueError(f"Illegal header value {TOKEN}")}, {}, r"Illegal header value \*\*\*\. Log in"),
         ({"role": "read"}, {}, "the token has no write access"),
