@@ -103,7 +103,6 @@ def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path
         ),
         ({"whoami": ValueError(f"Illegal header value {TOKEN}")}, {}, r"Illegal header value \*\*\*\. Log in"),
         ({"role": "read"}, {}, "the token has no write access"),
-        ({}, {"hub_model_id": "me/blue--red"}, "Cannot have -- or"),
         ({}, {"eval_only": True}, "eval_only trains no model to upload"),
     ],
 )
