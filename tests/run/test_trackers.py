@@ -23,10 +23,11 @@ def of_tensorboard(folder, name):
 
 def of_trackio(folder, name):
     database = sqlite3.connect(folder / "trackio" / "colours.db")
-    rows = database.execute("select step, metrics from metrics where run_name = 'blue'").fetchall()
+    rows = [(step, json.loads(m)) for step, m in database.execute("select step, metrics from metrics where run_name = 'blue'")]
     assert database.execute("select count(distinct run_id) from metrics").fetchall() == [(1,)]
     database.close()
-    return [(step, json.loads(metrics)[name]) for step, metrics in rows if name in json.loads(metrics)]
+    assert not any("__step" in values for _, values in rows)  # the name that trackio gives to a value called step
+    return [(step, values[name]) for step, values in rows if name in values]
 
 
 def of_mlflow(folder, name=None):
