@@ -37,5 +37,9 @@ class NonFinite(HfGaError, ArithmeticError):
     """A loss or a gradient is not a finite number."""
 
 
+class UploadFailed(HfGaError, RuntimeError):
+    """The trained model could not be uploaded; it is saved in the run's folder."""
+
+
 class RunStopped(HfGaError):
     """A signal stopped the run after it saved a checkpoint to resume from. Scripts exit with code 75."""

@@ -6,9 +6,9 @@ from typing import Any
 from hf_ga.data.tasks import TASKS
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, *, repr: bool = True) -> Any:
     """A dataclass field with a help text for the command line."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, repr=repr, metadata={"help": help})
 
 
 @dataclass

@@ -35,17 +35,17 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     """A block that raises on all ranks if it raises on one. All ranks must enter it.
 
     Raises:
-        CheckpointError: the block raised one on some rank; with the message of the first such rank.
+        CheckpointError, ConfigError: the block raised one on some rank; the error of the first such rank.
     """
     failure = None
     try:
         yield
-    except CheckpointError as error:
-        failure = str(error)
+    except (CheckpointError, ConfigError) as error:
+        failure = error
         if accelerator.num_processes == 1:
             raise
     if accelerator.num_processes > 1 and any(sum_over_ranks(accelerator, [failure is not None])):  # one number, mostly 0
-        raise CheckpointError(next(filter(None, gather_object([failure]))))
+        raise next(filter(None, gather_object([failure])))
 
 
 def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:

@@ -73,6 +73,7 @@ CONVERTED = {
     "target_lang": "`--target_column translation.LANGUAGE`",
     "line_by_line": "masked-lm with the script's defaults: without it, `--block_size` is set, as the script concatenates rows",
     "data_seed": "must equal `--seed`, which the order of samples depends on",
+    "hub_strategy": "must be `end` with `--push_to_hub`: the model is uploaded once, after the run",
     "greater_is_better": "must fit `--metric_for_best_model`: lower is better for loss, perplexity and mae",
     "config_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights in one folder",
     "tokenizer_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights in one folder",
@@ -80,8 +81,7 @@ CONVERTED = {
 NO_EFFECT = {  # reason: flags
     "metrics.jsonl has every optimizer step": """logging_strategy logging_steps logging_first_step logging_nan_inf_filter
         include_num_input_tokens_seen""",
-    "messages and names only": """log_level log_level_replica log_on_each_node disable_tqdm run_name project trackio_space_id
-        trackio_bucket_id trackio_static_space_id""",
+    "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
     "padding never changes the update": "pad_to_max_length",
     "when memory runs out, micro-batches become smaller; the update is the same": "auto_find_batch_size torch_empty_cache_steps",
     "speed only; hf_ga chooses its own speed-ups": """use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
@@ -94,7 +94,7 @@ NO_EFFECT = {  # reason: flags
     "checkpoints are complete, and written on a stop signal": """save_only_model enable_jit_checkpoint save_on_each_node
         save_safetensors restore_callback_states_from_checkpoint""",
     "columns are chosen by their role": "remove_unused_columns length_column_name",
-    "only with push_to_hub": "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+    "the model is uploaded once, after the run": "hub_always_push",
     "a head for other labels is always replaced": "ignore_mismatched_sizes",
     "rows without an answer are always allowed": "version_2_with_negative",
 }
@@ -120,7 +120,8 @@ REFUSED = {  # remedy: flags
     "use gradient_checkpointing alone": "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
     "omit it: hf_ga does not compile the model": "torch_compile torch_compile_backend torch_compile_mode",
     "omit it: its noise depends on the padding": "neftune_noise_alpha",
-    "upload output_dir after the run with `hf upload`": "push_to_hub",
+    "omit it: the upload is to the branch main": "hub_revision",
+    "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
     "omit it: a resumed run continues at the next sample": "ignore_data_skip",
     "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
     "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of DeepSpeed)": """accelerator_config
@@ -146,6 +147,7 @@ _ALLOWED = {  # values of REFUSED that change nothing; of the others, those that
     "average_tokens_across_devices": ("true",),
     "train_sampling_strategy": ("random",),
     "model_revision": ("main",),
+    "hub_revision": ("main",),
     "use_fast_tokenizer": ("true",),
     "ignore_pad_token_for_loss": ("true",),
     "torch_dtype": ("auto", "float32"),
@@ -192,6 +194,7 @@ def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
         config.predict_file, config.test_file = config.test_file, None
     model, lower = config.model_name_or_path, config.lower_is_better
     must_equal = {"data_seed": config.seed, "config_name": model, "tokenizer_name": model, "greater_is_better": not lower}
+    must_equal |= {"hub_strategy": "end"} if config.push_to_hub else {}
     for name, value in must_equal.items():
         if given.get(name, "none").lower() not in ("none", str(value).lower()):
             raise ConfigError(f"{name} {given[name]} is not supported: it {CONVERTED[name].replace('`', '')}.")

@@ -106,9 +106,18 @@ class FinetuneConfig(DataOptions):
     save_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: once per epoch.")
     save_total_limit: int = option(2, "Checkpoints to keep.")
     report_to: str = option("none", "Comma-separated trackers (tensorboard, wandb, ...), all (installed ones), or none.")
+    run_name: str | None = option(None, "Name of the run in the trackers. Default: the last folder of output_dir.")
+    project: str = option("hf_ga", "Project of the run in the trackers (in MLflow: the experiment).")
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
     resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir, if any) or the folder of a checkpoint.")
     resume_with_changes: bool = option(False, "Resume with settings or data that differ from the checkpoint's (a different run).")
+    # upload
+    push_to_hub: bool = option(False, "Upload the trained model to the Hugging Face Hub after the run.")
+    hub_model_id: str | None = option(None, "Repository for the upload: name or user/name. Default: the last folder of output_dir.")
+    hub_token: str | None = option(
+        None, "Token for the upload; not saved. Default: that of `hf auth login`, or HF_TOKEN.", repr=False
+    )
+    hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
     def __post_init__(self) -> None:
         """Convert paths to strings, for JSON."""
@@ -215,6 +224,8 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("eval_only does not resume: set model_name_or_path to the model's folder.")
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: set model_name_or_path.")
+        if self.eval_only and self.push_to_hub:
+            raise ConfigError("eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`.")
 
     def _check_streaming(self) -> None:
         """Check flags that streaming excludes."""
@@ -232,5 +243,5 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("streaming needs max_steps: the number of rows of a stream is unknown.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The flags as plain values, for JSON."""
-        return asdict(self)
+        """The flags as plain values, for JSON and trackers: without `hub_token`."""
+        return {name: value for name, value in asdict(self).items() if name != "hub_token"}

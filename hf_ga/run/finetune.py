@@ -38,6 +38,7 @@ from hf_ga.run.adapters import is_lora
 from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.config_checks import check_one_of
+from hf_ga.run.hub import check_login, upload
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
@@ -89,7 +90,8 @@ def finetune(
     Raises:
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
             trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no complete checkpoint to resume from, or a
-            full disk. NonFinite: a loss or gradient is not finite. RunStopped: stopped by a signal; the run is saved.
+            full disk. NonFinite: a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
+            RunStopped: stopped by a signal; the run is saved.
     """
     callbacks = Callbacks(on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics)
     config.check(has_own_metrics=compute_metrics is not None)
@@ -105,6 +107,8 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callb
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
+    if config.push_to_hub:
+        check_login(config, accelerator)
     with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
         tokenizer = load_tokenizer(config)
         base = load_base_config(config)
@@ -127,9 +131,9 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callb
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
+            start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-    start_trackers(accelerator, config)
     began = time.perf_counter()
     try:
         progress = fit(run, progress)
@@ -199,6 +203,8 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     best = f"; in best/ the best by {config.metric_for_best_model}" if progress.best_metric is not None else ""
     print_fact(accelerator, "output", f"{run.output_dir}: the last model{best}")
     print_fact(accelerator, "files", "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)")
+    if config.push_to_hub and accelerator.is_main_process:  # last: the other processes do not wait for it
+        print_fact(accelerator, "hub", upload(config, summary))
     return summary
 
 

@@ -107,7 +107,7 @@ def _log(run: Run, progress: Progress, metrics: MetricsFile, line: dict[str, Any
     """Write a line to metrics.jsonl and to the trackers."""
     metrics.write(**line)
     progress.metrics_size = metrics.size
-    run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float)}, step=progress.step)
+    run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}, step=progress.step)
 
 
 def _write(run: Run, text: str) -> None:

@@ -1,9 +1,14 @@
 """Experiment trackers, through Accelerate."""
 
+import os
+import sys
+from pathlib import Path
+
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from hf_ga.errors import ConfigError
+from hf_ga.recovery.files import delete
 from hf_ga.run.config import FinetuneConfig
 
 
@@ -26,7 +31,31 @@ def tracker_names(report_to: str) -> list[str]:
     return installed if "all" in names else names
 
 
-def start_trackers(accelerator: Accelerator, config: FinetuneConfig) -> None:
-    """Open the trackers with the flags of the run. Their files are in `output_dir/trackers`."""
+def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:
+    """Open the trackers with the flags of the run, on the main process. TensorBoard and wandb write to `output_dir/trackers`.
+
+    Raises:
+        ConfigError: a tracker cannot start, such as wandb without a login.
+    """
+    folder = Path(config.output_dir) / "trackers"
     plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in config.to_dict().items()}
-    accelerator.init_trackers("hf_ga", config=plain)
+    name = config.run_name or folder.parent.resolve().name
+    options = {
+        "wandb": {"name": name, "dir": str(folder)},
+        "mlflow": {"run_name": name},
+        "trackio": {"name": name, "resume": "allow" if resumed else "never"},
+    }
+    if config.hub_token:  # wandb records the command line
+        sys.argv[:] = [argument.replace(config.hub_token, "***") for argument in sys.argv]
+    try:
+        if accelerator.log_with:
+            folder.mkdir(exist_ok=True)
+        again = resumed and "MLFLOW_RUN_ID" in os.environ  # MLflow refuses other parameters of the same run
+        accelerator.init_trackers(config.project, config=None if again else plain, init_kwargs=options)
+    except Exception as error:  # of each library
+        if not resumed:
+            delete(folder)  # the next run may use the output folder
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"report_to {config.report_to} cannot start: {reason} Log in to it, set it up, or omit report_to."
+        ) from error

@@ -14,7 +14,7 @@ from processes import make_accelerator, make_windows, prepare, whole_gradients
 from torch import nn
 
 import hf_ga
-from hf_ga.errors import CheckpointError
+from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
 
@@ -180,14 +180,14 @@ def test_errors_and_values_are_those_of_all_ranks():
         accelerator = make_accelerator("ddp")
         rank = accelerator.process_index
 
-        def write() -> None:
+        def write(kind: type[Exception]) -> None:
             with raise_on_all_ranks(accelerator):
                 if rank == 1:
-                    raise CheckpointError("the disk of rank 1 is full")
+                    raise kind("the disk of rank 1 is full")
 
         agree = outcome(lambda: check_agreement(accelerator, "rows", str(rank)))
         return [
-            outcome(write),
+            [outcome(partial(write, kind)) for kind in (CheckpointError, ConfigError)],
             agree,
             outcome(lambda: check_agreement(accelerator, "rows", "3")),
             broadcast_from_main(accelerator, rank),
@@ -195,6 +195,6 @@ def test_errors_and_values_are_those_of_all_ranks():
 
     first, second = on_two_ranks(work)
     assert first == second
-    assert first[0] == "CheckpointError: the disk of rank 1 is full"
+    assert first[0] == [f"{kind}: the disk of rank 1 is full" for kind in ("CheckpointError", "ConfigError")]
     assert first[1].startswith("ConfigError: all processes must have the same rows, but they have process 0: 0, process 1: 1")
     assert first[2:] == [None, 0]

@@ -71,6 +71,7 @@ CONVERTED = {
     },
     "--gradient_checkpointing_kwargs none --model_revision main --dtype auto --use_fast_tokenizer True": {},
     "--model_name_or_path m --tokenizer_name m": {"model_name_or_path": "m"},
+    "--push_to_hub --hub_strategy end": {"push_to_hub": True},
     "--generation_max_length 9 --generation_num_beams 2": {"max_new_tokens": 9, "num_beams": 2},
 }
 
@@ -88,7 +89,7 @@ def test_converted(line):
         ("--deepspeed ds.json", "use `accelerate launch` with a profile"),
         ("--average_tokens_across_devices False", "every update averages over all targets"),
         ("--train_sampling_strategy sequential", "batches are random"),
-        ("--push_to_hub", "hf upload"),
+        ("--push_to_hub --hub_strategy every_save", "hub_strategy every_save is not supported: it must be end with --push_to_hub"),
         ("--model_type gpt2", "save it with its tokenizer, and set model_name_or_path"),
         ("--tokenizer_name gpt2", "must equal --model_name_or_path"),
         ("--data_seed 7", "must equal --seed"),
@@ -140,6 +141,6 @@ def test_a_file_takes_the_same_names(tmp_path):
     found = (config.task, config.max_length, config.weight_decay, config.report_to, config.num_train_epochs, config.seed)
     assert found == ("text-classification", 64, 0.2, "wandb", 1.0, 42)
     assert parse_config([str(path), "--task", "run_ner", "--do_train=False"]).task == "token-classification"
-    path.write_text(json.dumps({"push_to_hub": True}))
-    with pytest.raises(hf_ga.ConfigError, match="push_to_hub True is not supported"):
+    path.write_text(json.dumps({"torch_compile": True}))
+    with pytest.raises(hf_ga.ConfigError, match="torch_compile True is not supported"):
         parse_config([str(path)])

@@ -149,6 +149,10 @@ CASES = {
         ["max_length 63 is beyond the 62 positions"],
     ),
     # output
+    "upload to nowhere": (
+        "--push_to_hub --hub_model_id user/a--b --hub_token t --hub_private_repo",
+        ["cannot upload to user/a--b", "hf auth login", "omit push_to_hub"],
+    ),
     "output of another run": ("--output_dir {d}/used", ["used contains another run", "--resume_from_checkpoint", "delete it"]),
     "output is a file": ("--output_dir {d}/good.xyz", ["good.xyz is a file", "folder"]),
     "output below a file": ("--output_dir {d}/good.xyz/run", ["good.xyz", "is a file", "folder"]),
@@ -185,6 +189,8 @@ CANNOT_BE_WRONG = {
     "gradient_checkpointing": "only the class of the built model knows whether it can",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
+    "run_name": "any name",
+    "project": "any name",
 }
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 
@@ -197,7 +203,7 @@ def asked_about() -> set[str]:
 def test_every_flag_has_a_case():
     """A new flag needs a wrong value in CASES, or a reason why there is none."""
     assert set(FIELDS) - asked_about() <= set(CANNOT_BE_WRONG) <= set(FIELDS)
-    assert all(FIELDS[name].type is bool and reason for name, reason in CANNOT_BE_WRONG.items())
+    assert all(FIELDS[name].type is bool or reason == "any name" for name, reason in CANNOT_BE_WRONG.items())
 
 
 # What is no value of a flag: on the command line, in a file, in Python; and the words of the message.

@@ -1,4 +1,4 @@
-"""What people expect of a trainer's flags: early stopping, the best model, rates, trackers, precision; each counted by hand."""
+"""What people expect of a trainer's flags: early stopping, the best model, precision; each counted by hand."""
 
 import json
 import math
@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import lines_of, relative_distance, small_config, train, train_job
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
 from hf_ga.run import build, loop
 from hf_ga.run.run import Progress
-from hf_ga.run.trackers import tracker_names
 
 CONSTANT = {"lr_scheduler_type": "constant", "eval_steps": 1, "save_steps": 100}
 NAN = math.nan
@@ -99,20 +97,6 @@ def test_evaluating_and_saving_leave_the_training_alone(undisturbed, place, tmp_
     assert not (tmp_path / "often" / "trackers").exists()
 
 
-def test_tensorboard_holds_what_metrics_hold(place, tmp_path):
-    assert train(place, tmp_path / "out", report_to="tensorboard", learning_rate=None)["learning_rate"] == 5e-5  # the default
-    folders = {path.parent for path in (tmp_path / "out" / "trackers").rglob("events.out.tfevents.*")}
-    events = [EventAccumulator(str(folder)).Reload() for folder in folders]
-    lines, compared = lines_of(tmp_path / "out"), 0
-    for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity", "num_targets"):
-        (scalars,) = [e.Scalars(name) for e in events if name in e.Tags()["scalars"]]
-        expected = [(line["step"], line[name]) for line in lines if name in line]
-        assert [s.step for s in scalars] == [step for step, _ in expected]
-        assert [s.value for s in scalars] == pytest.approx([value for _, value in expected], rel=1e-6)
-        compared += len(scalars)
-    assert compared == 4 * 8 + 2 * 3
-
-
 def test_on_step_gets_every_line_and_the_model(place, tmp_path):
     """And draws no number of the run's: weights and lines are those without it."""
     lines, modes = [], []
@@ -127,15 +111,6 @@ def test_on_step_gets_every_line_and_the_model(place, tmp_path):
     assert lines == lines_of(tmp_path / "out") and modes == [True] * 4
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 4]
     assert with_it["weights_sha256"] == without["weights_sha256"]
-
-
-def test_names_of_trackers(monkeypatch):
-    monkeypatch.setattr("hf_ga.run.trackers.get_available_trackers", lambda: ["tensorboard", "aim"])
-    assert tracker_names("none") == tracker_names("") == []
-    assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]
-    assert tracker_names("all") == ["tensorboard", "aim"]
-    with pytest.raises(hf_ga.ConfigError, match=r"report_to wandb is not an installed tracker .* install its package"):
-        tracker_names("tensorboard,wandb")
 
 
 def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
