@@ -26,7 +26,7 @@ BUDGETS = {
     "hf_ga/run": 3020,  # 2,700, and the flags of transformers
     "hf_ga/check": 1600,  # 1,500, and several processes
     "hf_ga/trainer": 570,  # 420, DDP, FSDP2, and preference pairs
-    "hf_ga": 14160,
+    "hf_ga": 14336,  # 14,152, and several files and datasets
     "scripts": 3255,  # 3,000, and the report on a GPU
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
