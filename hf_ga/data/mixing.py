@@ -23,8 +23,8 @@ def named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
 
     >>> named_datasets(DataOptions(dataset_name=["a.csv", "b.csv"]))
     [(['a.csv', 'b.csv'], None)]
-    >>> named_datasets(DataOptions(dataset_name=["a.csv", "me/rows"], dataset_config_name="en", dataset_weights=[0.7, 0.3]))
-    [(['a.csv'], None), (['me/rows'], 'en')]
+    >>> named_datasets(DataOptions(dataset_name=["a.csv", "me/rows", "me/rows"], dataset_config_name=["en", "de"]))
+    [(['a.csv'], None), (['me/rows'], 'en'), (['me/rows'], 'de')]
     """
     names, configs, weights = as_list(options.dataset_name), as_list(options.dataset_config_name), options.dataset_weights
     of_hub = [name for name in names if name != "stdlib" and not is_file(name)]

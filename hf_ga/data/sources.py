@@ -52,9 +52,9 @@ def first_rows(rows: Dataset, count: int | None) -> Dataset:
 
 def _named_rows(options: DataOptions) -> DatasetDict:
     loaded = [(", ".join(names), _load(names, config, options.task)) for names, config in named_datasets(options)]
-    parts = by_split(loaded, options.dataset_weights)
+    weights, parts = options.dataset_weights, by_split(loaded, options.dataset_weights)
     return DatasetDict(
-        {split: joined(of_split, options.dataset_weights if split == "train" else None) for split, of_split in parts.items()}
+        {split: joined(parts[split], weights if split == "train" else None) for split in corpus.SPLITS if split in parts}
     )
 
 
