@@ -15,10 +15,11 @@ from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
 from hf_ga.data.columns import check_columns, choose_columns, rename_columns
 from hf_ga.data.corpus import SPLITS
+from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
-from hf_ga.data.options import DataOptions
-from hf_ga.data.sources import first_rows, load_file, load_rows, reading
+from hf_ga.data.options import DataOptions, Several, as_list
+from hf_ga.data.sources import first_rows, load_rows
 from hf_ga.data.spans import encode_answers
 from hf_ga.data.streamed import StreamedSamples, load_streamed
 from hf_ga.data.tasks import TASKS, Task
@@ -97,21 +98,21 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
         data.content_hash = _content_hash(data.splits["train"], data.labels)
     if stream is not None:
         tokenize = _tokenizing(data.columns, options, data)
-        data.stream = StreamedSamples(stream, options.dataset_name, data.columns, data.labels, tokenize)
+        data.stream = StreamedSamples(stream, _name_of(options), data.columns, data.labels, tokenize)
     return data
 
 
-def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> tuple[Dataset, Dataset, Dataset]:
-    """A file of rows to predict.
+def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> tuple[Dataset, Dataset, Dataset]:
+    """Rows of files to predict.
 
     Returns:
         (the original rows, the rows with columns named by role, the samples: one per row, empty for an empty row). For token
         classification `label` is the index of the word, at its first token.
 
     Raises:
-        DataError: the file cannot be read, or lacks a column.
+        DataError: a file cannot be read, or lacks a column.
     """
-    rows = first_rows(load_file(file), options.max_predict_samples)
+    rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
     columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
     if not data.columns:  # no other rows were read
         data.columns = choose_columns(columns, options, data.task, needs_label=False)
@@ -124,20 +125,24 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, file: str) -> t
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
     tokenize = _tokenizing(named.column_names, options, data)
-    with reading(file):
+    with reading(", ".join(as_list(files))):
         samples = inputs.map(tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False)
     return rows, named, samples
 
 
+def _name_of(options: DataOptions) -> str:
+    return ", ".join(as_list(options.dataset_name))
+
+
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
-    name = options.dataset_name
+    name = _name_of(options)
     if options.streaming:
         numbers = f"{len(rows['train'])} rows of it read ahead; {len(rows['validation'])} validation rows"
         return f"{name}: a stream, {numbers}"
     if not rows:
         return "no rows to evaluate"
     if name == "stdlib":
-        files = [file for file in (options.validation_file, options.test_file) if file]
+        files = as_list(options.validation_file) + as_list(options.test_file)
         name = f"standard library of Python {platform.python_version()}" if "train" in rows else ", ".join(files)
     return f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
 

@@ -1,14 +1,24 @@
 """The data flags; `hf_ga.run.config.FinetuneConfig` adds those of a run."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_ga.data.tasks import TASKS
 
+Several = list[str] | None | str  # one or several values; HfArgumentParser reads a type before None as that of the flag
+SEVERAL = ("dataset_name", "dataset_config_name", "validation_file", "test_file", "predict_file")
+
 
 def option(default: Any, help: str, *, repr: bool = True) -> Any:
     """A dataclass field with a help text for the command line."""
-    return field(default=default, repr=repr, metadata={"help": help})
+    # HfArgumentParser ignores a list's own default.
+    return field(default=default, repr=repr, metadata={"help": help, "default": default})
+
+
+def as_list(value: Several) -> list[str]:
+    """The values of an option that takes one or several."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 @dataclass
@@ -20,13 +30,18 @@ class DataOptions:
     """
 
     task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
-    dataset_name: str = option(
-        "stdlib", "stdlib (embedded: documentation strings of Python), hub id, file (json, jsonl, csv, txt, parquet), or folder."
+    dataset_name: list[str] | str = option(
+        "stdlib",
+        "stdlib (embedded: documentation strings of Python), hub ids, files or patterns of files (json, jsonl, csv, txt, parquet), "
+        "or folders.",
     )
-    dataset_config_name: str | None = option(None, "Configuration of a hub dataset.")
-    validation_file: str | None = option(None, "File with validation rows. Default: the validation split, or a part of train.")
-    test_file: str | None = option(None, "File with test rows. Default: the test split, if any.")
-    predict_file: str | None = option(None, "File with rows to predict at the end, to predictions.jsonl in output_dir.")
+    dataset_weights: list[float] | None = option(
+        None, "Shares of the datasets of dataset_name in the training rows. Default: all rows of each."
+    )
+    dataset_config_name: Several = option(None, "Configuration of a hub dataset: one for all, or one for each.")
+    validation_file: Several = option(None, "Files with validation rows. Default: the validation split, or a part of train.")
+    test_file: Several = option(None, "Files with test rows. Default: the test split, if any.")
+    predict_file: Several = option(None, "Files with rows to predict at the end, to predictions.jsonl in output_dir.")
     validation_split_percentage: float = option(5.0, "Percentage of the training rows for validation if there is no split.")
     eval_only: bool = option(False, "Do not train: evaluate the model, predict, and write evaluation.json.")
     streaming: bool = option(
@@ -58,3 +73,11 @@ class DataOptions:
         "row.",
     )
     mlm_probability: float = option(0.15, "masked-lm: probability that a token is masked and predicted.")
+
+    def __post_init__(self) -> None:
+        """Convert paths to strings, for JSON, and a list of one name to this name."""
+        for name, value in list(vars(self).items()):
+            if name in SEVERAL and isinstance(value, list):
+                value = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
+                value = value[0] if len(value) == 1 and isinstance(value[0], str) else value
+            setattr(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)

@@ -1,21 +1,17 @@
 """Loads rows from the embedded corpus, files, folders or the hub. Splits are named train, validation and test."""
 
-import gzip
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from datasets.utils import logging
 
 from hf_ga.data import corpus
-from hf_ga.data.options import DataOptions
-from hf_ga.errors import ConfigError, DataError
+from hf_ga.data.files import is_file, load_files, reading
+from hf_ga.data.mixing import by_split, joined, named_datasets
+from hf_ga.data.options import DataOptions, as_list
+from hf_ga.errors import DataError
 from hf_ga.exact.order import epoch_order
-
-FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
 
 
 def load_rows(options: DataOptions) -> DatasetDict:
@@ -27,7 +23,7 @@ def load_rows(options: DataOptions) -> DatasetDict:
         DataError: a missing or unreadable file, an unknown dataset, no training rows.
     """
     files = {"validation": options.validation_file, "test": options.test_file}
-    extra = {split: load_file(file) for split, file in files.items() if file}
+    extra = {split: load_files(as_list(file)) for split, file in files.items() if file}
     has_own_rows = bool(extra) or options.predict_file is not None
     if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
         return DatasetDict(extra)
@@ -55,94 +51,30 @@ def first_rows(rows: Dataset, count: int | None) -> Dataset:
 
 
 def _named_rows(options: DataOptions) -> DatasetDict:
-    name, path = options.dataset_name, Path(options.dataset_name).expanduser()
-    check_name(options)
+    loaded = [(", ".join(names), _load(names, config, options.task)) for names, config in named_datasets(options)]
+    weights, parts = options.dataset_weights, by_split(loaded, options.dataset_weights)
+    return DatasetDict(
+        {split: joined(parts[split], weights if split == "train" else None) for split in corpus.SPLITS if split in parts}
+    )
+
+
+def _load(names: Sequence[str], config: str | None, task: str) -> DatasetDict:
+    """One dataset."""
+    name, path = names[0], Path(names[0]).expanduser()
     if name == "stdlib":
-        return corpus.load(options.task)
+        return corpus.load(task)
     if is_file(name):
-        return DatasetDict(train=load_file(name))
+        return DatasetDict(train=load_files(names))
     with reading(name):
         if is_saved(path):
             loaded = load_from_disk(path)
             return loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
-        return load_dataset(name, options.dataset_config_name)
-
-
-def is_file(name: str) -> bool:
-    """Whether a dataset's name is a file name, existing or not."""
-    path = Path(name).expanduser()
-    return _file_kind(path) is not None or path.is_file()
+        return load_dataset(name, config)
 
 
 def is_saved(path: Path) -> bool:
     """Whether a folder was written by `save_to_disk` of `datasets`."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
-
-
-def check_name(options: DataOptions) -> None:
-    """Raise ConfigError for a configuration name without a hub dataset, DataError for a path that does not exist."""
-    name = options.dataset_name
-    if options.dataset_config_name is not None and (name == "stdlib" or is_file(name)):
-        raise ConfigError(
-            f"dataset_config_name {options.dataset_config_name} applies to hub datasets only, not to {name}: omit it."
-        )
-    if name.startswith((".", "/", "~")) and not is_file(name) and not Path(name).expanduser().exists():
-        raise DataError(f"dataset_name {name} does not exist: give a file, a folder, a hub id, or `stdlib`.")
-
-
-def load_file(file: str) -> Dataset:
-    """The rows of one file.
-
-    Raises:
-        DataError: it is missing, empty, of an unknown type or not readable.
-    """
-    kind, path = readable_file(file)
-    with reading(file):
-        return load_dataset(kind, data_files=str(path), split="train")
-
-
-def readable_file(file: str) -> tuple[str, Path]:
-    """Type and path of a file, checked before it is parsed.
-
-    Raises:
-        DataError: it is missing, empty or of an unknown type.
-    """
-    path = Path(file).expanduser()
-    kind = _file_kind(path)
-    if not path.is_file():
-        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
-    if kind is None:
-        raise DataError(f"the file {file} has an unknown extension: use one of {', '.join(FILE_KINDS)} (optionally with .gz).")
-    if path.stat().st_size == 0:
-        raise DataError(f"the file {file} is empty.")
-    if kind == "json":
-        with suppress(OSError, EOFError, zlib.error), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as opened:
-            if opened.read(64).lstrip().startswith(b"null"):  # pyarrow's reader would crash the process
-                raise DataError(f"the file {file} begins with `null` instead of a row: remove that line.")
-    return kind, path
-
-
-@contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log message."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreadable(name, error) from error
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def unreadable(name: str, error: BaseException) -> DataError:
-    """An error of `datasets` as a one-line DataError."""
-    cause = error.__cause__ or error
-    if "corresponds to no data" in str(cause):
-        return DataError(f"{name} has no rows.")
-    return DataError(f"cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}")
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
@@ -153,8 +85,3 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     order = epoch_order(len(train), seed, 0)
     parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
     return DatasetDict({**rows, **parts})
-
-
-def _file_kind(path: Path) -> str | None:
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return FILE_KINDS.get(suffixes[-1]) if suffixes else None

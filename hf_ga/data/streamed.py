@@ -12,9 +12,11 @@ from typing import Any
 from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, load_dataset
 
 from hf_ga.data.corpus import SPLITS
+from hf_ga.data.files import is_file, load_files, readable_files, reading, unreadable
 from hf_ga.data.labels import label_ids
-from hf_ga.data.options import DataOptions
-from hf_ga.data.sources import check_name, is_file, is_saved, load_file, readable_file, reading, unreadable
+from hf_ga.data.mixing import by_split, joined, named_datasets
+from hf_ga.data.options import DataOptions, as_list
+from hf_ga.data.sources import is_saved
 from hf_ga.errors import DataError, HfGaError
 
 NUM_READ_AHEAD = 1000
@@ -29,20 +31,24 @@ def load_streamed(options: DataOptions) -> tuple[DatasetDict, IterableDataset]:
     Raises:
         DataError: a missing or unreadable file, an unknown dataset, no training rows, no validation rows.
     """
-    splits, name = _streams(options), options.dataset_name
+    streams = [(", ".join(names), _streams(names, config)) for names, config in named_datasets(options)]
+    name, splits = ", ".join(name for name, _ in streams), by_split(streams, options.dataset_weights)
+    train = joined(splits["train"], options.dataset_weights) if "train" in splits else None
     files, rows = {"validation": options.validation_file, "test": options.test_file}, DatasetDict()
     for split in SPLITS:
         if file := files.get(split):
-            rows[split] = load_file(file)
+            rows[split] = load_files(as_list(file))
+        elif split == "train" and train is not None:
+            rows[split] = _read(name, train, NUM_READ_AHEAD)
         elif split in splits:
-            rows[split] = _read(name, splits[split], NUM_READ_AHEAD if split == "train" else None)
+            rows[split] = joined([(of, _read(of, stream, None)) for of, stream in splits[split]])
     if not len(rows.get("train", ())):
         raise DataError(f"dataset_name {name} has no training rows (splits: {', '.join(splits)}): there is nothing to train on.")
     if not len(rows.get("validation", ())):
         raise DataError(
             f"dataset_name {name} has no validation rows, and a stream cannot be split: give --validation_file, or omit streaming."
         )
-    return rows, splits["train"]
+    return rows, train
 
 
 class StreamedSamples:
@@ -84,17 +90,17 @@ class StreamedSamples:
             raise unreadable(self.name, error) from error
 
 
-def _streams(options: DataOptions) -> dict[str, IterableDataset]:
-    name = options.dataset_name
-    check_name(options)
+def _streams(names: Sequence[str], config: str | None) -> dict[str, IterableDataset]:
+    """The splits of one dataset."""
+    name = names[0]
     if is_saved(Path(name).expanduser()):
         raise DataError(f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: omit streaming.")
     if is_file(name):
-        kind, path = readable_file(name)
+        kind, paths = readable_files(names)
         with reading(name):
-            return load_dataset(kind, data_files={"train": str(path)}, streaming=True)
+            return load_dataset(kind, data_files={"train": paths}, streaming=True)
     with reading(name):
-        return load_dataset(name, options.dataset_config_name, streaming=True)
+        return load_dataset(name, config, streaming=True)
 
 
 def _read(name: str, stream: IterableDataset, most: int | None) -> Dataset:

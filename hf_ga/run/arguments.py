@@ -161,11 +161,11 @@ def known_flags() -> list[str]:
     return [*RENAMED, *CONVERTED, *no_effect, *DIFFERENT, *_REMEDIES, "report_to"]
 
 
-def translate(given: Mapping[str, str]) -> dict[str, Any]:
+def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of the example scripts as options of `FinetuneConfig`, among them the scripts' defaults.
 
     Args:
-        given: `task`, and flags of `known_flags`, with their texts ("true" for a switch without a value).
+        given: `task`, and flags of `known_flags`, with their texts ("true" for a switch without a value, a list for several names).
 
     Raises:
         ConfigError: a flag of REFUSED with a value that would change the run, or a value that cannot be converted.

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig, get_scheduler
 
 from hf_ga.data.data import PreparedData
+from hf_ga.data.files import is_pattern
+from hf_ga.data.options import as_list
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.prepare import prepare
@@ -186,10 +188,10 @@ def _identity(
 ) -> dict[str, Any]:
     """Settings that must be equal on resume. Only names of files and folders: their location may change."""
     flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
-    places = {k: Path(flags[k]) for k in LOCATIONS if flags[k]}
+    places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
     return (
         flags
-        | {k: path.resolve().name for k, path in places.items() if path.exists()}
+        | {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
         | {
             "window_size": window_size,
             "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
@@ -198,6 +200,11 @@ def _identity(
             "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
         }
     )
+
+
+def _without_folder(place: str) -> str:
+    path = Path(place)
+    return path.resolve().name if path.exists() else path.name if is_pattern(place) else place
 
 
 def _frozen_sha256(model: nn.Module) -> str:

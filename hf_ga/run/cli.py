@@ -17,8 +17,9 @@ from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from hf_ga.data.options import SEVERAL
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
-from hf_ga.run.arguments import complete, known_flags, translate
+from hf_ga.run.arguments import RENAMED, complete, known_flags, translate
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 
@@ -70,7 +71,7 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     return config
 
 
-def _of_scripts(from_file: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _of_scripts(from_file: Mapping[str, Any], arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The texts of the flags that `translate` takes, from a file's entries and the command line, and the other arguments."""
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--task")
@@ -80,7 +81,8 @@ def _of_scripts(from_file: Mapping[str, Any], arguments: Sequence[str]) -> tuple
     own = {name for name in ("task", "report_to") if not isinstance(from_file.get(name), str)}  # of another type: an error
     taken = {name: value for name, value in from_file.items() if name in {"task", *known_flags()} - own} | vars(given)
     lists = {name: value if isinstance(value, list) else [value] for name, value in taken.items()}
-    return {name: ",".join(map(str, values)) if values else "true" for name, values in lists.items()}, rest
+    texts = {name: ",".join(map(str, values)) if values else "true" for name, values in lists.items()}
+    return texts | {name: values for name, values in lists.items() if values and RENAMED.get(name) in SEVERAL}, rest
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hf_ga.data.options import DataOptions, option
+from hf_ga.data.options import DataOptions, as_list, option
 from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
@@ -119,12 +119,6 @@ class FinetuneConfig(DataOptions):
     )
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
-    def __post_init__(self) -> None:
-        """Convert paths to strings, for JSON."""
-        for name, value in list(vars(self).items()):
-            if isinstance(value, os.PathLike):
-                setattr(self, name, os.fspath(value))
-
     def layout(self, num_processes: int) -> Layout:
         """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the launcher's.
 
@@ -234,7 +228,7 @@ class FinetuneConfig(DataOptions):
             "block_size": self.block_size,
             "max_train_samples": self.max_train_samples,
             "eval_only": self.eval_only,
-            "the embedded corpus stdlib": self.dataset_name == "stdlib",
+            "the embedded corpus stdlib": "stdlib" in as_list(self.dataset_name),
             f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
         }
         if found := [what for what, is_set in unsupported.items() if is_set]:

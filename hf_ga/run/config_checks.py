@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
@@ -26,7 +26,8 @@ _AT_LEAST = {  # other integers: 1; floats are included because 0 may be given f
 _ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha", "adam_epsilon")
 _BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
 _BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
-_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list[str]: "a list of strings"}
+_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_NAMES |= {list[str]: "a list of strings", list[float]: "a list of numbers"}
 
 
 def check_types(config: Any) -> None:
@@ -40,13 +41,13 @@ def check_types(config: Any) -> None:
         if not any(_is_of(value, kind) for kind in kinds):
             expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
             raise ConfigError(f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__}).")
-        if value == "" or (isinstance(value, list) and not all(value)):
-            raise ConfigError(f"{name} is an empty string: give a value, or omit it.")
+        if value in ("", []) or (isinstance(value, list) and "" in value):
+            raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(part, *get_args(kind)) for part in value)
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
+from hf_ga.data.files import is_file
+from hf_ga.data.options import as_list
 from hf_ga.errors import ConfigError, UploadFailed
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import write_text
@@ -75,11 +77,13 @@ def _reason(config: FinetuneConfig, error: Exception) -> str:
 
 
 def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
-    model, dataset = config.model_name_or_path, config.dataset_name
+    model = config.model_name_or_path
+    names = as_list(config.dataset_name)
+    datasets = [each for each in names if not (each == "stdlib" or is_file(each) or Path(each).exists())]
     card_data = ModelCardData(
         library_name="transformers",
         base_model=model if model and not Path(model).exists() else None,
-        datasets=dataset if dataset != "stdlib" and not Path(dataset).exists() else None,
+        datasets=datasets or None,
         tags=["hf_ga", config.task],
     )
     metrics = {k: v for k, v in summary.items() if k.startswith(("eval_", "test_")) and not k.endswith("num_targets")}

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from hf_ga.data.collation import collate_causal, collate_labels
 from hf_ga.data.columns import choose_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
+from hf_ga.data.streamed import load_streamed
 from hf_ga.data.tasks import TASKS
 from hf_ga.run.models import complete_config, load_model
 
@@ -133,6 +135,70 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
         assert not train & validation and len(train | validation) == 200 and len(validation) == 10
         chosen.append(sorted(validation))
     assert chosen[0] == chosen[1] != [f"row {i}" for i in range(10)]
+
+
+def test_several_files_and_patterns(tmp_path):
+    """In the given order, a pattern's files by path; a stream reads the same rows."""
+    (tmp_path / "part-9.jsonl").mkdir()
+    for name, start in {"part-2.jsonl": 0, "part-10.jsonl": 7, "more.jsonl.gz": 30}.items():
+        write(tmp_path / name, ROWS[start : start + 7])
+    names = [tmp_path / "more.jsonl.gz", tmp_path / "part-*.jsonl"]
+    expected = TEXTS[30:37] + TEXTS[7:14] + TEXTS[:7]
+    config = FinetuneConfig(dataset_name=names, validation_file=names[1:], test_file=names)
+    rows = load_rows(config)
+    assert (list(rows["train"]["text"]), list(rows["test"]["text"])) == (expected, expected)
+    assert config.validation_file == str(names[1]) and list(rows["validation"]["text"]) == expected[7:]
+    splits, stream = load_streamed(config)
+    assert [row["text"] for row in stream] == list(splits["train"]["text"]) == expected
+
+
+@pytest.mark.parametrize("fewer", ["f.jsonl", "f.parquet"])
+def test_files_that_lack_a_column(fewer, tmp_path):
+    """`datasets` fills it with None."""
+    path = Path(fewer)
+    files = [write(tmp_path / f"all{path.suffix}", ROWS), write(tmp_path / fewer, [{"text": "a"}])]
+    with pytest.raises(DataError, match=rf"all{path.suffix} has label, text; \S+{fewer} has text\. Give all"):
+        load_rows(FinetuneConfig(dataset_name=files))
+
+
+def test_weights_mix_datasets_up_to_the_end_of_one(tmp_path):
+    """The library draws sources by `default_rng(0).choice` in blocks of 1000; it stops at the last row of one of them."""
+    texts = [[f"{name}{i}" for i in range(count)] for name, count in {"a": 700, "b": 100, "c": 90}.items()]
+    rows = [[{"text": text} for text in of_one] for of_one in texts]
+    folders = [tmp_path / "saved", tmp_path / "folder"]
+    DatasetDict(train=Dataset.from_list(rows[0]), test=Dataset.from_list(rows[0][:3])).save_to_disk(folders[0])
+    folders[1].mkdir()
+    for split, of_split in {"train": rows[1], "test": rows[1][:2], "validation": rows[1][:4]}.items():
+        write(folders[1] / f"{split}.jsonl", of_split)
+    config = FinetuneConfig(dataset_name=[*folders, write(tmp_path / "c.jsonl", rows[2])], dataset_weights=[7, 2, 1], seed=1)
+    mixed, remaining = [], [iter(of_one) for of_one in texts]
+    for source in np.random.default_rng(0).choice(3, size=1000, p=[0.7, 0.2, 0.1]):
+        mixed.append(next(remaining[source]))
+        if mixed[-1] in ("a699", "b99", "c89"):
+            break
+    loaded = load_rows(config)
+    assert list(loaded["train"]["text"]) == mixed and len(mixed) < 800 and mixed[-1] == "b99"
+    shares = [sum(text[0] == name for text in mixed) / len(mixed) for name in "abc"]
+    assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.08)
+    assert (list(loaded["test"]["text"]), list(loaded["validation"]["text"])) == (texts[0][:3] + texts[1][:2], texts[1][:4])
+    config.dataset_name, config.dataset_weights = config.dataset_name[1:], [2, 1]  # streams: other draws in each epoch
+    mixed = list(load_rows(config)["train"]["text"])
+    epochs = []
+    for epoch in (0, 1, 1):
+        _, stream = load_streamed(config)
+        stream.set_epoch(epoch)
+        epochs.append([row["text"] for row in stream])
+    assert epochs[0] == mixed != epochs[1] == epochs[2] and {"b0", "c0"} < set(epochs[1])
+    config.dataset_weights = None
+    assert list(load_rows(config)["train"]["text"]) == texts[1] + texts[2] == [row["text"] for row in load_streamed(config)[1]]
+
+
+def test_a_weight_without_training_rows(tmp_path):
+    DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
+    names = [write(tmp_path / "d.jsonl", ROWS), tmp_path / "saved"]
+    assert load_rows(FinetuneConfig(dataset_name=names)).num_rows == {"train": 38, "validation": 2, "test": 40}
+    with pytest.raises(DataError, match="saved has no training rows to mix"):
+        load_rows(FinetuneConfig(dataset_name=names, dataset_weights=[1, 1]))
 
 
 # Columns and labels

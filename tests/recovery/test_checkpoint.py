@@ -97,6 +97,11 @@ def test_the_same_files_elsewhere_are_the_same_run(place, undisturbed, tmp_path)
     assert train(place, tmp_path / "out", **moved, resume_from_checkpoint="auto")["changes"] == []
 
 
+def test_a_pattern_elsewhere_is_the_same_name(tmp_path):
+    names = [str(tmp_path), f"{tmp_path}/part-*.jsonl", "nyu-mll/glue"]
+    assert [build._without_folder(name) for name in names] == [tmp_path.name, "part-*.jsonl", "nyu-mll/glue"]
+
+
 def test_a_checkpoint_may_be_a_link(place, tmp_path):
     interrupted(place, tmp_path / "out", 4)
     shutil.move(tmp_path / "out" / "checkpoint-3", tmp_path / "checkpoint-3")

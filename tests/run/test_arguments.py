@@ -62,6 +62,8 @@ CONVERTED = {
     "--with_tracking --report_to wandb": {"report_to": "wandb"},
     "--with_tracking": {"report_to": "all"},
     "--do_eval --validation_file a.csv": {"eval_only": True, "validation_file": "a.csv"},
+    "--do_predict --test_file a.csv b.csv": {"eval_only": True, "predict_file": ["a.csv", "b.csv"]},
+    "--train_file a,b.csv c.csv --validation_file v.csv": {"dataset_name": ["a,b.csv", "c.csv"], "validation_file": "v.csv"},
     "--do_predict --test_file a.csv": {"eval_only": True, "predict_file": "a.csv"},
     "--task token-classification --task_name pos": {"task": "token-classification", "label_column": "pos_tags"},
     "--task regression --task_name stsb": {

@@ -124,6 +124,28 @@ CASES = {
     "unknown name in YAML": ("{d}/unknown_name.yaml", ["unknown flag --learning_rates.", "Did you mean --learning_rate?"]),
     # data
     "missing file": ("--dataset_name {d}/absent.jsonl", ["absent.jsonl", "does not exist"]),
+    "pattern without a match": ("--dataset_name {d}/absent-*.jsonl", ["no file matches the pattern", "absent-*.jsonl"]),
+    "files of two types": (
+        "--validation_file {d}/good.jsonl {d}/header.csv",
+        ["different types", "good.jsonl (json)", "header.csv (csv)"],
+    ),
+    "files of other columns": (
+        "--dataset_name {d}/good.jsonl {d}/no_text.jsonl",
+        ["different columns", "good.jsonl has label, text;", "no_text.jsonl has body, title."],
+    ),
+    "datasets of other columns": (
+        "--dataset_name stdlib {d}/good.jsonl",
+        ["different columns: stdlib has name, package, text;", "has label, text."],
+    ),
+    "one weight for two": (
+        "--dataset_name {d}/good.jsonl stdlib --dataset_weights 1",
+        ["dataset_weights [1.0] do not fit the 2 of dataset_name"],
+    ),
+    "a weight of 0": ("--dataset_name {d}/good.jsonl stdlib --dataset_weights 1 0", ["[1.0, 0.0] do not fit", "above 0"]),
+    "two configurations of one": (
+        "--dataset_name me/rows stdlib --dataset_config_name en de",
+        ["dataset_config_name has 2 values for 1 hub datasets (me/rows)"],
+    ),
     "missing folder": ("--dataset_name {d}/absent", ["absent", "does not exist", "stdlib"]),
     "unknown extension": ("--dataset_name {d}/good.xyz", ["good.xyz", "unknown extension", ".jsonl", ".parquet"]),
     "unknown hub dataset": ("--dataset_name nobody/nothing", ["cannot read nobody/nothing"]),
@@ -211,8 +233,9 @@ NO_VALUES = {
     int: ([("ten", "invalid int value"), ("1.5", "invalid int value"), ("nan", "invalid int value")], [1.5, True, "3", [1], {}]),
     float: ([("much", "invalid float value"), ("1,5", "invalid float value")], [True, "3", [1.0], {}]),
     bool: ([("perhaps", "perhaps"), ("2", "2")], [1, "true", [True], {}]),
-    str: ([("", "is an empty string")], [5, True, ["a"], {}]),
+    str: ([("", "is an empty string")], [5, True, ["a", 1], {}, []]),
     list[str]: ([("", "is an empty string")], [5, "a", [1], {}, [""]]),
+    list[float]: ([("much", "invalid float value")], [5, "a", ["1"], {}, [True]]),
 }
 TYPED = {
     name: next(kind for kind in NO_VALUES if kind in (hint if isinstance(hint, tuple) else (hint,)))

@@ -14,6 +14,7 @@ from hf_ga.run.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 # By type: another value, as a command line has it, and what it must become.
 VALUES_OF = {bool: ("true", True), int: ("12", 12), float: ("0.3", 0.3), str: ("other", "other"), list[str]: ("a.*", ["a.*"])}
+VALUES_OF[list[float]] = ("2", [2.0])
 HINTS = get_type_hints(FinetuneConfig)
 OTHER = {name: VALUES_OF[next(kind for kind in VALUES_OF if kind in (HINTS[name], *get_args(HINTS[name])))] for name in FIELDS}
 

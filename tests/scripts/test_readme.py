@@ -132,7 +132,7 @@ SHORTER = {
 
 def shortened(command: str) -> list[str]:
     """With paths from anywhere, a few steps and few tokens."""
-    words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in command.split()]
+    words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in shlex.split(command)]
     return [*words, *SHORTER["check" if "scripts/check_" in command else "finetune"].split()]
 
 
@@ -140,12 +140,19 @@ def shortened(command: str) -> list[str]:
 def test_the_commands_run(tmp_path):
     """In one folder and in this order, as some resume, without importing everything for each; real launches are in promises."""
     commands = [*CHECKS, *RUNS]
+    (tmp_path / "data").mkdir()
+    for name in ("part-1", "part-2", "check", "notes"):
+        (tmp_path / f"data/{name}.jsonl").write_text('{"text": "a note of five words"}\n' * 40)
     (tmp_path / "job.json").write_text(json.dumps([shortened(command) for command in commands]))
     words = [sys.executable, str(ROOT / "tests/support/command_lines.py"), "job.json"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
     assert (tmp_path / "outputs/safe/summary.json").exists()
+    assert (
+        "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
+        and "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
+    )
     assert "2 processes" in json.loads((tmp_path / "outputs/two/summary.json").read_text())["layout"]
 
 
