@@ -39,7 +39,7 @@ from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
 from hf_ga.trainer.loss import TrainerLoss
-from hf_ga.trainer.pairs import collate_pairs, has_pairs
+from hf_ga.trainer.pairs import collate_pairs, gather_uneven, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = ("_metrics", "_total_train_tokens")  # TRL's compute_loss updates them; the proof's forwards must not
@@ -235,8 +235,9 @@ class ExactTrainerMixin:
         if index == 0:
             model.zero_grad()  # gradients of a window that a callback interrupted
         before = random_states()
-        part = partial(loss.part, index=index)
-        with _accumulation_unseen(self), loss.forward.scope(), patch.object(self, "compute_loss", part):
+        part, gather = partial(loss.part, index=index), partial(gather_uneven, self.accelerator.gather)
+        replaced = patch.multiple(self, compute_loss=part), patch.multiple(self.accelerator, gather=gather)
+        with _accumulation_unseen(self), loss.forward.scope(), replaced[0], replaced[1]:
             result = super().training_step(model, inputs)
         if moved := moved_generators(before):
             raise UnkeyedRandomness(

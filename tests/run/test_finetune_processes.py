@@ -28,7 +28,7 @@ from hf_ga.run.accelerator import check_sharded
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 JOB = "translations"  # encoder and decoder, dropout, texts generated in evaluations and for the file to predict
 STREAM = {"streaming": True, "shuffle_buffer_size": 20}
-LORA = {"lora_r": 2, "lora_dropout": 0.1}
+LORA = {"lora_r": 2, "lora_dropout": 0.1, "use_dora": True}  # the matrices of LoRA, and magnitudes
 slow = pytest.mark.slow("starts two processes for eight runs")
 
 
@@ -185,7 +185,7 @@ def test_fsdp_is_the_same_run(version, runs_of_two, place):
 
 
 @slow
-def test_lora_under_fsdp_is_the_same_run(runs_of_two, place):
+def test_lora_and_dora_under_fsdp_are_the_same_run(runs_of_two, place):
     """The merged model, and the adapters in PEFT on the base model."""
     output = place / "lora"
     assert_same_run(output, place / "adapted")

@@ -49,8 +49,8 @@ bert_question_answering = seeded(partial(_bert, tf.BertForQuestionAnswering, num
 
 
 @seeded
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    sizes = {**SIZES, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+def gpt2(dropout: float = 0.0, **more) -> nn.Module:
+    sizes = {**SIZES, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1, **more}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import transformers as tf
 from datasets import Dataset
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
-from test_exact_trainer_trl import losses_on_one_and_two
 from trainers import LAYOUTS, WORDS, arguments, make_trainer, mixed, weight_error, word_tokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
@@ -19,7 +18,7 @@ BETA = 0.5
 ONE_EPOCH = {"num_train_epochs": 1}
 
 
-def pairs(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
+def pairs(num_samples: int) -> list[dict[str, str]]:
     """Answers of 1 to 9 words."""
     rng = random.Random(0)
 
@@ -30,10 +29,10 @@ def pairs(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
     return [dict(zip(names, map(text, (rng.randint(2, 6), *rng.sample((1, 2, 9), 2))), strict=True)) for _ in range(num_samples)]
 
 
-def finished(trainer, folder, layout, config, **more):
+def finished(trainer, folder, layout, config, num_samples=NUM_SAMPLES, **more):
     """The run of a trainer, with dropout."""
     args = arguments(folder, layout, config, bf16=False, disable_dropout=False, **more)
-    trainer = trainer(args=args, samples=Dataset.from_list(pairs()), processing_class=word_tokenizer())
+    trainer = trainer(args=args, samples=Dataset.from_list(pairs(num_samples)), processing_class=word_tokenizer())
     trainer.train()
     return trainer.run
 
@@ -80,17 +79,8 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path):
         return scores.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
 
     losses = []
-    for row in pairs()[:WINDOW]:
+    for row in pairs(NUM_SAMPLES)[:WINDOW]:
         chosen, rejected = (log_probability(reference, row, n) - log_probability(frozen, row, n) for n in ("chosen", "rejected"))
         losses.append(-F.logsigmoid(BETA * (chosen - rejected)))
     torch.stack(losses).mean().backward()
     assert h.relative_error(run.gradients[0], h.gradients(reference)) < CLOSE
-
-
-@pytest.mark.slow("trains on two processes")
-def test_two_processes_make_the_same_updates(tmp_path):
-    def train(processes, **more):
-        return dpo(tmp_path, mixed(DPOTrainer), h.gpt2(0.1), {1: (16, 1), 2: (2, 4)}[processes], **more)
-
-    alone, two = losses_on_one_and_two(tmp_path, train)
-    assert two == pytest.approx(alone, rel=CLOSE)

@@ -1,42 +1,63 @@
-"""ExactTrainer under DDP and FSDP2: a window makes the same update on 1, 2 and 3 processes, Trainer's does not; a run is resumed on
-another number of processes.
+"""ExactTrainer on 1, 2 and 3 processes, under DDP and FSDP2, at accumulation 1, 4 and 16: a window makes the same update, Trainer's
+does not; a run is resumed on another number of processes. One start of processes for each number; `pytest -s` prints the table.
 """
 
-import functools
+import os
+from functools import partial
+from itertools import product
 
 import helpers as h
 import pytest
 import torch
 import transformers as tf
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from forked import together
+from test_exact_trainer_pairs import dpo
+from test_exact_trainer_trl import sft
 from torch.distributed.tensor import DTensor
-from trainers import Case
+from trainers import Case, mixed
+from trl import DPOTrainer, SFTTrainer
 
 from hf_ga.parallel.prepare import enable_fsdp_on_cpu
-from hf_ga.trainer.exact_trainer import ExactTrainer
 
 pytestmark = [
     pytest.mark.slow("trains on up to three processes"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # about outputs that are views, which nothing changes in place
 ]
-WINDOW, NUM_SAMPLES, STEPS = 12, 29, 30  # two full windows and one of 5 samples: fewer than processes x batch size
-LAYOUTS = {1: (12, 1), 2: (3, 2), 3: (1, 4)}  # processes: per-device batch size, accumulation steps
-MODELS = {
-    "bert": (h.bert_token_classifier, h.tag_samples),
-    "gpt2": (h.gpt2, h.token_samples),
-    "mixtral": (lambda dropout: h.mixtral(0.1), h.token_samples),
-}
+WINDOW, NUM_SAMPLES = 96, 101  # each epoch a full window and one of 5 samples: fewer than some processes' batch
+STEPS, SAVED = 30, 20
+FEW = 2  # steps of the cases that would take long; the table in docs/trainer.md is of 30
 
 
-class ShardedTrainer(ExactTrainer):
-    """Shards on CPUs, too, where Accelerate would train with DDP."""
+class ShardsOnCpus:
+    """Shards where Accelerate would train with DDP."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        enable_fsdp_on_cpu(self.accelerator, plugin)
-        self.is_fsdp_enabled = self.args.world_size > 1
+        enable_fsdp_on_cpu(
+            self.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        )
+        self.is_fsdp_enabled = True
+
+
+KINDS = {"DDP": mixed, "FSDP2": lambda base: type("Sharded", (ShardsOnCpus, mixed(base)), {}), "Trainer": lambda base: base}
+
+
+def of_case(build, make_samples):
+    return lambda folder, kind, *how, **more: Case(folder, build, make_samples(NUM_SAMPLES)).run(kind(tf.Trainer), *how, **more)
+
+
+ONE_LAYER = {"num_hidden_layers": 1}
+bert, gpt2 = partial(h.bert_token_classifier, **ONE_LAYER), partial(h.gpt2, **ONE_LAYER)
+RUNS = {
+    "bert": of_case(bert, h.tag_samples),
+    "gpt2": of_case(gpt2, h.token_samples),
+    "mixtral": of_case(lambda dropout: h.mixtral(0.1), h.token_samples),
+    "dpo": lambda folder, kind, *how, **more: dpo(folder, kind(DPOTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more),
+    "sft": lambda folder, kind, *how, **more: sft(folder, kind(SFTTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more),
+}
+CASES = [*product(("bert", "gpt2", "dpo"), KINDS, (1, 4, 16)), *product(["mixtral"], ("DDP", "FSDP2"), (1, 4)), ("sft", "DDP", 1)]
 
 
 def whole(tensor):
@@ -44,50 +65,70 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run_on(folder, processes, trainer_class, name="bert", **more):
-    """First gradient and the losses of all steps, with dropout."""
-    build, make_samples = MODELS[name]
-    case = Case(folder / "trainer", build, make_samples(NUM_SAMPLES))
-    settings = {"max_steps": STEPS, "learning_rate": 0.05, "lr_scheduler_type": "constant", **more}
-    settings["ddp_backend"] = "gloo" if processes > 1 else None
+def num_steps(name, kind, ga):
+    if kind == "Trainer":
+        return 1
+    return STEPS if name in ("bert", "gpt2") and ga == 1 else FEW
 
-    def work():
-        torch.set_num_threads(1)
-        run = case.run(trainer_class, LAYOUTS[processes], **settings)
+
+def train_all(folder, processes):
+    """Writes the first gradient and all losses of each case, with dropout; and of a run that three processes began."""
+    found = {}
+
+    def train(name, kind, ga, steps, **more):
+        settings = {"max_steps": steps, "learning_rate": 0.05, "lr_scheduler_type": "constant", **more}
+        settings["ddp_backend"] = "gloo" if processes > 1 else None
+        run = RUNS[name](folder / kind, KINDS[kind], (WINDOW // processes // ga, ga), **settings)
+        assert (kind == "FSDP2") is any(isinstance(value, DTensor) for value in run.gradients[0].values())
         gradient = {name.removeprefix("module."): whole(value) for name, value in run.gradients[0].items()}
-        if run.trainer.args.process_index == 0:
-            torch.save({"gradient": gradient, "losses": run.losses}, folder / "found.pt")
+        found[name, kind, "resumed" if "resume" in more else ga] = gradient, run.losses
+        AcceleratorState._reset_state(True)
 
-    assert together(work, "ddp", processes) == {0}
-    return torch.load(folder / "found.pt")
+    torch.set_num_threads(1)
+    for name, kind, ga in CASES:
+        if processes > 1 or kind != "FSDP2":
+            saving = {"save_strategy": "steps", "save_steps": SAVED} if processes == 3 and (name, ga) == ("bert", 1) else {}
+            train(name, kind, ga, num_steps(name, kind, ga), **saving)
+    for kind in ("DDP", "FSDP2") if processes == 2 else ():
+        train("bert", kind, 4, STEPS, resume=SAVED)
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(found, folder / f"{processes}.pt")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """name of a model -> its run on one process."""
-    return functools.cache(lambda name: run_on(tmp_path_factory.mktemp("alone"), 1, ExactTrainer, name))
+def found(tmp_path_factory):
+    """Number of processes -> case -> first gradient, losses."""
+    folder = tmp_path_factory.mktemp("found")
+    for processes in (1, 3, 2):
+        assert together(partial(train_all, folder, processes), "ddp", processes) == {0}
+    return {processes: torch.load(folder / f"{processes}.pt") for processes in (1, 2, 3)}
 
 
-CASES = [(name, ExactTrainer, (2, 3)) for name in MODELS] + [("bert", ShardedTrainer, (2, 3)), ("mixtral", ShardedTrainer, (2,))]
+def errors(run, reference):
+    """Relative, of the first gradient and the largest of the losses."""
+    return h.relative_error(run[0], reference[0]), max(
+        abs(a / b - 1) for a, b in zip(*(r[1] for r in (run, reference)), strict=False)
+    )
 
 
-@pytest.mark.parametrize(("name", "trainer_class", "numbers"), CASES)
-def test_any_number_of_processes_makes_the_same_updates(name, trainer_class, numbers, alone, tmp_path):
-    for processes in numbers:
-        found = run_on(tmp_path, processes, trainer_class, name)
-        assert h.relative_error(found["gradient"], alone(name)["gradient"]) < 1e-6
-        assert found["losses"] == pytest.approx(alone(name)["losses"], rel=1e-5)
-        assert len(found["losses"]) == STEPS
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_every_split_makes_the_same_updates_and_trainers_do_not(found, processes):
+    for (name, kind, ga), run in found[processes].items():
+        if ga == "resumed":
+            continue
+        reference = found[1][name, "Trainer" if kind == "Trainer" else "DDP", 1]
+        gradient, losses = errors(run, reference)
+        print(f"| {name} | {processes} | {kind} | {ga} | {gradient:.1e} | {losses:.1e} |")
+        if kind != "Trainer":
+            assert gradient < 1e-6, (name, kind, ga)
+            assert losses < 1e-5, (name, kind, ga)
+            assert len(run[1]) == num_steps(name, kind, ga)
+        elif processes * ga > 1:
+            assert gradient > 0.01, (name, kind, ga)
 
 
-def test_trainers_own_updates_differ(tmp_path):
-    one, two = (run_on(tmp_path, processes, tf.Trainer) for processes in (1, 2))
-    assert h.relative_error(two["gradient"], one["gradient"]) > 0.01
-
-
-@pytest.mark.parametrize("trainer_class", [ExactTrainer, ShardedTrainer])
-def test_a_run_is_resumed_on_another_number_of_processes(trainer_class, alone, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 10}
-    run_on(tmp_path, 3, trainer_class, max_steps=10, **saving)
-    resumed = run_on(tmp_path, 2, trainer_class, resume=10)
-    assert resumed["losses"] == pytest.approx(alone("bert")["losses"][10:], rel=1e-5)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_run_is_resumed_on_another_number_of_processes(found, kind):
+    losses = found[2]["bert", kind, "resumed"][1]
+    assert losses == pytest.approx(found[1]["bert", "DDP", 1][1][SAVED:], rel=1e-5)
+    assert len(losses) == STEPS - SAVED

@@ -1,15 +1,11 @@
 """TRL's SFTTrainer with the mixin: prompts and completions, its own loss, its metrics, activation checkpointing on by default."""
 
 import copy
-import json
 import random
-from functools import partial
 
 import helpers as h
 import pytest
-import torch
 from datasets import Dataset
-from forked import together
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW
 from trainers import LAYOUTS, WORDS, arguments, make_trainer, mixed, weight_error, word_tokenizer
 from trl import SFTConfig, SFTTrainer
@@ -19,7 +15,7 @@ from hf_ga import ConfigError
 ExactSFTTrainer = mixed(SFTTrainer)
 
 
-def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
+def rows(num_samples: int) -> list[dict[str, str]]:
     """Completions of 1, 2 or 9 words."""
     rng = random.Random(0)
 
@@ -29,10 +25,10 @@ def rows(num_samples: int = NUM_SAMPLES) -> list[dict[str, str]]:
     return [{"prompt": text(rng.randint(2, 6)) + " ", "completion": text(rng.choice([1, 2, 9]))} for _ in range(num_samples)]
 
 
-def sft(folder, trainer_class, model, layout, **more):
+def sft(folder, trainer_class, model, layout, num_samples=NUM_SAMPLES, **more):
     """A finished run of a copy of the model."""
     args = arguments(folder, layout, SFTConfig, bf16=False, **more)
-    dataset = Dataset.from_list(rows())
+    dataset = Dataset.from_list(rows(num_samples))
     trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer())
     trainer.train()
     return trainer.run
@@ -51,37 +47,12 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
 
 
-def losses_on_one_and_two(folder, train):
-    """Of `train(number of processes, argument for gloo)`, on one process and on two."""
-
-    def work(processes):
-        torch.set_num_threads(1)
-        run = train(processes, ddp_backend="gloo" if processes > 1 else None)
-        if run.trainer.args.process_index == 0:
-            (folder / f"{processes}.json").write_text(json.dumps(run.losses))
-
-    for processes in (1, 2):
-        assert together(partial(work, processes), "ddp", processes) == {0}
-    return [json.loads((folder / f"{processes}.json").read_text()) for processes in (1, 2)]
-
-
-@pytest.mark.slow("trains on two processes")
-def test_two_processes_make_the_same_updates(tmp_path):
-    """The last window of an epoch has no micro-batch for the second process, which gathers metrics with the first."""
-
-    def train(processes, **more):
-        return sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), {1: (16, 1), 2: (8, 1)}[processes], **more)
-
-    alone, two = losses_on_one_and_two(tmp_path, train)
-    assert two == pytest.approx(alone, rel=CLOSE)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
     """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by hand."""
     model, encode = h.llama(0.0), word_tokenizer()
     samples = []
-    for row in rows()[:WINDOW]:
+    for row in rows(NUM_SAMPLES)[:WINDOW]:
         prompt, completion = (encode(row[name]).input_ids for name in ("prompt", "completion"))
         ids = [*prompt, *completion, encode.eos_token_id]
         labels = [-100] * len(prompt) + ids[len(prompt) :]
