@@ -27,7 +27,8 @@ def prose(path: Path) -> str:
         return " ".join(path.read_text(encoding="utf-8").split())
     tokens = tokenize.generate_tokens(iter(path.read_text(encoding="utf-8").splitlines(keepends=True)).__next__)
     kinds = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
-    return " ".join(" ".join(t.string for t in tokens if t.type in kinds).replace("#", " ").split())
+    found = [t.string for t in tokens if t.type in kinds or t.string == "}"]  # a value between two parts of a string
+    return " ".join(" ".join(found).replace("#", " ").split())
 
 
 def test_no_idioms():

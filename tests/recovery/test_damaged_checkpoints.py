@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,7 +153,7 @@ def test_latest_goes_before_newer_ones(runs, tmp_path, capsys):
 def test_manifest_lists_versions_and_all_files(runs):
     folder = runs / "own" / "checkpoint-6"
     manifest = read_manifest(folder)
-    assert manifest["step"] == 6 and manifest["versions"]["torch"] == torch.__version__
+    assert manifest["step"] == 6 and manifest["versions"]["torch"] == version("torch")
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     del files["manifest.json"]
     assert manifest["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
