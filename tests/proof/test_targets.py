@@ -38,10 +38,6 @@ def mean_over_samples(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels)
 
 
-def pooling_over_padding(features, labels, mask):
-    return F.cross_entropy(features.mean(1), labels)
-
-
 def summed(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels, reduction="sum")
 
@@ -73,11 +69,6 @@ def with_labels(make_label):
 
 def regression_samples(n):
     return with_labels(lambda s: {"labels": sum(s["input_ids"]) / 100})(n)
-
-
-def multi_label_samples(n):
-    labels = with_labels(lambda s: {"labels": torch.tensor([float(i in s["input_ids"][:8]) for i in (3, 5, 7)])})
-    return labels(n)
 
 
 def question_samples(n):
@@ -123,14 +114,11 @@ RIGHT = {
     "BERT classes": (h.bert_classifier, h.class_samples, "labels", False),
     "BERT classes, one column": (h.bert_classifier, with_labels(lambda s: {"labels": [s["input_ids"][0] % 3]}), "labels", False),
     "BERT regression": (lambda: h.bert_classifier(num_labels=1), regression_samples, "samples", False),
-    "BERT multi-label": (h.bert_classifier, multi_label_samples, "samples", False),
     "BERT question answering": (h.bert_question_answering, question_samples, "start and end positions", True),
     "BatchNorm in evaluation mode": (frozen_batch_norm, h.class_samples, "labels", False),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
     "FNet": (h.fnet_masked_lm, h.token_samples, "labels", True),
-    "pooling over padding": (lambda: head(pooling_over_padding), h.class_samples, "labels", True),
-    "pooling without padding": (lambda: head(mean_over_samples), h.class_samples, "labels", False),
 }
 
 

@@ -18,7 +18,6 @@ from helpers import IGNORED, SIZES, VOCABULARY, WIDTH, num_targets, pad_right, r
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AttentionInterface
-from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import ConfigError, UnkeyedRandomness
@@ -82,11 +81,6 @@ class MixingLayer(nn.Module):
         return self.act(self.linear(hidden_states)).tanh()
 
 
-def with_left_neighbours(x):
-    """In the batch as in a packed row."""
-    return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
 def drawn_for_each_sample(x):
     return x * nn.functional.dropout(torch.ones_like(x[:, :1, :1]), 0.5)
 
@@ -96,7 +90,6 @@ mixing = seeded(Mixing)
 UNSUPPORTED = {
     "a bias computed for whole batches": lambda: bert_like("MPNet"),
     "ALiBi": seeded(lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=2))),
-    "left neighbours": lambda: mixing(with_left_neighbours),
     "Fourier mixing": helpers.fnet_masked_lm,
 }
 MODELS = {
@@ -321,20 +314,3 @@ def test_a_path_that_depends_on_the_data_is_an_error():
     with scope(packing, model), pytest.raises(ConfigError, match="packed layers received hidden states of shape"):
         before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))
-
-
-def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
-    model, samples, packing = helpers.gpt2(0.1), samples_of("tokens", 12), Packing()
-
-    def sum_loss(outputs, batch):
-        count = num_targets(model, batch)
-        return outputs.loss * count, count
-
-    rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss, speed_ups=[packing])
-    assert rule.speed_ups == (packing,)
-    found = []
-    for packing._gain in (np.inf, 1.0):
-        gradients, result = window_gradient(model, one_window(samples, 4), targets=rule, loss_fn=sum_loss)
-        found.append((gradients, result.loss))
-    assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, "another rounding, or nothing was packed"
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
