@@ -144,18 +144,6 @@ def naive_in(dtype):
     return step
 
 
-def test_an_own_loss_function_and_its_naive_mean():
-    def naive(model, micro_batches):
-        for batch in micro_batches:
-            total, count = helpers.weighted_token_loss(model(batch["input_ids"]), batch)
-            (total / count / len(micro_batches)).backward()
-
-    report = check(
-        helpers.plain_tagger(0.1), helpers.weighted_samples(12), loss_fn=helpers.weighted_token_loss, steps={"step": naive}
-    )
-    assert report.arm(OURS).passed and not report.arm("step").passed
-
-
 def test_a_collate_function_that_draws_masks():
     def collate(samples):
         batch = helpers.pad_right(samples)

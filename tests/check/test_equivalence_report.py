@@ -12,7 +12,7 @@ from runs import filled_place
 
 import hf_ga
 from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS, Cause, Row, sizes_text
+from hf_ga.check.rows import OURS, Cause, Row
 
 
 def mean_of_means(model, micro_batches):
@@ -81,11 +81,6 @@ def test_a_refusal_is_the_verdict():
     text = refused._repr_html_()
     assert "refused" in str(refused) and "no &lt;rule&gt; fits" in text
     assert "<img" not in text  # there is nothing to plot
-
-
-def test_sizes_are_written_short():
-    written = [sizes_text(sizes) for sizes in ([4, 4], [12, 4], [7], list(range(1, 9)))]
-    assert written == ["2 x 4", "12 + 4", "7", "1 + 2 + 3 + 4 + 5 + 6 + ..."]
 
 
 @pytest.fixture(scope="module")

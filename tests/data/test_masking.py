@@ -81,19 +81,6 @@ def test_no_mask_token_is_refused():
         TASKS["masked-lm"].collator(letter_tokenizer(), 0, 0.15)
 
 
-def test_global_generators_stay():
-    before = h.global_random_states()
-    windows = loader(samples_of(20), LAYOUTS["4x4"])
-    for window in windows:
-        window.split([np.arange(window.num_samples)])
-        assert h.global_random_states() == before
-    batch = KeyedMasks(samples_of(1))[0]
-    assert h.global_random_states() != before  # the control: without a loader the key is drawn from numpy's generator
-    moved = h.global_random_states()
-    collate_masked()([batch])
-    assert h.global_random_states() == moved
-
-
 SIZE_OF_VOCABULARY, M = 16, 2**64
 
 

@@ -116,16 +116,6 @@ def test_accelerate_takes_a_skipped_fused_step_for_one_that_was_made():
     assert not training.accelerator.optimizer_step_was_skipped
 
 
-def test_the_scale_grows_after_the_interval():
-    """By hand: it doubles after three windows in a row, and an overflow begins the count again."""
-    samples = points(8 * WINDOW, [WINDOW])
-    training = training_of(fp16_accelerator(growth_interval=3))
-    results = [training.step(window) for window in loader(samples)]
-    assert [r.loss_scale / SCALE for r in results] == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
-    assert [r.overflowed for r in results] == [False, True, *[False] * 6]
-    assert training.accelerator.scaler.get_scale() == 2 * SCALE
-
-
 def test_a_window_without_targets_does_not_count_for_the_scale():
     targets = h.tag_samples(WINDOW)
     training = training_of(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
@@ -210,20 +200,6 @@ def test_clipping_comes_after_unscaling():
 
 def update(before, after):
     return {name: (b - a).detach() for (name, b), a in zip(before.named_parameters(), after.parameters(), strict=True)}
-
-
-def test_windows_are_added_under_one_scale_and_unscaled_once():
-    """What backward_window's docstring says of the gradient under fp16."""
-    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
-    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    (window,) = loader(samples)
-    for _ in range(2):
-        hf_ga.backward_window(accelerator, model, window)
-    twice = {name: 2 * g for name, g in reference.items()}
-    assert h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
-    accelerator.unscale_gradients()
-    assert h.relative_error(h.gradients(model), twice) <= 4 * FP16
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------------

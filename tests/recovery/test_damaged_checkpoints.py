@@ -274,18 +274,6 @@ def test_a_crash_while_saving_leaves_the_old_or_the_new_one(latest, step, kept, 
     assert found.count(before) > 10 and found.count(after) > 5
 
 
-def test_a_crash_in_the_first_save_leaves_nothing_or_a_checkpoint(tmp_path, crasher):
-    (tmp_path / "start").mkdir()
-
-    def check(output: Path) -> str:
-        found = find_checkpoint(ALONE, output, "auto")
-        return found.name if found else "none"
-
-    found = crash_everywhere(crasher, tmp_path / "start", tmp_path, lambda output: save_in(output, 2, 1), check)
-    assert found == ["none"] * found.count("none") + ["checkpoint-2"] * found.count("checkpoint-2")
-    assert found.count("none") > 10 and found.count("checkpoint-2") > 3
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, tf.PreTrainedModel]:
     """An old and a new one."""

@@ -139,12 +139,6 @@ def test_fp16():
     assert np.abs(losses - expected).max() <= 3 * np.abs(other - expected).max() + 1e-6
 
 
-def test_the_limit_is_remembered():
-    """Micro-batches over it are cut before the first try, so a device that is always as small fails in the first window only."""
-    _, retries, device, _ = run_of_steps("no", lambda: True)
-    assert retries[0] == len(device.failures) > 0 and not any(retries[1:])
-
-
 def test_a_single_sample_that_does_not_fit():
     """It is named; the caller's gradients are there as before, and smaller windows can be computed."""
     accelerator, model, samples = accelerator_in(), h.gpt2(0.1), h.token_samples(SAMPLES)

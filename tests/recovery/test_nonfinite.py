@@ -152,15 +152,6 @@ def test_a_micro_batch_that_is_bad_only_together_is_named_whole():
     assert CASES["output"] in text
 
 
-def test_a_hook_that_spoils_every_gradient_names_all_samples_shortly():
-    training, options = started()
-    training.model.head.weight.register_hook(lambda gradient: gradient + math.inf)
-    window = next(iter(windows_of(samples(bad=()), global_batch_size=12)))
-    listed = r"0, 1, 2, 3, 4, 5, 6, 7, \.\.\."
-    with pytest.raises(NonFinite, match=rf"it comes from samples {listed}; the gradient of head\.weight is not finite"):
-        training.step(window, **options)
-
-
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["no clipping", "clipping"])
 def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
     """All gradients are finite. Without clipping the step is made; a clipped one would be zero."""

@@ -167,13 +167,6 @@ def rows_without_targets(place):
     )
 
 
-def test_a_second_interrupt_stops_at_once(at_once, place, tmp_path, monkeypatch):
-    signalled(monkeypatch, "train_step", 5, signal.SIGINT, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        train(place, tmp_path / "out")
-    assert len(lines_of(tmp_path / "out")) == 4 and not (tmp_path / "out" / "checkpoint-4").exists()
-
-
 def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
     leave = loop._raise_if_stopped
     monkeypatch.setattr(loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
