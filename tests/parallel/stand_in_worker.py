@@ -26,7 +26,6 @@ CPU, DROPOUT = torch.device("cpu"), 0.3
 CASES = {  # model, samples, own loss
     "GPT-2": (h.gpt2, h.token_samples, None),
     "router": (lambda dropout: h.mixtral(0.5), h.token_samples, None),
-    "width": (h.xlnet_classifier, h.class_samples, None),
     "own loss": (h.plain_tagger, h.weighted_samples, h.weighted_token_loss),
 }
 

@@ -18,7 +18,6 @@ LIMIT = 400  # seconds
 SAME, ANOTHER = h.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
 WIDER = {"standin": 1, "cuda": 100}  # a GPU rounds in another way
 COUNTED_THERE = ("own loss",)  # whose number of targets is computed on the device, and has to be waited for
-ASKED_BY_ITSELF = ("width",) if h.BEFORE_5_23 else ()  # XLNet made a mask on the host
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["standin", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
@@ -73,7 +72,7 @@ def test_a_run_there_is_that_on_the_cpu_and_goes_on_after_a_stop(device, found_o
 def test_no_window_waits_for_the_device(name, found_on):
     case = found_on("standin")[name]
     waits = case["waits"]
-    if name in (*COUNTED_THERE, *ASKED_BY_ITSELF):
+    if name in COUNTED_THERE:
         assert 0 < len(waits) <= case["micro-batches"], "\n".join(waits)
     else:
         assert not waits, "\n".join(waits)
@@ -84,7 +83,7 @@ def test_evaluations_wait_once_they_are_done(name, found_on):
     """Each batch's sum is read when all batches are computed."""
     case = found_on("standin")[name]
     waits = case["waits of evaluation"]
-    early = [wait for wait in waits if "_in_parts" in wait and name not in ASKED_BY_ITSELF]
+    early = [wait for wait in waits if "_in_parts" in wait]
     assert not early and sum("_in_parts" not in wait for wait in waits) == case["forwards"], "\n".join(waits)
 
 

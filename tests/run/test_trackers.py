@@ -4,26 +4,33 @@ import json
 import sqlite3
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from runs import lines_of, small_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
+from hf_ga.run.cli import parse_config
 from hf_ga.run.trackers import tracker_names
 
 TOKEN = "hf_TheSecret"
+PAGE = (Path(__file__).parents[2] / "docs/finetune.md").read_text()
+SHOWN = parse_config(next(line for line in PAGE.splitlines() if "--report_to tensorboard --" in line).split()[3:])
 
 
 def of_tensorboard(folder, name):
-    folders = {path.parent for path in (folder / "out" / "trackers" / "colours").rglob("events.*")}
+    folders = {path.parent for path in (folder / "out" / "trackers" / SHOWN.project).rglob("events.*")}
     events = [EventAccumulator(str(folder)).Reload() for folder in folders]
     return [(s.step, s.value) for e in events if name in e.Tags()["scalars"] for s in e.Scalars(name)]
 
 
 def of_trackio(folder, name):
-    database = sqlite3.connect(folder / "trackio" / "colours.db")
-    rows = [(step, json.loads(m)) for step, m in database.execute("select step, metrics from metrics where run_name = 'blue'")]
+    database = sqlite3.connect(folder / "trackio" / f"{SHOWN.project}.db")
+    rows = [
+        (step, json.loads(m))
+        for step, m in database.execute("select step, metrics from metrics where run_name = ?", [SHOWN.run_name])
+    ]
     assert database.execute("select count(distinct run_id) from metrics").fetchall() == [(1,)]
     database.close()
     assert not any("__step" in values for _, values in rows)  # the name that trackio gives to a value called step
@@ -34,8 +41,8 @@ def of_mlflow(folder, name=None):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("colours").experiment_id])
-    assert (run.info.run_name, run.data.params["learning_rate"]) == ("blue", "0.0003")
+    (run,) = client.search_runs([client.get_experiment_by_name(SHOWN.project).experiment_id])
+    assert (run.info.run_name, run.data.params["learning_rate"]) == (SHOWN.run_name, "0.0003")
     return [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] if name else run.info.run_id
 
 
@@ -46,7 +53,7 @@ def of_wandb(folder, name):
     for path in sorted((folder / "out" / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
         records = [Record.FromString(data) for data in wandb_records(path.read_bytes())]
         (run,) = [record.run for record in records if record.HasField("run")]
-        assert (run.project, run.display_name) == ("colours", "blue")
+        assert (run.project, run.display_name) == (SHOWN.project, SHOWN.run_name)
         for record in records:
             items = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
             found += [(items["_step"], items[name])] if name in items else []
@@ -73,7 +80,7 @@ INSTALLED = [name for name in READERS if find_spec(name)]  # all: pip install -e
 
 @pytest.fixture(scope="module")
 def reported(place, tmp_path_factory):
-    """The folder of a run that was resumed from its third step, of eight."""
+    """The folder of a run with the flags that the docs show, resumed from its third step, of eight."""
     folder = tmp_path_factory.mktemp("reported")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
@@ -81,7 +88,7 @@ def reported(place, tmp_path_factory):
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
         patch.setattr(sys, "argv", ["finetune.py", "--hub_token", TOKEN, f"--hub-token={TOKEN}"])
         patch.chdir(folder)
-        names = {"report_to": ",".join(INSTALLED), "project": "colours", "run_name": "blue", "hub_token": TOKEN}
+        names = {"report_to": ",".join(INSTALLED), "project": SHOWN.project, "run_name": SHOWN.run_name, "hub_token": TOKEN}
         for more in ({}, {"resume_from_checkpoint": str(folder / "out" / "checkpoint-3")}):
             hf_ga.finetune(small_config(place, folder / "out", save_total_limit=9, **names, **more))
             if "mlflow" in INSTALLED:

@@ -37,8 +37,8 @@ CHECKS, PLANS = (
     starting("python scripts/plan_batch.py", "python scripts/submit_slurm.py"),
 )
 LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
-UPLOADS = [line for line in LAUNCHES if "--push_to_hub" in line]  # in test_hub.py
-RUNS = [line for line in LAUNCHES if line not in UPLOADS and ("scripts/finetune.py" in line or "scripts/check_" in line)]
+REPORTED = [line for line in LAUNCHES if "--push_to_hub" in line or "--report_to" in line]  # in test_hub.py, test_trackers.py
+RUNS = [line for line in LAUNCHES if line not in REPORTED and ("scripts/finetune.py" in line or "scripts/check_" in line)]
 RUNS = list(dict.fromkeys(RUNS))
 OF_OTHER_PROGRAMS = {  # accelerate launch; pytest and ruff
     *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--quiet"),
@@ -63,7 +63,7 @@ def test_every_block_and_command_is_tried():
         "processes": 1,
         "trainer": 1,
     }
-    tried = {*CHECKS, *PLANS, *ELSEWHERE, *RUNS, *UPLOADS}
+    tried = {*CHECKS, *PLANS, *ELSEWHERE, *RUNS, *REPORTED}
     assert {line for line in COMMANDS if line not in tried and "pip install" not in line} == set()
 
 

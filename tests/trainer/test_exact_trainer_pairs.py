@@ -47,7 +47,10 @@ def reward(folder, trainer_class, model, layout, **more):
     return finished(partial(make_trainer, trainer_class, model), folder, layout, RewardConfig, **more)
 
 
-@pytest.mark.parametrize(("run", "base"), [(dpo, DPOTrainer), (reward, RewardTrainer)])
+@pytest.mark.parametrize(
+    ("run", "base"),
+    [(dpo, DPOTrainer), pytest.param(reward, RewardTrainer, marks=pytest.mark.slow("DPO shows the same in the default suite"))],
+)
 def test_all_layouts_make_the_same_updates_and_trls_do_not(run, base, tmp_path):
     """TRL's masks depend on the layout."""
 
