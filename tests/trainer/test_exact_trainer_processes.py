@@ -76,7 +76,7 @@ def whole(tensor):
 def num_steps(name, kind, ga):
     if kind == "Trainer":
         return 1
-    return STEPS if name in ("bert", "gpt2") and ga == 1 else FEW
+    return STEPS if name == "bert" and ga == 1 else FEW
 
 
 def train_all(folder, processes):
