@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ga.data.files import is_file
@@ -73,13 +73,13 @@ def _name(config: FinetuneConfig) -> str:
 def _reason(config: FinetuneConfig, error: Exception) -> str:
     """The first sentence of an error, without the token, which some contain."""
     first = re.split(r"\n|\.\s|\.$", str(error).strip())[0] or type(error).__name__
-    return first.replace(config.hub_token or "\n", "***") + "."
+    token = config.hub_token or get_token()
+    return (first.replace(token, "***") if token else first) + "."
 
 
 def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
     model = config.model_name_or_path
-    names = as_list(config.dataset_name)
-    datasets = [each for each in names if not (each == "stdlib" or is_file(each) or Path(each).exists())]
+    datasets = [d for d in as_list(config.dataset_name) if not (d == "stdlib" or is_file(d) or Path(d).exists())]
     card_data = ModelCardData(
         library_name="transformers",
         base_model=model if model and not Path(model).exists() else None,

@@ -69,11 +69,8 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
         shutil.copy(output / name, copy / name)
     assert tf.AutoModelForSequenceClassification.from_pretrained(copy).num_labels == 3 and tf.AutoTokenizer.from_pretrained(copy)
     card = ModelCard.load(copy / "README.md")
-    assert (card.data.library_name, card.data.tags, card.data.base_model) == (
-        "transformers",
-        ["hf_ga", "text-classification"],
-        None,
-    )
+    found = card.data.library_name, card.data.tags, card.data.base_model
+    assert found == ("transformers", ["hf_ga", "text-classification"], None)
     assert f"| eval_accuracy | {summary['eval_accuracy']:.4f} |" in card.text and summary["data"] in card.text
     assert [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()] == []
     assert TOKEN not in capsys.readouterr().out + str(summary) + repr(hf_ga.FinetuneConfig(**FLAGS))
@@ -96,17 +93,15 @@ def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
-        (
-            {"whoami": OSError("No token at hf.co. See more.")},
-            {},
-            "cannot upload to me/colours: No token at hf.co. Log in with `hf auth",
-        ),
+        ({"whoami": OSError("No token at hf.co. See more.")}, {}, "upload to me/colours: No token at hf.co. Log in with `hf auth"),
         ({"whoami": ValueError(f"Illegal header value {TOKEN}")}, {}, r"Illegal header value \*\*\*\. Log in"),
+        ({"whoami": ValueError(f"Bearer {TOKEN}")}, {"hub_token": None}, r"Bearer \*\*\*\. Log in"),  # HF_TOKEN
         ({"role": "read"}, {}, "the token has no write access"),
         ({}, {"eval_only": True}, "eval_only trains no model to upload"),
     ],
 )
-def test_what_would_fail_after_the_run_fails_before_it(change, flags, message, calls, place, tmp_path):
+def test_what_would_fail_after_the_run_fails_before_it(change, flags, message, calls, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     calls.update(change)
     with pytest.raises(hf_ga.ConfigError, match=message):
         train_job(place, tmp_path / "out", "classes", **FLAGS | flags, dataset_name="missing")
