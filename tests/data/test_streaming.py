@@ -367,6 +367,33 @@ def test_the_last_window_can_be_left_out():
     assert [w.num_samples for w in loader] == [8, 8] and loader.epoch == 1
 
 
+def halved(row):
+    return {"x": row["x"] // 2, "draw": random.random()}
+
+
+def streamed(num_rows=60):
+    """Three shards, a filter, a random transform, rows tokenised in batches, a shuffle with a seed of its own."""
+    rows = datasets.Dataset.from_dict({"x": list(range(num_rows))}).to_iterable_dataset(num_shards=3)
+    rows = rows.shuffle(seed=1, buffer_size=10).filter(lambda row: row["x"] % 5 != 0).map(halved)
+    return rows.map(lambda columns: {"y": [x + 1 for x in columns["x"]]}, batched=True, batch_size=7)
+
+
+def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
+    options = {"shuffle_buffer_size": 6, "seed": 2}
+    found = [
+        [
+            flat([s["x"], s["y"], s["draw"]] for s in samples_of(w))
+            for w in make_loader(streamed(), num_workers=n, accelerator=p, **options)
+        ]
+        for n, p in [(0, None), (1, None), (0, process(1, 2))]
+    ]
+    assert found[0] == found[1] == found[2]
+    assert sum(len(window) for window in found[0]) == 3 * 48
+    loader = make_loader(streamed(), **options)
+    epochs = [[s["x"] for w in loader for s in samples_of(w)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------------
 
 

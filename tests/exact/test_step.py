@@ -9,6 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from windows import one_window, window_gradient
 
@@ -109,6 +111,19 @@ def test_chunks_are_added_along_their_tree_by_hand():
         hf_ga.backward_window(Accelerator(), model, one_window(samples, 1, **more), targets=rule)
         found.append(model.weight.grad.item())
     assert found == [pytest.approx(1 / 3), 0.0]
+
+
+@given(
+    values=st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=1, max_size=9),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_any_split_of_any_targets_by_hand(values, sizes):
+    (model, rule), targets = proven_weight(), [x for x, counted in values if counted]
+    model.weight.grad = None
+    result = hf_ga.backward_window(Accelerator(), model, window_of(values, sizes), targets=rule)
+    found = 0.0 if model.weight.grad is None else model.weight.grad.item()
+    expected = sum(targets) / max(1, len(targets))
+    assert (found, result.loss, result.num_targets) == (pytest.approx(expected), pytest.approx(expected), len(targets))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -202,6 +202,20 @@ def update(before, after):
     return {name: (b - a).detach() for (name, b), a in zip(before.named_parameters(), after.parameters(), strict=True)}
 
 
+def test_windows_are_added_under_one_scale_and_unscaled_once():
+    """What backward_window's docstring says of the gradient under fp16."""
+    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
+    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (window,) = loader(samples)
+    for _ in range(2):
+        hf_ga.backward_window(accelerator, model, window)
+    twice = {name: 2 * g for name, g in reference.items()}
+    assert h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
+    accelerator.unscale_gradients()
+    assert h.relative_error(h.gradients(model), twice) <= 4 * FP16
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------------------
 
 

@@ -149,10 +149,8 @@ def test_the_commands_run(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
     assert (tmp_path / "outputs/safe/summary.json").exists()
-    assert (
-        "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
-        and "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
-    )
+    assert "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
+    assert "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
     assert "2 processes" in json.loads((tmp_path / "outputs/two/summary.json").read_text())["layout"]
 
 

@@ -1,5 +1,6 @@
 """No full logits: loss and gradient are the head's own, only rows with a target reach the layer, what needs logits gets them."""
 
+import dataclasses
 from contextlib import nullcontext
 
 import helpers as h
@@ -11,6 +12,7 @@ import transformers as tf
 from heads.one_head import Head, build_head
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.hooks import Call
@@ -322,11 +324,25 @@ def test_heads_and_losses_that_need_logits_get_them(why):
     assert not rule.speed_ups and why in rule.left_out["chunked loss"]
 
 
+@pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])
+def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
+    """The same masks: the dropout sites do not move."""
+    model = build(0.1)
+    rule = proven(model)
+    assert rule.speed_ups[0].rows_per_chunk is None, "that of the proof"
+    grads, plain = window_gradient(model, one_window(SAMPLES, 5), targets=dataclasses.replace(rule, speed_ups=()))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for micro_batch in (5, 12):
+        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), targets=rule)
+        assert result.loss == pytest.approx(plain.loss, rel=1e-6)
+        assert h.relative_error(lazy, grads) <= 1e-6
+    assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, "dropout was on"
+
+
 def test_another_number_of_targets_than_counted_is_an_error():
     model, batch = h.gpt2(), h.pad_right(SAMPLES)
     rule, number, rows = proven(model), int((batch["labels"][:, 1:] != h.IGNORED).sum()), np.arange(len(SAMPLES))
     (head,) = rule.speed_ups
-    assert head.rows_per_chunk is None, "that of the proof"
     for counted in (number, number + 1, number - 1):
         head._count = lambda batch, num_samples, counted=counted: counted
         with head.scope(model):

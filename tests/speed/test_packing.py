@@ -18,6 +18,7 @@ from helpers import IGNORED, SIZES, VOCABULARY, WIDTH, num_targets, pad_right, r
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AttentionInterface
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import ConfigError, UnkeyedRandomness
@@ -314,3 +315,20 @@ def test_a_path_that_depends_on_the_data_is_an_error():
     with scope(packing, model), pytest.raises(ConfigError, match="packed layers received hidden states of shape"):
         before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))
+
+
+def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
+    model, samples, packing = helpers.gpt2(0.1), samples_of("tokens", 12), Packing()
+
+    def sum_loss(outputs, batch):
+        count = num_targets(model, batch)
+        return outputs.loss * count, count
+
+    rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss, speed_ups=[packing])
+    assert rule.speed_ups == (packing,)
+    found = []
+    for packing._gain in (np.inf, 1.0):
+        gradients, result = window_gradient(model, one_window(samples, 4), targets=rule, loss_fn=sum_loss)
+        found.append((gradients, result.loss))
+    assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, "another rounding, or nothing was packed"
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
