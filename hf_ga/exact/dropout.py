@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.attention import dropped_attention
-from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS
+from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
 from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.masks import keep_mask
