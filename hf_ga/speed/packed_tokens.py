@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
-from hf_ga.exact.masks import along_next_axis, keep_columns, mixed, row_keys, signed
+from hf_ga.exact.hashing import mixed, signed
+from hf_ga.exact.masks import keep_columns, over_axes, row_keys
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,5 @@ class PackedMasks:
                 "samples, so its draws cannot be tied to tokens. Omit packing, or set this dropout to 0."
             )
         rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as for padded samples: the sample, then its single row
-        rows = mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns)
-        for size in shape[2:-1]:
-            rows = mixed(along_next_axis(rows, size))
+        rows = over_axes(mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns), shape[2:-1])
         return keep_columns(rows, shape[-1], drop_probability).view(shape)
