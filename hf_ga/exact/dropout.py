@@ -7,7 +7,7 @@ path when activation checkpointing runs a module again inside `backward()`, wher
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -110,17 +110,11 @@ class KeyedDropout(Hook):
         self.source = SampleMasks(keys, shared)
 
     def before(self, call: Call) -> None:
-        """See `set_keys`."""
         self.set_keys(call.keys, call.window_key)
 
-    @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
-        if not self.sites:  # nothing is patched, so a compiled model stays compiled
-            yield
-            return
-        with self._patched():
-            yield
+        return self._patched() if self.sites else nullcontext()  # without patches a compiled model stays compiled
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -140,9 +140,10 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
+        for parameter in parameters:
+            parameter.grad = None
         raise
-    for parameter, gradient in zip(parameters, earlier, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    finally:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

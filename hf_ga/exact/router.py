@@ -11,8 +11,9 @@ with f and T counted over the whole window first (a pass without gradients), wha
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class Router:
         try:
             for owner, original in zip(self.owners, originals, strict=True):
                 known = list(inspect.signature(original).parameters) == ARGUMENTS
-                setattr(owner, FUNCTION, self._count if known else _unsupported(owner.__name__))
+                setattr(owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__))
             yield
         finally:
             for owner, original in zip(self.owners, originals, strict=True):
@@ -112,14 +113,9 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
     return torch.cat([chosen, probability, num_tokens])
 
 
-def _unsupported(module_name: str) -> Callable:
+def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
     """In place of a balancing loss with other arguments."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise LossNotAdditive(
-            f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its "
-            "micro-batches, and hf_ga does not know how to split it. Set output_router_logits=False (the load is then not "
-            "balanced), or pass loss_fn."
-        )
-
-    return refuse
+    raise LossNotAdditive(
+        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its micro-batches, and "
+        "hf_ga does not know how to split it. Set output_router_logits=False (the load is then not balanced), or pass loss_fn."
+    )

@@ -225,21 +225,13 @@ def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
         return logits if to == logits.hidden.device else NotImplemented
     if to == logits.dtype:
         return logits
-    return logits.then(partial(_cast, to=to)) if to.is_floating_point else NotImplemented
-
-
-def _cast(logits: Tensor, to: torch.dtype) -> Tensor:
-    return logits.to(to)
+    return logits.then(lambda made: made.to(to)) if to.is_floating_point else NotImplemented
 
 
 def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
     if kwargs or not isinstance(number, Real):
         return NotImplemented
-    return logits.then(partial(_apply, function, number))
-
-
-def _apply(function: Callable, other: Any, logits: Tensor) -> Tensor:
-    return function(logits, other)
+    return logits.then(lambda made: function(made, number))
 
 
 def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
@@ -247,7 +239,8 @@ def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
     constant = isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:] == logits.shape[-1:]
     if kwargs or not constant or isinstance(other, LazyLogits) or other.numel() != logits.source.layer.out_features:
         return NotImplemented
-    return logits.then(partial(_apply, Tensor.add, other.reshape(-1)))
+    bias = other.reshape(-1)
+    return logits.then(lambda made: made + bias)
 
 
 def _cross_entropy(

@@ -17,16 +17,13 @@ class PackedTokens:
     """Maps between the T real tokens of n samples and their padded batch of shape (n, S).
 
     Attributes:
-        num_samples: n. width: S. longest: real tokens of the longest sample.
+        num_samples: n. width: S.
         index: int64, shape (T,): index of each token in the flattened batch.
-        boundaries: int32, shape (n + 1,): start of each sample among the packed tokens, and T.
     """
 
     num_samples: int
     width: int
-    longest: int
     index: Tensor
-    boundaries: Tensor
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
@@ -34,17 +31,9 @@ class PackedTokens:
         values other than 0 and 1, or a sample without tokens.
         """
         real = attention_mask != 0
-        lengths = real.sum(1)
-        if not bool(((attention_mask == 1) == real).all()) or not int(lengths.min()):
+        if not bool(((attention_mask == 1) == real).all()) or not bool(real.any(1).all()):
             return None
-        index = real.flatten().nonzero().flatten()
-        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return PackedTokens(
-            *attention_mask.shape,
-            int(lengths.max()),
-            index.to(device, non_blocking=True),
-            boundaries.to(device, non_blocking=True),
-        )
+        return PackedTokens(*attention_mask.shape, real.flatten().nonzero().flatten().to(device, non_blocking=True))
 
     @property
     def num_tokens(self) -> int:
