@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.chunks import share_chunks
+from hf_ga.exact.chunks import Chunks
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
@@ -41,7 +41,10 @@ class Splitter:
         """
         plan, chunks = self.plan(lengths, whole_window), None
         if self.canonical_micro_batch is not None:
-            plan, chunks = share_chunks(plan[0], lengths, self.layout.num_processes)
+            of_window = plan[0]
+            padded_tokens = tuple(len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window)
+            chunks = Chunks(padded_tokens, self.layout.num_processes)
+            plan = [of_window[run.start : run.stop] for run in chunks.runs]
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         own, most = plan[self.process_index], max(map(len, plan))

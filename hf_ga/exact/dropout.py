@@ -55,14 +55,13 @@ class SampleMasks:
         Raises:
             UnkeyedRandomness: the sample axis does not hold whole samples.
         """
-        if site.axis is None:
-            return keep_mask(self.window_key, site.key, shape, None, drop_probability)
-        if shape[site.axis] % len(self.keys):
+        if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} samples: axis {site.axis} does not "
                 "hold whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
-        return keep_mask(self.keys, site.key, shape, site.axis, drop_probability)
+        keys = self.window_key if site.axis is None else self.keys
+        return keep_mask(keys, site.key, shape, site.axis, drop_probability)
 
 
 class Frame:
