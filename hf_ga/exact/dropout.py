@@ -6,7 +6,7 @@ path when activation checkpointing runs a module again inside `backward()`, wher
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -77,7 +77,8 @@ class KeyedDropout(Hook):
     """The dropout of one model. `proof.sites.find_dropout_sites` makes it.
 
     Attributes:
-        sites: by the key of their paths. unkeyed: modules that draw in a way that depends on the split, where that was allowed.
+        sites: by the key of their paths. hooked: modules whose calls make these paths.
+        unkeyed: modules that draw in a way that depends on the split, where that was allowed.
         source: draws the masks of the next forward; a speed-up may put its own there.
         attend: attention with a given mask of its weights; a speed-up may put its own there.
 
@@ -88,18 +89,14 @@ class KeyedDropout(Hook):
             model(**batch).loss.backward()
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: dict[int, DropoutSite] | None = None,
-        hooked: Sequence[nn.Module] | None = None,
-        unkeyed: Sequence[nn.Module] = (),
-    ) -> None:
-        self.model, self.sites, self.unkeyed = model, sites or {}, list(unkeyed)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.sites: dict[int, DropoutSite] = {}
+        self.unkeyed: list[nn.Module] = []
         self.attend: Callable[..., Tensor] = dropped_attention
         self.names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
-        self._hooked = list(self.names) if hooked is None else list(hooked)
+        self.hooked = list(self.names)
         self._stack: list[Frame] = []
         self._calls: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # of the last forward: path keys and inputs
         self.source: Any = None
@@ -118,7 +115,7 @@ class KeyedDropout(Hook):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module in self._hooked:
+            for module in self.hooked:
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:

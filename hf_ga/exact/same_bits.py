@@ -103,7 +103,7 @@ class ChunkBackend(Backend):
         the result of a kernel may depend on their alignment.
         """
         sums = [torch.empty_like(tensor) for tensor in like]
-        for indices in [[0], *([1 + i for i in bucket] for bucket in buckets(like[1:], BUCKET_BYTES))]:
+        for indices in buckets(like, BUCKET_BYTES):
             flat = [torch.cat([root[i].reshape(-1) for i in indices]) for root in roots]
             size = sum(like[i].numel() for i in indices)
             own = torch.stack(flat) if flat else like[indices[0]].new_empty(0, size)
