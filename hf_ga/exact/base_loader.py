@@ -85,9 +85,7 @@ class BaseLoader:
         canonical_micro_batch: int | None,
     ) -> None:
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
-        self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, steps, global_batch_size=global_batch_size
-        )
+        self.layout = Layout.from_sizes(accelerator.num_processes, per_device_batch_size, steps, global_batch_size)
         self.accelerator, self.seed, self.canonical_micro_batch = accelerator, seed, canonical_micro_batch
         if canonical_micro_batch is not None and not 0 < canonical_micro_batch <= per_device_batch_size:
             raise ConfigError(
