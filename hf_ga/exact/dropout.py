@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -119,9 +120,7 @@ class KeyedDropout(Hook):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                original = getattr(owner, name)
-                stack.callback(setattr, owner, name, original)
-                setattr(owner, name, partial(keyed, self, original))
+                stack.enter_context(patch.object(owner, name, partial(keyed, self, getattr(owner, name))))
             stack.callback(self._stack.clear)
             stack.callback(self._calls.clear)
             yield

@@ -12,8 +12,9 @@ with f and T counted over the whole window first (a pass without gradients), wha
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +44,12 @@ class Router:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The head's balancing loss is zero, and its calls are kept."""
-        originals = [getattr(owner, FUNCTION) for owner in self.owners]
-        try:
-            for owner, original in zip(self.owners, originals, strict=True):
-                known = list(inspect.signature(original).parameters) == ARGUMENTS
-                setattr(owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__))
+        with ExitStack() as stack:
+            stack.callback(self._calls.clear)
+            for owner in self.owners:
+                known = list(inspect.signature(getattr(owner, FUNCTION)).parameters) == ARGUMENTS
+                stack.enter_context(patch.object(owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)))
             yield
-        finally:
-            for owner, original in zip(self.owners, originals, strict=True):
-                setattr(owner, FUNCTION, original)
-            self._calls.clear()
 
     def take(self) -> Tensor:
         """What the calls of the last forward counted, one after the other, float32; it adds up over micro-batches.

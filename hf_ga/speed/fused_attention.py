@@ -3,9 +3,9 @@
 As separate autograd operations, attention reads its tokens x tokens matrices twice as often and keeps copies of query and key.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,8 @@ class FusedAttention(SpeedUp):
         self._dropout = dropout
         return "" if self._dropout.sites else "the model draws no dropout"
 
-    @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
-        original, self._dropout.attend = self._dropout.attend, self._attend
-        try:
-            yield
-        finally:
-            self._dropout.attend = original
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        return patch.object(self._dropout, "attend", self._attend)
 
     def verdict(self) -> str:
         return "" if self._was_used else "no attention with dropout in full precision"

@@ -6,11 +6,12 @@ operation first computes the real logits with the layer's own forward, so value 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +61,9 @@ class ChunkedLoss(SpeedUp):
         units = (unit for unit in self._model.modules() if isinstance(unit, UNITS) and unit is not self._model)
         return None if any(layer is module for unit in units for module in unit.modules()) else layer
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
+    def trial(self) -> AbstractContextManager[None]:
         """Use chunks of few rows, so that probes have several."""
-        self.rows_per_chunk = TRIAL_ROWS
-        try:
-            yield
-        finally:
-            self.rows_per_chunk = None
+        return patch.object(self, "rows_per_chunk", TRIAL_ROWS)
 
     def verdict(self) -> str:
         if not self._rows:
@@ -84,15 +80,11 @@ class ChunkedLoss(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        if (layer := self.layer) is None:
+        with ExitStack() as stack:
+            stack.callback(self._rows.clear)
+            if (layer := self.layer) is not None:
+                stack.enter_context(patch.object(layer, "forward", partial(self._defer, layer, layer.forward)))
             yield
-            return
-        layer.forward = partial(self._defer, layer, layer.forward)
-        try:
-            yield
-        finally:
-            del layer.forward
-            self._rows.clear()
 
     def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
         """Replaces `layer.forward`."""
