@@ -36,11 +36,6 @@ class PackedTokens:
         return PackedTokens(*attention_mask.shape, real.flatten().nonzero().flatten().to(device, non_blocking=True))
 
     @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.index)
-
-    @property
     def padded_shape(self) -> tuple[int, int]:
         """(n, S)."""
         return self.num_samples, self.width
@@ -48,7 +43,7 @@ class PackedTokens:
     @property
     def packed_shape(self) -> tuple[int, int]:
         """(1, T)."""
-        return 1, self.num_tokens
+        return 1, len(self.index)
 
     @cached_property
     def samples(self) -> Tensor:
