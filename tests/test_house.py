@@ -26,12 +26,12 @@ BUDGETS = {
     "hf_ga/run": 3310,  # 2,700, the flags of transformers, metrics and callbacks of the user, the upload, trackers
     "hf_ga/check": 1600,  # 1,500, and several processes
     "hf_ga/trainer": 571,  # 420, DDP, FSDP2, preference pairs, and gathers of uneven micro-batches
-    "hf_ga": 14373,
+    "hf_ga": 14366,
     "scripts": 3255,  # 3,000, and the report on a GPU
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 # Rooms that are over their budgets today, and their lines: they may only shrink. An entry goes when its room fits.
-TODAY = {"hf_ga/exact": 3079}
+TODAY = {"hf_ga/exact": 3072}
 # Strict: the mark must go with the commit that fulfils it.
 unmet = pytest.mark.xfail(strict=True, reason="the room is over its budget")
 # What a sample goes through on its way to an update: one sitting.

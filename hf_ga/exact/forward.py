@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -111,12 +111,10 @@ def module_modes(model: nn.Module) -> tuple[bool, ...]:
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Every module gets its own training or evaluation mode back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
