@@ -113,6 +113,6 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
 def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
     """In place of a balancing loss with other arguments."""
     raise LossNotAdditive(
-        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its micro-batches, and "
-        "hf_ga does not know how to split it. Set output_router_logits=False (the load is then not balanced), or pass loss_fn."
+        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its micro-batches, so "
+        "hf_ga cannot split it. Set output_router_logits=False (the load is then not balanced), or pass loss_fn."
     )

@@ -80,7 +80,8 @@ class ShardedBackend(Backend):
             )
         if self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ConfigError(
-                "FSDP2 of this torch reduces gradients wrongly that only some processes have: use torch 2.13, FSDP1 or DDP."
+                "FSDP2 of this torch version reduces gradients incorrectly that only some processes have: use torch 2.13 or newer, "
+                "FSDP1 or DDP."
             )
         if isinstance(model, FSDPModule):
             model.set_reduce_scatter_unused_params(True)
