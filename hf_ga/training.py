@@ -10,14 +10,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.forward import LossFunction, is_compiled, unwrapped
+from hf_ga.exact.forward import LossFunction, is_compiled, module_modes, unwrapped
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.precision import check_optimizer, check_precision
 from hf_ga.exact.step import Step
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for
-from hf_ga.proof.cache import find_proof, keep_proof
+from hf_ga.proof.identity import identity_of, same
 from hf_ga.proof.targets import ProvenLoss, prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
@@ -199,7 +199,9 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
     Raises:
         ConfigError: the model is already sharded by FSDP1, so it cannot be proven now.
     """
-    if proven := find_proof(window.state, model, loss_fn):
+    base, identity = unwrapped(model), identity_of(loss_fn)
+    proven_with, proven = window.state.proofs.get(base, (None, None))
+    if proven is not None and same(proven_with, identity) and proven.modes == module_modes(base):
         return proven
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
@@ -207,11 +209,12 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
             "before prepare, then targets=proven."
         )
     proven = prove_targets(
-        unwrapped(model),
+        base,
         window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES),
         window.fetcher.collate_fn,
         loss_fn=loss_fn,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
     )
-    keep_proof(window.state, model, loss_fn, proven)
+    window.state.proofs[base] = identity, proven
+    window.state.pad_to_window |= proven.pad_to_window
     return proven

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from hf_ga.exact.hashing import GOLDEN_64, mix_in_place
+from hf_ga.exact.hashing import mix_in_place, mixed
 
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1
 
@@ -68,9 +69,9 @@ def mask_tokens(
 
 def _draws(keys: np.ndarray, width: int, draw: int) -> np.ndarray:
     """64 random bits for each (sample, column, draw), independent of the width."""
-    rows = mix_in_place(np.asarray(keys).astype(np.uint64) + GOLDEN_64)
-    columns = mix_in_place(np.arange(width, dtype=np.uint64) * np.uint64(4) + np.uint64(draw))
-    return mix_in_place(rows[:, None] + columns)
+    rows = mixed(torch.from_numpy(np.asarray(keys, np.int64)))
+    columns = mix_in_place(torch.from_numpy(np.arange(width, dtype=np.int64)) * 4 + draw)
+    return mix_in_place(rows.unsqueeze(1) + columns).numpy().view(np.uint64)
 
 
 def _unit(bits: np.ndarray) -> np.ndarray:

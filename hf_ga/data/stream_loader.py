@@ -85,17 +85,9 @@ class StreamLoader(BaseLoader):
             raise ConfigError(
                 f"num_workers {num_workers}: a stream is read in order, by at most one worker. Use 1 to read ahead, or 0."
             )
-        super().__init__(
-            accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            drop_last_window,
-            num_workers,
-            canonical_micro_batch,
-        )
+        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, canonical_micro_batch)
         self.splitter = self._make_splitter(planner, length_of is not None, None, max_tokens_per_micro_batch)
+        self.drop_last_window, self.num_workers = drop_last_window, num_workers
         self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of or sample_length
         self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)
 

@@ -73,9 +73,12 @@ class Backend:
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Backward of a micro-batch's term; nothing if it has no weight."""
+        """Backward of a micro-batch's term, times the scale of fp16; nothing if it has no weight. Not `accelerator.backward`: it
+        divides by gradient_accumulation_steps, but terms are already divided by targets.
+        """
         if weight:
-            self.accelerator.backward(term)
+            scaler = self.accelerator.scaler
+            (term if scaler is None else scaler.scale(term)).backward()
 
     def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
         """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted to the status."""
@@ -91,35 +94,23 @@ class Backend:
         """Add up the status of all ranks: one small all-reduce in float64. On one process, the status itself.
 
         Raises:
-            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: memory ran out on a rank.
+            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: nothing else than memory that ran
+                out on a rank; the smallest micro-batch that failed.
         """
         own = status.failure
         if self.accelerator.num_processes == 1:
             if own is not None:
                 raise own
             return status
-        can_be_cut = isinstance(own, TooLarge)
-        flags = [own is not None and not can_be_cut, can_be_cut, 0.0]
-        row = torch.tensor([*flags, *status.counts, *status.has_gradient], dtype=torch.float64, device=self.accelerator.device)
-        row[2] = status.loss
+        row = [own is not None, 0.0, *status.counts, *status.has_gradient]
+        row = torch.tensor(row, dtype=torch.float64, device=self.accelerator.device)
+        row[1] = status.loss
         dist.all_reduce(row)
-        failed, too_large, _, *numbers = row.tolist()
+        failed, _, *numbers = row.tolist()
         if failed:
-            _raise_on_all_ranks(None if can_be_cut else own)
-        if too_large:
-            smallest = torch.tensor(own.num_elements if can_be_cut else torch.inf, dtype=row.dtype, device=row.device)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-            raise TooLarge(int(smallest))
+            _raise_on_all_ranks(own)
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
-        self.check_use(given)
-        return replace(status, loss=row[2], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
-
-    def check_use(self, num_ranks: Sequence[float]) -> None:
-        """num_ranks: of each parameter, how many ranks have a gradient of it.
-
-        Raises:
-            ConfigError: gradients that only some ranks have cannot be summed.
-        """
+        return replace(status, loss=row[1], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The sum over all ranks, of a tensor that each computed in the window so far."""
@@ -222,11 +213,12 @@ def added(*counts: Counts) -> Counts:
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
-def _raise_on_all_ranks(failure: Exception | None) -> None:
-    """Every rank raises: its own failure, or the message of the first rank that failed."""
-    text = f"{type(failure).__name__}: {failure}".encode(errors="replace").decode()  # printable characters only
-    messages = gather_object([None if failure is None else text])
-    if failure is not None:
-        raise failure
-    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
-    raise ProcessFailed(f"process {rank} failed: {message}")
+def _raise_on_all_ranks(own: Exception | None) -> None:
+    """See `Backend.all_reduce_status`."""
+    fits_or_is_cut = own is None or isinstance(own, TooLarge)
+    text = f"{type(own).__name__}: {own}".encode(errors="replace").decode()  # printable characters only
+    failures = gather_object([own if fits_or_is_cut else text])
+    messages = [f"process {rank} failed: {failure}" for rank, failure in enumerate(failures) if isinstance(failure, str)]
+    if messages:
+        raise ProcessFailed(messages[0]) if fits_or_is_cut else own
+    raise TooLarge(min(failure.num_elements for failure in failures if failure is not None))

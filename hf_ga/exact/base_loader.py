@@ -1,7 +1,7 @@
 """What the loaders of windows share: sizes, this rank's part of a window, and the position of an iteration."""
 
 import math
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,61 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
-from hf_ga.exact.plan import Plan, Planner, plan_window
-from hf_ga.exact.splitter import Splitter
+from hf_ga.exact.plan import Plan, Planner, check_plan, plan_window
 from hf_ga.exact.window import LoaderState
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Makes requests: which part of a window this process computes, from what all processes know.
+
+    Attributes:
+        planner: None splits evenly by number. canonical_micro_batch: samples in one chunk, for the same bits.
+    """
+
+    seed: int
+    layout: Layout
+    process_index: int
+    planner: Planner | None
+    canonical_micro_batch: int | None = None
+
+    def request(
+        self, epoch: int, index: int, sample_ids: np.ndarray, lengths: np.ndarray, whole_window: bool = False
+    ) -> WindowRequest:
+        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of the epoch, shape (n,).
+
+        Raises:
+            ConfigError: the planner drops or repeats samples.
+        """
+        plan, chunks = self.plan(lengths, whole_window), None
+        if self.canonical_micro_batch is not None:
+            of_window = plan[0]
+            padded_tokens = tuple(len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window)
+            chunks = Chunks(padded_tokens, self.layout.num_processes)
+            plan = [of_window[run.start : run.stop] for run in chunks.runs]
+        check_plan(plan, len(sample_ids), self.layout.num_processes)
+        positions = index * self.layout.window_size + np.arange(len(sample_ids))
+        own, most = plan[self.process_index], max(map(len, plan))
+        known = lengths if isinstance(self.planner, ByLength) else None
+        return WindowRequest(self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known, chunks)
+
+    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+        """Who computes what; chunks are planned for a single process. Where all samples are padded to one width, a plan by length
+        is one of equal lengths.
+        """
+        num_processes = self.layout.num_processes if self.canonical_micro_batch is None else 1
+        if self.planner is None:
+            return plan_window(len(lengths), num_processes, self.canonical_micro_batch or self.layout.micro_batch_size)
+        equal = whole_window and isinstance(self.planner, ByLength)
+        return self.planner(np.full_like(lengths, lengths.max()) if equal else lengths, num_processes)
+
+    def padded(self, request: WindowRequest) -> WindowRequest:
+        """The same window, planned again for micro-batches as wide as its longest sample."""
+        return self.request(request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True)
 
 
 class BaseLoader:
@@ -32,17 +82,11 @@ class BaseLoader:
         global_batch_size: int | None,
         seed: int,
         pad_to_window: bool,
-        drop_last_window: bool,
-        num_workers: int,
         canonical_micro_batch: int | None,
     ) -> None:
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
-        self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, steps, global_batch_size=global_batch_size
-        )
-        self.accelerator, self.seed = accelerator, seed
-        self.drop_last_window, self.num_workers = drop_last_window, num_workers
-        self.canonical_micro_batch = canonical_micro_batch
+        self.layout = Layout.from_sizes(accelerator.num_processes, per_device_batch_size, steps, global_batch_size)
+        self.accelerator, self.seed, self.canonical_micro_batch = accelerator, seed, canonical_micro_batch
         if canonical_micro_batch is not None and not 0 < canonical_micro_batch <= per_device_batch_size:
             raise ConfigError(
                 f"canonical_micro_batch (same_bits) must be at least 1 and at most the per-device batch size "
@@ -63,14 +107,13 @@ class BaseLoader:
                 "stream, length_of) and no custom planner, or omit it."
             )
         check_limit(max_tokens, longest or 1, "the longest sample's")
-        size = self.canonical_micro_batch or self.layout.micro_batch_size
         if planner is None and by_length:
+            size = self.canonical_micro_batch or self.layout.micro_batch_size
             overhead = CPU_OVERHEAD if self.accelerator.device.type == "cpu" else GPU_OVERHEAD
             limit = max_tokens or (None if longest is None else size * max(1, longest))
             in_step = self.accelerator.distributed_type == DistributedType.FSDP  # ranks wait for each other in every forward
             planner = ByLength(size, limit, overhead, in_step)
-        planner = planner or partial(_plan_by_count, micro_batch_size=size)
-        return Splitter(self.seed, self.layout, planner, self.accelerator.process_index, self.canonical_micro_batch is not None)
+        return Splitter(self.seed, self.layout, self.accelerator.process_index, planner, self.canonical_micro_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
@@ -121,7 +164,3 @@ def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
             f"max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} tokens: every sample must fit into a "
             f"micro-batch. Allow at least {longest}, or cut samples shorter (max_length)."
         )
-
-
-def _plan_by_count(lengths: np.ndarray, num_ranks: int, micro_batch_size: int) -> Plan:
-    return plan_window(len(lengths), num_ranks, micro_batch_size)

@@ -12,8 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_ga.exact.plan import Plan
-
 Node = tuple[int, int]  # the chunks from the first to before the second
 
 
@@ -66,12 +64,6 @@ class Chunks:
             for chunk in run:
                 tree.add((chunk, chunk + 1), None)
         return [[node for node, _ in tree.nodes] for tree in trees]
-
-
-def share_chunks(chunks: list[np.ndarray], lengths: np.ndarray, num_processes: int) -> tuple[Plan, Chunks]:
-    """Who computes which chunks (offsets in the window), by their padded tokens."""
-    shared = Chunks(tuple(len(chunk) * max(1, int(lengths[chunk].max())) for chunk in chunks), num_processes)
-    return [chunks[run.start : run.stop] for run in shared.runs], shared
 
 
 class TreeSum:

@@ -6,18 +6,18 @@ path when activation checkpointing runs a module again inside `backward()`, wher
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.attention import dropped_attention
-from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS
+from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
 from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.masks import keep_mask
@@ -56,14 +56,13 @@ class SampleMasks:
         Raises:
             UnkeyedRandomness: the sample axis does not hold whole samples.
         """
-        if site.axis is None:
-            return keep_mask(self.window_key, site.key, shape, None, drop_probability)
-        if shape[site.axis] % len(self.keys):
+        if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} samples: axis {site.axis} does not "
                 "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
-        return keep_mask(self.keys, site.key, shape, site.axis, drop_probability)
+        keys = self.window_key if site.axis is None else self.keys
+        return keep_mask(keys, site.key, shape, site.axis, drop_probability)
 
 
 class Frame:
@@ -79,7 +78,8 @@ class KeyedDropout(Hook):
     """The dropout of one model. `proof.sites.find_dropout_sites` makes it.
 
     Attributes:
-        sites: by the key of their paths. unkeyed: modules that draw in a way that depends on the split, where that was allowed.
+        sites: by the key of their paths. hooked: modules whose calls make these paths.
+        unkeyed: modules that draw in a way that depends on the split, where that was allowed.
         source: draws the masks of the next forward; a speed-up may put its own there.
         attend: attention with a given mask of its weights; a speed-up may put its own there.
 
@@ -90,18 +90,14 @@ class KeyedDropout(Hook):
             model(**batch).loss.backward()
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sites: dict[int, DropoutSite] | None = None,
-        hooked: Sequence[nn.Module] | None = None,
-        unkeyed: Sequence[nn.Module] = (),
-    ) -> None:
-        self.model, self.sites, self.unkeyed = model, sites or {}, list(unkeyed)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.sites: dict[int, DropoutSite] = {}
+        self.unkeyed: list[nn.Module] = []
         self.attend: Callable[..., Tensor] = dropped_attention
         self.names = {module: name or "(the model itself)" for name, module in model.named_modules()}
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
-        self._hooked = list(self.names) if hooked is None else list(hooked)
+        self.hooked = list(self.names)
         self._stack: list[Frame] = []
         self._calls: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # of the last forward: path keys and inputs
         self.source: Any = None
@@ -111,28 +107,20 @@ class KeyedDropout(Hook):
         self.source = SampleMasks(keys, shared)
 
     def before(self, call: Call) -> None:
-        """See `set_keys`."""
         self.set_keys(call.keys, call.window_key)
 
-    @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
-        if not self.sites:  # nothing is patched, so a compiled model stays compiled
-            yield
-            return
-        with self._patched():
-            yield
+        return self._patched() if self.sites else nullcontext()  # without patches a compiled model stays compiled
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module in self._hooked:
+            for module in self.hooked:
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                original = getattr(owner, name)
-                stack.callback(setattr, owner, name, original)
-                setattr(owner, name, partial(keyed, self, original))
+                stack.enter_context(patch.object(owner, name, partial(keyed, self, getattr(owner, name))))
             stack.callback(self._stack.clear)
             stack.callback(self._calls.clear)
             yield

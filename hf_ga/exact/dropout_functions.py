@@ -27,21 +27,7 @@ class Masks(Protocol):
 
 
 def dropout(
-    masks: Masks, original: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """For `F.dropout`, which `nn.Dropout` calls."""
-    if not masks.is_keyed(p, training):
-        return original(input, p, training, inplace)
-    return _dropped(masks, input, p, inplace, input.shape)
-
-
-def torch_dropout(masks: Masks, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
-    """For `torch.dropout`."""
-    return _dropped(masks, input, p, False, input.shape) if masks.is_keyed(p, train) else original(input, p, train)
-
-
-def feature_dropout(
-    unbatched_dim: int | None,
+    drawn_axes: Callable[[Tensor], int],
     masks: Masks,
     original: Callable,
     input: Tensor,
@@ -49,13 +35,21 @@ def feature_dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """For `F.dropout1d` and its kin: one draw for each (sample, channel), or for each channel where torch takes the input for a
-    single sample, because it has `unbatched_dim` axes.
+    """For `F.dropout`, which `nn.Dropout` calls, and its kin that drop whole channels.
+
+    Args:
+        drawn_axes: how many of the input's first axes have separate draws; each draw is for all elements of the other axes.
     """
     if not masks.is_keyed(p, training):
         return original(input, p, training, inplace)
-    drawn = 1 if input.dim() == unbatched_dim else 2
-    return _dropped(masks, input, p, inplace, torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))))
+    drawn = drawn_axes(input)
+    kept = masks.mask(torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))), p)
+    return input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p)) if inplace else keyed_dropout(input, p, kept)
+
+
+def torch_dropout(masks: Masks, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
+    """For `torch.dropout`, which cannot work in place."""
+    return dropout(Tensor.dim, masks, lambda input, p, train, inplace: original(input, p, train), input, p, train)
 
 
 def attention(
@@ -73,11 +67,27 @@ def attention(
     """For `F.scaled_dot_product_attention`: with dropout, the attention weights are computed and dropped here."""
     if not masks.is_keyed(dropout_p):
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    kept = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
+    kept, bias = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p), None
+    if is_causal:
+        bias = torch.full(kept.shape[-2:], -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
+    elif attn_mask is not None:
+        bias, has_keys = _bias_of(attn_mask, query.dtype)
+        kept = kept & has_keys  # a row without keys has weight 0
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return masks.attend(query, key, value, attn_mask, is_causal, scale, kept, dropout_p)
+    return masks.attend(query, key, value, kept, bias, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
+
+
+def dropped_attention(
+    query: Tensor, key: Tensor, value: Tensor, kept: Tensor, bias: Tensor | None, scale: float, drop_probability: float
+) -> Tensor:
+    """keyed_dropout(softmax(query key^T * scale + bias), drop_probability, kept) value.
+
+    Shapes: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, V), kept (..., heads, L, S), bool.
+    """
+    scores = (query * scale) @ key.mT
+    scores = scores if bias is None else scores + bias
+    return keyed_dropout(scores.softmax(-1), drop_probability, kept) @ value
 
 
 def stochastic_depth(masks: Masks, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
@@ -98,16 +108,25 @@ def stochastic_depth(masks: Masks, original: Callable, *size: Any, **kwargs: Any
 
 # (where the function lives, its name, its replacement). Draws by other functions are found by the generators that they move.
 DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
-    (F, "dropout", dropout),
-    (F, "dropout1d", partial(feature_dropout, 2)),
-    (F, "dropout2d", partial(feature_dropout, None)),
-    (F, "dropout3d", partial(feature_dropout, 4)),
+    (F, "dropout", partial(dropout, Tensor.dim)),
+    # One draw for each (sample, channel), or for each channel where torch takes the input for a single sample.
+    (F, "dropout1d", partial(dropout, lambda input: 1 if input.dim() == 2 else 2)),
+    (F, "dropout2d", partial(dropout, lambda input: 2)),
+    (F, "dropout3d", partial(dropout, lambda input: 1 if input.dim() == 4 else 2)),
     (F, "scaled_dot_product_attention", attention),
     (torch, "dropout", torch_dropout),
     (torch, "rand", stochastic_depth),
 ]
 
 
-def _dropped(masks: Masks, x: Tensor, p: float, inplace: bool, mask_shape: torch.Size) -> Tensor:
-    kept = masks.mask(mask_shape, p)
-    return x.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p)) if inplace else keyed_dropout(x, p, kept)
+def _bias_of(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a mask adds to the scores, and which rows have keys at all (bool, (..., L, 1)).
+
+    Nothing is masked in a row without keys, so that its softmax is not NaN.
+    """
+    if attn_mask.dtype == torch.bool:
+        has_keys = attn_mask.any(-1, keepdim=True)
+        # 1 - 1/1 is 0 and 1 - 1/0 is -inf: faster than masked_fill
+        return 1 - (attn_mask | ~has_keys).to(dtype).reciprocal_(), has_keys
+    has_keys = (attn_mask != -torch.inf).any(-1, keepdim=True)
+    return attn_mask.masked_fill(~has_keys, 0.0), has_keys

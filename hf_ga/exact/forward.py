@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -111,12 +111,10 @@ def module_modes(model: nn.Module) -> tuple[bool, ...]:
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Every module gets its own training or evaluation mode back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
@@ -140,9 +138,10 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
+        for parameter in parameters:
+            parameter.grad = None
         raise
-    for parameter, gradient in zip(parameters, earlier, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    finally:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -29,14 +29,11 @@ def moved_generators(before: dict[str, bytes]) -> list[str]:
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
     """Put all global generators back at the end, also after an error."""
-    python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with torch.random.fork_rng(devices=devices), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        yield
 
 
 def seed_generators(key: int) -> None:

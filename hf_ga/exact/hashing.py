@@ -1,23 +1,19 @@
 """The one 64-bit hash that order, dropout and data seeds are drawn from.
 
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants
-of Stafford's variant 13). It is written out for Python integers and for numpy arrays: integer arithmetic modulo 2**64 gives the
-same bits on every platform and version, which a library's random generator does not promise.
+of Stafford's variant 13). It is written out for Python integers and for int64 tensors: integer arithmetic modulo 2**64 gives the
+same bits on every device, platform and version, which a library's random generator does not promise.
 """
 
 import enum
 import hashlib
 
-import numpy as np
+from torch import Tensor
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
-GOLDEN_64 = np.uint64(GOLDEN)
-# The steps of `mix`: shift, multiplier.
-_STEPS_64 = ((np.uint64(30), np.uint64(MULTIPLIER_1)), (np.uint64(27), np.uint64(MULTIPLIER_2)))
-_LAST_SHIFT_64 = np.uint64(31)
 
 
 class Stream(enum.IntEnum):
@@ -39,13 +35,24 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def mix_in_place(values: np.ndarray) -> np.ndarray:
-    """`mix` for every element of a uint64 array, which is changed and returned."""
-    for shift, multiplier in _STEPS_64:
-        values ^= values >> shift
-        values *= multiplier
-    values ^= values >> _LAST_SHIFT_64
-    return values
+def mix_in_place(values: Tensor) -> Tensor:
+    """`mix` for every element of an int64 tensor, which is changed and returned."""
+    for bits, multiplier in ((30, MULTIPLIER_1), (27, MULTIPLIER_2)):
+        values.bitwise_xor_(values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)).mul_(signed(multiplier))
+    return values.bitwise_xor_(values.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
+
+
+def mixed(values: Tensor) -> Tensor:
+    """`mix(value + GOLDEN)` for every element of an int64 tensor. So `mixed(values ^ signed(make_key(*parts)))` is
+    `make_key(*parts, v)` for every v.
+    """
+    return mix_in_place(values + signed(GOLDEN))
+
+
+def signed(value: int) -> int:
+    """The int64 with the bits of a 64-bit unsigned integer."""
+    value &= MASK64
+    return value - (1 << 64) if value >> 63 else value
 
 
 def make_key(*parts: int) -> int:
@@ -58,11 +65,6 @@ def make_key(*parts: int) -> int:
     for part in parts:
         key = mix((key ^ (part & MASK64)) + GOLDEN)
     return key
-
-
-def extend_key(key: int, values: np.ndarray) -> np.ndarray:
-    """`make_key(*parts, v)` for every v of an integer array, given `key = make_key(*parts)`. Returns uint64, same shape."""
-    return mix_in_place((np.asarray(values).astype(np.uint64) ^ np.uint64(key)) + GOLDEN_64)
 
 
 def name_key(name: str) -> int:

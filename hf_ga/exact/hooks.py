@@ -1,17 +1,13 @@
 """Hooks around the forwards of a window: keyed dropout, the router's balancing loss and every speed-up are hooks."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.window import Window
 
 Counts = tuple[float, ...]  # targets: one number, or one for each mean of a loss that is a sum of means
 
@@ -37,18 +33,6 @@ class Call:
     window_key: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     weight: int = 1
     index: int = 0
-
-    def on_device(self, window: Window, device: torch.device) -> "Call":
-        """The same with its batch and keys on the device."""
-        request = window.request
-        keys = sample_keys(request.seed, request.epoch, self.micro_batch.positions)
-        shared = window_key(request.seed, request.epoch, request.index)
-        return replace(
-            self,
-            batch=send_to_device(self.micro_batch.batch, device, non_blocking=True),
-            keys=keys.to(device, non_blocking=True),
-            window_key=shared.to(device, non_blocking=True),
-        )
 
 
 class Hook:
@@ -82,10 +66,9 @@ class SpeedUp(Hook):
         """
         return ""
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
+    def trial(self) -> AbstractContextManager[None]:
         """Around the proof's probes: used also where a batch is too small to gain from it."""
-        yield
+        return nullcontext()
 
     def verdict(self) -> str:
         """After the probe with it: why it had no effect; "" if it had one."""

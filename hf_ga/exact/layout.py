@@ -23,12 +23,7 @@ class Layout:
 
     @classmethod
     def from_sizes(
-        cls,
-        num_processes: int,
-        micro_batch_size: int,
-        accumulation_steps: int | None = None,
-        *,
-        global_batch_size: int | None = None,
+        cls, num_processes: int, micro_batch_size: int, accumulation_steps: int | None = None, global_batch_size: int | None = None
     ) -> "Layout":
         """Derive what is left out; check what is given twice.
 

@@ -21,6 +21,8 @@ from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import KINDS
 
 Sums = tuple[Tensor | float, ...]
+Run = Callable[[Call], Any]  # a forward: see `step.Forward`
+AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
 # How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head predicts column 1 first.
 COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
@@ -54,19 +56,8 @@ class Loss(Hook):
         """Whether a micro-batch with these counts may add anything. Without targets, its own mean would be 0 / 0."""
         return not counts or any(counts)
 
-    def prepare(
-        self,
-        calls: Iterable[Call],
-        totals: Counts,
-        forward: Callable[[Call], Any],
-        all_reduce: Callable[[Tensor], Tensor],
-        device: torch.device,
-    ) -> Counts:
-        """What `mean` divides by in a window with `totals` targets; losses that need it make a first pass over this rank's calls.
-
-        Args:
-            all_reduce: sums a tensor over the ranks.
-        """
+    def prepare(self, calls: Iterable[Call], totals: Counts, forward: Run, all_reduce: AllReduce, device: torch.device) -> Counts:
+        """What `mean` divides by in a window with `totals` targets, where needed after a first pass over this rank's calls."""
         return totals
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
@@ -150,14 +141,7 @@ class WithRouter(Loss):
         return True  # its tokens are routed
 
     @torch.no_grad()
-    def prepare(
-        self,
-        calls: Iterable[Call],
-        totals: Counts,
-        forward: Callable[[Call], Any],
-        all_reduce: Callable[[Tensor], Tensor],
-        device: torch.device,
-    ) -> Counts:
+    def prepare(self, calls: Iterable[Call], totals: Counts, forward: Run, all_reduce: AllReduce, device: torch.device) -> Counts:
         """Count the choices of the whole window, by forwards that are repeated with gradients: the same dropout."""
         own = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
         for call in calls:

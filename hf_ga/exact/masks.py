@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from hf_ga.exact.hashing import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Stream, extend_key, make_key
+from hf_ga.exact.hashing import Stream, make_key, mixed, signed
 
 # Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
@@ -23,12 +23,12 @@ ELEMENTS_IN_CACHE = 1 << 19  # a CPU makes 10 passes over a part of a mask; 2**1
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
     """The dropout keys of samples, given their positions in the order. Returns int64, shape (samples,), on the CPU."""
-    return torch.from_numpy(extend_key(make_key(Stream.DROPOUT, seed, epoch), positions).view(np.int64))
+    return mixed(torch.from_numpy(positions) ^ signed(make_key(Stream.DROPOUT, seed, epoch)))
 
 
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
     """The key of masks that a whole window shares. Returns int64, shape (1,), on the CPU."""
-    return torch.from_numpy(extend_key(make_key(Stream.WINDOW, seed, epoch), np.array([window_index])).view(np.int64))
+    return torch.tensor([signed(make_key(Stream.WINDOW, seed, epoch, window_index))])
 
 
 def keep_mask(keys: Tensor, site: int, shape: Sequence[int], axis: int | None, drop_probability: float) -> Tensor:
@@ -69,23 +69,14 @@ def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
 
     Axes of size 1 are hashed too: micro-batches padded to width 1 and to width 2 must agree on column 0.
     """
-    rows = mixed(seeds)
+    return over_axes(mixed(seeds), sizes)
+
+
+def over_axes(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The hash of each row key with all coordinates of further axes: int64, shape (*rows.shape, *sizes)."""
     for size in sizes:
-        rows = mixed(along_next_axis(rows, size))
+        rows = mixed(rows.unsqueeze(-1) ^ torch.arange(size, device=rows.device))
     return rows
-
-
-def along_next_axis(rows: Tensor, size: int) -> Tensor:
-    """Each row key with each coordinate of the next axis: shape (*rows.shape, size), to be mixed."""
-    return rows.unsqueeze(-1) ^ torch.arange(size, device=rows.device)
-
-
-def mixed(values: Tensor) -> Tensor:
-    """`hashing.mix(value + GOLDEN)` of every element of an int64 tensor."""
-    values = values + signed(GOLDEN)
-    for bits, multiplier in ((30, MULTIPLIER_1), (27, MULTIPLIER_2)):
-        values.bitwise_xor_(values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)).mul_(signed(multiplier))
-    return values.bitwise_xor_(values.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
 
 
 def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
@@ -104,12 +95,6 @@ def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
         # Compared in place, on int32: torch has no vector code for comparisons that return bool on a CPU (an eighth of its speed).
         kept[start : start + part] = _uniform_int32(flat[start : start + part], size).ge_(threshold)
     return kept.view(torch.bool).view(*rows.shape, size)
-
-
-def signed(value: int) -> int:
-    """The int64 with the bits of a 64-bit unsigned integer."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:

@@ -5,6 +5,8 @@ Any split of a window is the same update, so a window in which memory ran out is
 run is the one it would have been.
 """
 
+from dataclasses import dataclass
+
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
@@ -12,6 +14,7 @@ from hf_ga.errors import OutOfMemory
 from hf_ga.exact.batches import MicroBatch, count_tokens, widest
 
 
+@dataclass(eq=False)
 class TooLarge(Exception):
     """A micro-batch did not fit on some rank. Raised on all of them in the same collective, and caught where the window begins.
 
@@ -19,9 +22,7 @@ class TooLarge(Exception):
         num_elements: of the smallest micro-batch that failed.
     """
 
-    def __init__(self, num_elements: int) -> None:
-        super().__init__(num_elements)
-        self.num_elements = num_elements
+    num_elements: int
 
 
 def num_elements(micro_batch: MicroBatch) -> int:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hf_ga.exact.hashing import Stream, extend_key, make_key
+from hf_ga.exact.hashing import Stream, make_key, mixed, signed
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -32,7 +32,6 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     ids = np.arange(num_samples, dtype=np.int64)
     if not shuffle:
         return ids
-    keys = extend_key(make_key(Stream.ORDER, seed, epoch), ids)
-    keys ^= np.uint64(1 << 63)  # as signed numbers they have the same order now
-    del ids
-    return torch.argsort(torch.from_numpy(keys.view(np.int64)), stable=True).numpy()  # in half of numpy's time
+    keys = mixed(torch.from_numpy(ids) ^ signed(make_key(Stream.ORDER, seed, epoch)))
+    keys ^= signed(1 << 63)  # as signed numbers they have the order of unsigned ones now
+    return torch.argsort(keys, stable=True).numpy()  # in half of numpy's time

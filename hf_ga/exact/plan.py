@@ -49,11 +49,8 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
         raise ValueError(f"sizes must be integers of at least 1, got {list(sizes)}")
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
-    by_length, start, micro_batches = np.argsort(lengths, kind="stable"), 0, []
-    while start < len(by_length):
-        size = sizes[len(micro_batches) % len(sizes)]
-        micro_batches.append(by_length[start : start + size])
-        start += size
+    ends = np.cumsum(np.resize(sizes, len(lengths)))
+    micro_batches = np.split(np.argsort(lengths, kind="stable"), ends[ends < len(lengths)]) if len(lengths) else []
     return [micro_batches[process::num_processes] for process in range(num_processes)]
 
 

@@ -11,8 +11,10 @@ with f and T counted over the whole window first (a pass without gradients), wha
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +44,12 @@ class Router:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The head's balancing loss is zero, and its calls are kept."""
-        originals = [getattr(owner, FUNCTION) for owner in self.owners]
-        try:
-            for owner, original in zip(self.owners, originals, strict=True):
-                known = list(inspect.signature(original).parameters) == ARGUMENTS
-                setattr(owner, FUNCTION, self._count if known else _unsupported(owner.__name__))
+        with ExitStack() as stack:
+            stack.callback(self._calls.clear)
+            for owner in self.owners:
+                known = list(inspect.signature(getattr(owner, FUNCTION)).parameters) == ARGUMENTS
+                stack.enter_context(patch.object(owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)))
             yield
-        finally:
-            for owner, original in zip(self.owners, originals, strict=True):
-                setattr(owner, FUNCTION, original)
-            self._calls.clear()
 
     def take(self) -> Tensor:
         """What the calls of the last forward counted, one after the other, float32; it adds up over micro-batches.
@@ -112,14 +110,9 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
     return torch.cat([chosen, probability, num_tokens])
 
 
-def _unsupported(module_name: str) -> Callable:
+def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
     """In place of a balancing loss with other arguments."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise LossNotAdditive(
-            f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its "
-            "micro-batches, so hf_ga cannot split it. Set output_router_logits=False (the load is then not "
-            "balanced), or pass loss_fn."
-        )
-
-    return refuse
+    raise LossNotAdditive(
+        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its micro-batches, so "
+        "hf_ga cannot split it. Set output_router_logits=False (the load is then not balanced), or pass loss_fn."
+    )

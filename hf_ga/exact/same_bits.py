@@ -30,7 +30,6 @@ class ChunkBackend(Backend):
     )
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """See the base class."""
         super().begin(model, loss)
         if self.accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
@@ -51,16 +50,17 @@ class ChunkBackend(Backend):
         calls = [replace(c, micro_batch=replace(c.micro_batch, batch=batch)) for c, batch in zip(calls, batches, strict=True)]
         self.chunks = window.request.chunks
         self.run = self.chunks.runs[self.accelerator.process_index]
-        self.next, self.sum = self.run.start, TreeSum(self.chunks, _added)
+        self.sum = TreeSum(self.chunks, _added)
         return calls
 
     def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
         """Take the chunk's gradient from `.grad` and add it along the tree, with its loss and counts."""
-        self._add_zeros(until=self.run.start + call.index)
+        chunk = self.run.start + call.index
+        self._add_zeros(until=chunk)
         self.used = [used or p.grad is not None for used, p in zip(self.used, self.parameters, strict=True)]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         numbers = torch.stack([torch.as_tensor(number).to(status.loss) for number in (loss, *counts)])
-        self._add([numbers, *gradients])
+        self.sum.add((chunk, chunk + 1), [numbers, *gradients])
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -91,23 +91,19 @@ class ChunkBackend(Backend):
         for parameter, gradient, is_used in zip(self.parameters, gradients, status.has_gradient, strict=True):
             parameter.grad = gradient if is_used else None
 
-    def _add(self, value: list[Tensor]) -> None:
-        self.sum.add((self.next, self.next + 1), value)
-        self.next += 1
-
     def _add_zeros(self, until: int) -> None:
         """For chunks without targets, which are not computed."""
-        device = self.accelerator.device
-        while self.next < until:
+        device, begin = self.accelerator.device, self.sum.nodes[-1][0][1] if self.sum.nodes else self.run.start
+        for chunk in range(begin, until):
             numbers = torch.zeros(1 + self.num_counts, dtype=sum_dtype(device), device=device)
-            self._add([numbers, *map(torch.zeros_like, self.parameters)])
+            self.sum.add((chunk, chunk + 1), [numbers, *map(torch.zeros_like, self.parameters)])
 
     def _over_ranks(self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
         """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums are separate tensors, as
         the result of a kernel may depend on their alignment.
         """
         sums = [torch.empty_like(tensor) for tensor in like]
-        for indices in [[0], *([1 + i for i in bucket] for bucket in buckets(like[1:], BUCKET_BYTES))]:
+        for indices in buckets(like, BUCKET_BYTES):
             flat = [torch.cat([root[i].reshape(-1) for i in indices]) for root in roots]
             size = sum(like[i].numel() for i in indices)
             own = torch.stack(flat) if flat else like[indices[0]].new_empty(0, size)

@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
@@ -19,6 +20,7 @@ from hf_ga.exact.forward import argument_filter, callable_module, gradients_apar
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.loss import Loss
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.update import StepResult
@@ -53,8 +55,11 @@ class Forward:
 
     def __call__(self, call: Call) -> tuple[Call, Any]:
         """The call on the device, and the model's outputs."""
-        self.micro_batch = call.micro_batch
-        call = call.on_device(self.window, self.device)
+        self.micro_batch, request = call.micro_batch, self.window.request
+        keys = sample_keys(request.seed, request.epoch, call.micro_batch.positions)
+        shared = window_key(request.seed, request.epoch, request.index)
+        batch, keys, shared = send_to_device([call.micro_batch.batch, keys, shared], self.device, non_blocking=True)
+        call = replace(call, batch=batch, keys=keys, window_key=shared)
         for hook in self.hooks:
             hook.before(call)
         return call, self._module(**self._accepted(call.batch))
@@ -88,28 +93,21 @@ class Step:
         """
         self.backend.begin(self.model, self.loss)
         for retries in itertools.count():
-            if (result := self._try(window)) is not None:
-                result.retries = retries
-                return result
-
-    def _try(self, window: Window) -> StepResult | None:
-        """None, on all ranks, if memory ran out on one: then nothing is left of the try."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        try:
-            return self._add_gradients(window)
-        except TooLarge as error:
-            window.state.max_elements = error.num_elements // 2
-        with torch.no_grad():
-            for buffer, before in buffers:  # what counts samples must not count them twice
-                buffer.copy_(before)
-        clear_device_cache(garbage_collection=True)  # after the traceback has released the failed try's tensors
-        return None
+            buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+            try:
+                return replace(self._add_gradients(window), retries=retries)
+            except TooLarge as error:
+                window.state.max_elements = error.num_elements // 2
+            with torch.no_grad():
+                for buffer, before in buffers:  # what counts samples must not count them twice
+                    buffer.copy_(before)
+            clear_device_cache(garbage_collection=True)  # after the traceback has released the failed try's tensors
 
     def _add_gradients(self, window: Window) -> StepResult:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         forward = Forward(self.backend.accelerator, self.model, window, (self.loss, *self.hooks))
         before = random_states()
-        with forward.scope(), _undivided(self.backend.accelerator), gradients_apart(parameters):
+        with forward.scope(), gradients_apart(parameters):
             status = self._own_share(forward, window, parameters)
             if not self.allow_split_dependent_randomness and status.failure is None and (moved := moved_generators(before)):
                 status.failure = UnkeyedRandomness(
@@ -182,16 +180,3 @@ class Step:
                 self.backend.backward(term, weight)
             if weight:
                 self.backend.collect(call, term.detach(), counts if self.loss.counts_in_forward else (), status)
-
-
-@contextmanager
-def _undivided(accelerator: Accelerator) -> Iterator[None]:
-    """`accelerator.backward` divides by gradient_accumulation_steps, in short windows too: it is 1 while terms divide by
-    targets.
-    """
-    steps = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = 1
-    try:
-        yield
-    finally:
-        accelerator.gradient_accumulation_steps = steps

@@ -29,11 +29,6 @@ class LabelMean:
     logits: str
     one_width = False
 
-    @property
-    def entries(self) -> set[str]:
-        """Of a batch, by which a head with this mean is recognised."""
-        return {self.labels}
-
     def count(self, batch: Batch) -> int:
         """Targets of a batch on the host."""
         return int((batch[self.labels] != IGNORED_LABEL).sum())
@@ -56,10 +51,6 @@ class PositionMean(LabelMean):
     """
 
     one_width = True
-
-    @property
-    def entries(self) -> set[str]:
-        return {self.labels, "input_ids"}
 
     def count(self, batch: Batch) -> int:
         return int((batch[self.labels] < batch["input_ids"].shape[1]).sum())
@@ -90,4 +81,6 @@ KINDS: dict[str, tuple[LabelMean, ...]] = {
 
 def kind_of(entries: Batch) -> str | None:
     """The name of the kind of head for a batch with these entries (those that the model takes), if there is one."""
-    return next((name for name, means in KINDS.items() if all(mean.entries <= entries.keys() for mean in means)), None)
+    has_text = "input_ids" in entries  # its width is the one that positions are compared with
+    found = (name for name, means in KINDS.items() if all(m.labels in entries and (has_text or not m.one_width) for m in means))
+    return next(found, None)

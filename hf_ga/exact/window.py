@@ -17,12 +17,12 @@ class LoaderState:
 
     Attributes:
         max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory never ran out.
-        proofs: (model, identity of its loss function, their proof), for all models trained on these windows.
+        proofs: of each model trained on these windows, the identity of its loss function, and their last proof.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a proven loss needs it.
     """
 
     max_elements: int | None = None
-    proofs: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    proofs: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     pad_to_window: bool = False
 
 

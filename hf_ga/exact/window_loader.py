@@ -66,17 +66,9 @@ class WindowLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
-        super().__init__(
-            accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            drop_last_window,
-            num_workers,
-            canonical_micro_batch,
-        )
-        self.num_samples, self.shuffle = _checked_length(dataset, lengths), shuffle
+        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, canonical_micro_batch)
+        self.shuffle, self.drop_last_window, self.num_workers = shuffle, drop_last_window, num_workers
+        self.num_samples = _checked_length(dataset, lengths)
         if not len(self):
             raise DataError(
                 f"{self.num_samples} samples are fewer than one window of {self.layout.window_size}: the dataset is empty, or "

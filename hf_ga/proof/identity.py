@@ -5,13 +5,8 @@ from functools import partial
 from typing import Any
 
 
-def is_same_loss(function: Callable | None, other: Callable | None) -> bool:
-    """Compare by code, closure, defaults and bound object."""
-    return same(identity_of(function), identity_of(other))
-
-
 def identity_of(function: Callable | None) -> Any:
-    """A loss function's identity: a lambda in a loop is a new object in every window, with the same code."""
+    """A loss function's code, closure, defaults and bound object: a lambda in a loop is a new object in every window."""
     if isinstance(function, partial):
         return identity_of(function.func), function.args, tuple(sorted(function.keywords.items()))
     closure = tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())

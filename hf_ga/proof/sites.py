@@ -48,8 +48,10 @@ def find_dropout_sites(
             + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
             "split-dependent randomness with allow_split_dependent_randomness."
         )
-    unkeyed = [*finder.moved, *(site.module for site in finder.sites.values() if not site.is_keyed)]
-    return KeyedDropout(model, finder.sites, [m for m in finder.names if m in finder.on_the_way], unkeyed)
+    dropout = KeyedDropout(model)
+    dropout.sites, dropout.hooked = finder.sites, [m for m in finder.names if m in finder.on_the_way]
+    dropout.unkeyed = [*finder.moved, *(site.module for site in finder.sites.values() if not site.is_keyed)]
+    return dropout
 
 
 def sample_axis(shapes: list[torch.Size]) -> int | None:

@@ -20,7 +20,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import LossFunction, is_compiled, module_modes
 from hf_ga.exact.hooks import Hook, SpeedUp
 from hf_ga.exact.loss import Loss
-from hf_ga.proof.identity import is_same_loss
+from hf_ga.proof.identity import identity_of, same
 from hf_ga.proof.prover import Prover
 
 
@@ -66,7 +66,7 @@ class ProvenLoss:
         Raises:
             ConfigError: another loss function, other training modes, or compiled layers that draw dropout.
         """
-        if loss_fn is not None and not is_same_loss(loss_fn, getattr(self.loss, "loss_fn", None)):
+        if loss_fn is not None and not same(identity_of(loss_fn), identity_of(getattr(self.loss, "loss_fn", None))):
             raise ConfigError(
                 "loss_fn differs from the one of the proof, and would not be used: pass it to prove_targets, or omit `targets`."
             )

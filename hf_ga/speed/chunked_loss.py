@@ -126,7 +126,10 @@ def _with_gradients(
     gradient: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The sum of the losses, and its gradients times `gradient` for the inputs that need them."""
-    sums = [torch.zeros_like(x, dtype=_sum_type(x)) if needs else None for x, needs in zip(inputs, needs_grad, strict=True)]
+    sums = [
+        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if needs else None
+        for x, needs in zip(inputs, needs_grad, strict=True)
+    ]
     losses = []
     for i, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
         leaves = [x if x is None else x.detach().requires_grad_(needs) for x, needs in zip(chunk, needs_grad, strict=True)]
@@ -138,7 +141,3 @@ def _with_gradients(
             if total is not None:
                 (total[i * rows : (i + 1) * rows] if k == 0 else total).add_(next(found))
     return torch.stack(losses).sum(), [g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)]
-
-
-def _sum_type(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -3,16 +3,16 @@
 As separate autograd operations, attention reads its tokens x tokens matrices twice as often and keeps copies of query and key.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_ga.exact.attention import bias_of, causal_bias, dropped_attention
 from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.dropout_functions import dropped_attention
 from hf_ga.exact.hooks import SpeedUp
 
 
@@ -28,39 +28,19 @@ class FusedAttention(SpeedUp):
         self._dropout = dropout
         return "" if self._dropout.sites else "the model draws no dropout"
 
-    @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
-        original, self._dropout.attend = self._dropout.attend, self._attend
-        try:
-            yield
-        finally:
-            self._dropout.attend = original
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        return patch.object(self._dropout, "attend", self._attend)
 
     def verdict(self) -> str:
         return "" if self._was_used else "no attention with dropout in full precision"
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        scale: float,
-        kept: Tensor,
-        drop_probability: float,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any) -> Tensor:
         """Replaces `dropped_attention`; see there."""
         if not _is_supported(query, key, value):
-            return dropped_attention(query, key, value, attn_mask, is_causal, scale, kept, drop_probability)
+            return dropped_attention(query, key, value, kept, *others)
         self._was_used = True
-        shape = kept.shape
-        bias = causal_bias(*shape[-2:], query) if is_causal else None
-        if attn_mask is not None:
-            bias, has_keys = bias_of(attn_mask, query.dtype)
-            kept = kept & has_keys  # a row without keys has weight 0
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-        return DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability).view(*shape[:-1], value.shape[-1])
+        return DroppedAttention.apply(query, key, value, kept, *others).view(*kept.shape[:-1], value.shape[-1])
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:

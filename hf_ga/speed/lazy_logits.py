@@ -6,11 +6,12 @@ operation first computes the real logits with the layer's own forward, so value 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +61,9 @@ class ChunkedLoss(SpeedUp):
         units = (unit for unit in self._model.modules() if isinstance(unit, UNITS) and unit is not self._model)
         return None if any(layer is module for unit in units for module in unit.modules()) else layer
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
+    def trial(self) -> AbstractContextManager[None]:
         """Use chunks of few rows, so that probes have several."""
-        self.rows_per_chunk = TRIAL_ROWS
-        try:
-            yield
-        finally:
-            self.rows_per_chunk = None
+        return patch.object(self, "rows_per_chunk", TRIAL_ROWS)
 
     def verdict(self) -> str:
         if not self._rows:
@@ -84,15 +80,11 @@ class ChunkedLoss(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        if (layer := self.layer) is None:
+        with ExitStack() as stack:
+            stack.callback(self._rows.clear)
+            if (layer := self.layer) is not None:
+                stack.enter_context(patch.object(layer, "forward", partial(self._defer, layer, layer.forward)))
             yield
-            return
-        layer.forward = partial(self._defer, layer, layer.forward)
-        try:
-            yield
-        finally:
-            del layer.forward
-            self._rows.clear()
 
     def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
         """Replaces `layer.forward`."""
@@ -225,21 +217,13 @@ def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
         return logits if to == logits.hidden.device else NotImplemented
     if to == logits.dtype:
         return logits
-    return logits.then(partial(_cast, to=to)) if to.is_floating_point else NotImplemented
-
-
-def _cast(logits: Tensor, to: torch.dtype) -> Tensor:
-    return logits.to(to)
+    return logits.then(lambda made: made.to(to)) if to.is_floating_point else NotImplemented
 
 
 def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
     if kwargs or not isinstance(number, Real):
         return NotImplemented
-    return logits.then(partial(_apply, function, number))
-
-
-def _apply(function: Callable, other: Any, logits: Tensor) -> Tensor:
-    return function(logits, other)
+    return logits.then(lambda made: function(made, number))
 
 
 def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
@@ -247,7 +231,8 @@ def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
     constant = isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:] == logits.shape[-1:]
     if kwargs or not constant or isinstance(other, LazyLogits) or other.numel() != logits.source.layer.out_features:
         return NotImplemented
-    return logits.then(partial(_apply, Tensor.add, other.reshape(-1)))
+    bias = other.reshape(-1)
+    return logits.then(lambda made: made + bias)
 
 
 def _cross_entropy(

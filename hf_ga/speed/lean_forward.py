@@ -1,7 +1,8 @@
 """Less computation and memory in the forward of a transformers model, with the same result."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,18 +25,11 @@ class LeanForward(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        modules = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        caching = [m.config for m in modules if getattr(m.config, "use_cache", False)]
-        original = NewGELUActivation.forward
-        NewGELUActivation.forward = _fused_gelu
-        for config in caching:
-            config.use_cache = False
-        try:
+        with ExitStack() as stack, patch.object(NewGELUActivation, "forward", _fused_gelu):
+            for module in model.modules():
+                if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
+                    stack.enter_context(patch.object(module.config, "use_cache", False))
             yield
-        finally:
-            NewGELUActivation.forward = original
-            for config in caching:
-                config.use_cache = True
 
 
 def _fused_gelu(self: nn.Module, input: Tensor) -> Tensor:

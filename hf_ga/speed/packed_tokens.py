@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
-from hf_ga.exact.masks import along_next_axis, keep_columns, mixed, row_keys, signed
+from hf_ga.exact.hashing import mixed, signed
+from hf_ga.exact.masks import keep_columns, over_axes, row_keys
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,13 @@ class PackedTokens:
     """Maps between the T real tokens of n samples and their padded batch of shape (n, S).
 
     Attributes:
-        num_samples: n. width: S. longest: real tokens of the longest sample.
+        num_samples: n. width: S.
         index: int64, shape (T,): index of each token in the flattened batch.
-        boundaries: int32, shape (n + 1,): start of each sample among the packed tokens, and T.
     """
 
     num_samples: int
     width: int
-    longest: int
     index: Tensor
-    boundaries: Tensor
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
@@ -33,22 +31,9 @@ class PackedTokens:
         values other than 0 and 1, or a sample without tokens.
         """
         real = attention_mask != 0
-        lengths = real.sum(1)
-        if not bool(((attention_mask == 1) == real).all()) or not int(lengths.min()):
+        if not bool(((attention_mask == 1) == real).all()) or not bool(real.any(1).all()):
             return None
-        index = real.flatten().nonzero().flatten()
-        boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return PackedTokens(
-            *attention_mask.shape,
-            int(lengths.max()),
-            index.to(device, non_blocking=True),
-            boundaries.to(device, non_blocking=True),
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.index)
+        return PackedTokens(*attention_mask.shape, real.flatten().nonzero().flatten().to(device, non_blocking=True))
 
     @property
     def padded_shape(self) -> tuple[int, int]:
@@ -58,7 +43,7 @@ class PackedTokens:
     @property
     def packed_shape(self) -> tuple[int, int]:
         """(1, T)."""
-        return 1, self.num_tokens
+        return 1, len(self.index)
 
     @cached_property
     def samples(self) -> Tensor:
@@ -105,7 +90,5 @@ class PackedMasks:
                 "samples, so its draws cannot be tied to tokens. Omit packing, or set this dropout to 0."
             )
         rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as for padded samples: the sample, then its single row
-        rows = mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns)
-        for size in shape[2:-1]:
-            rows = mixed(along_next_axis(rows, size))
+        rows = over_axes(mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns), shape[2:-1])
         return keep_columns(rows, shape[-1], drop_probability).view(shape)

@@ -9,9 +9,10 @@ unchanged.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,8 @@ class Packing(SpeedUp):
         self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
         return ""
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        self._gain = 1.0
-        try:
-            yield
-        finally:
-            self._gain = GAIN
+    def trial(self) -> AbstractContextManager[None]:
+        return patch.object(self, "_gain", 1.0)
 
     def verdict(self) -> str:
         return "" if self._was_packed else "its batches have no padding, no attention mask, or targets at the padding"
@@ -87,8 +83,8 @@ class Packing(SpeedUp):
                 stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
             stack.callback(self._layers[-1].register_forward_hook(self._leave).remove)
             original = AttentionInterface.get_interface
-            stack.callback(setattr, AttentionInterface, "get_interface", original)
-            AttentionInterface.get_interface = lambda *args: partial(self._attend, original(*args))
+            attend = patch.object(AttentionInterface, "get_interface", lambda *args: partial(self._attend, original(*args)))
+            stack.enter_context(attend)
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:

@@ -166,7 +166,7 @@ def hf_ga_gradient(
     model.zero_grad(set_to_none=True)
     for window in windows:
         hf_ga.backward_window(accelerator, model, window, targets=rule)
-    return taken_gradient(model), rule or windows.state.proofs[-1][-1]
+    return taken_gradient(model), rule or next(iter(windows.state.proofs.values()))[-1]
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_ga.exact import dropout_functions
-from hf_ga.exact.attention import dropped_attention
+from hf_ga.exact.dropout_functions import attention, dropped_attention
 from hf_ga.exact.hashing import name_key
 from hf_ga.exact.masks import keep_mask, sample_keys
 from hf_ga.speed.fused_attention import DroppedAttention, FusedAttention
@@ -31,6 +30,12 @@ def fused(*arguments):
 
 
 WAYS = {"defined": dropped_attention, "fused": fused}
+
+
+def attend(way, inputs, kept, *arguments, p=P, **more):
+    """As torch's function is replaced in a scope; the arguments are those of torch behind query, key and value."""
+    masks = SimpleNamespace(is_keyed=lambda p: True, mask=lambda shape, p: kept, attend=way)
+    return attention(masks, None, *inputs, *arguments, dropout_p=p, **more)
 
 
 def mask(shape, p=P):
@@ -58,9 +63,9 @@ def heads(dtype=torch.float64, key_heads=4):
     return [x.to(dtype).requires_grad_() for x in (torch.randn(2, 4, LENGTH, 8), key, value)]
 
 
-def results(attention, inputs):
+def results(function, inputs):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attention(*inputs)
+    out = function(*inputs)
     upstream = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
@@ -87,8 +92,8 @@ def test_it_is_torchs_with_dropped_weights(way, kind, p):
     """
     causal, inputs, attn_mask, kept = kind == "causal", heads(), mask_of(kind), mask((2, 4, LENGTH, WIDTH), p)
 
-    def ours(query, key, value):
-        output = WAYS[way](query, key, value, attn_mask, causal, 0.37, kept, p)
+    def ours(*inputs):
+        output = attend(WAYS[way], inputs, kept, attn_mask, p=p, is_causal=causal, scale=0.37)
         assert is_one_function(output) == (way == "fused")
         return output
 
@@ -109,10 +114,7 @@ def test_gradients_by_finite_differences(trained):
     inputs = [torch.randn(shape).double().requires_grad_(bool(t)) for shape, t in zip(shapes, trained, strict=True)]
     kept = mask((2, 2, LENGTH, WIDTH))
 
-    def attention(query, key, value, bias):
-        return DroppedAttention.apply(query, key, value, kept, bias, 0.4, P)
-
-    assert torch.autograd.gradcheck(attention, inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v, bias: DroppedAttention.apply(q, k, v, kept, bias, 0.4, P), inputs)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -120,12 +122,8 @@ def test_gradients_by_finite_differences(trained):
 def test_what_torchs_function_is_replaced_by(way, key_heads):
     """Its default scale, and groups of heads that share a key (each repeated, not tiled)."""
     kept, inputs = mask((2, 4, LENGTH, WIDTH)), heads(key_heads=key_heads)
-    masks = SimpleNamespace(is_keyed=lambda p: True, mask=lambda shape, p: kept, attend=WAYS[way])
-
-    def ours(query, key, value):
-        return dropout_functions.attention(masks, None, query, key, value, None, P, enable_gqa=True)
-
-    for got, wanted in zip(results(ours, inputs), results(partial(torchs, kept=kept), inputs), strict=True):
+    ours = results(lambda *inputs: attend(WAYS[way], inputs, kept, enable_gqa=True), inputs)
+    for got, wanted in zip(ours, results(partial(torchs, kept=kept), inputs), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
@@ -137,7 +135,7 @@ def test_neither_dropped_weights_nor_copies_are_kept():
     def own_bytes(way):
         saved, known = {}, {x.data_ptr() for x in (query, key, value, kept)}
         with saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x) if x.data_ptr() not in known else x, lambda x: x):
-            way(query, key, value, None, False, 0.4, kept, P)
+            way(query, key, value, kept, None, 0.4, P)
         return sum(x.nbytes for x in saved.values())
 
     assert own_bytes(fused) == weights
@@ -151,7 +149,7 @@ def test_other_inputs_are_computed_as_written(case):
         query, key, value = (x.to(getattr(torch, case)) for x in (query, key, value))
     if case == "shared keys":
         key, value = key[:1], value[:1]
-    arguments = query.requires_grad_(), key, value, None, False, 0.4, mask((2, 4, LENGTH, WIDTH)), P
+    arguments = query.requires_grad_(), key, value, mask((2, 4, LENGTH, WIDTH)), None, 0.4, P
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         got, wanted = fused(*arguments), dropped_attention(*arguments)
     assert is_one_function(got) == (case == "float64") and got.dtype == wanted.dtype
@@ -161,14 +159,14 @@ def test_other_inputs_are_computed_as_written(case):
 @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 2, 5, 8)], ids=str)
 def test_any_number_of_axes(shape):
     inputs, kept = [torch.randn(shape, dtype=torch.float64) for _ in range(3)], mask((*shape[:-1], 5))
-    ours, defined = (results(lambda *x, way=way: way(*x, None, True, 0.4, kept, P), inputs) for way in (fused, dropped_attention))
+    defined, ours = (results(lambda *x, w=w: attend(w, x, kept, is_causal=True, scale=0.4), inputs) for w in WAYS.values())
     for got, true in zip(ours, defined, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-14)
 
 
 def test_checkpointed_layers_share_a_trained_bias():
     """Two layers with one bias, a third with another: run again, the last layer first, each has as many operations as before."""
-    attend, kept = FusedAttention()._attend, mask((2, 2, 8, 8))
+    kept = mask((2, 2, 8, 8))
     biases = [torch.zeros(1, 2, 8, 8, requires_grad=True) for _ in range(2)]
 
     def gradients(call):
@@ -176,7 +174,7 @@ def test_checkpointed_layers_share_a_trained_bias():
         shared, other = (bias.abs() + bias for bias in biases)
         y = x
         for bias in (shared, shared, other):
-            y = call(lambda y, bias: attend(y, y, y, bias, False, 0.4, kept, P), y, bias)
+            y = call(lambda y, bias: fused(y, y, y, kept, bias, 0.4, P), y, bias)
         return torch.autograd.grad(y.square().sum(), [x, *biases])
 
     plain = gradients(lambda function, *arguments: function(*arguments))

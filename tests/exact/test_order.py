@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hash_oracle import SIGMAS, oracle_key, splitmix64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.exact.hashing import Stream, extend_key, make_key, mix, mix_in_place, name_key
+from hf_ga.exact.hashing import MASK64, Stream, make_key, mix, mix_in_place, mixed, name_key, signed
 from hf_ga.exact.order import epoch_order
 
 Order = Callable[[int, int, int], np.ndarray]  # (number of samples, seed, epoch) -> order
@@ -36,10 +37,10 @@ def test_hash_of_arrays_equals_hash_of_integers(parts, values):
     """Catches signed arithmetic, a missing modulo, or an array version that drifts from the integer one."""
     key = oracle_key(*parts)
     assert make_key(*parts) == key
-    array = np.array(values, dtype=np.uint64)
-    assert extend_key(key, array).tolist() == [oracle_key(*parts, value) for value in values]
-    assert array.tolist() == values, "extend_key must not change its argument"
-    assert mix_in_place(array).tolist() == array.tolist() == [mix(value) for value in values], "it is its argument that changes"
+    tensor = torch.tensor(values)
+    assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == [oracle_key(*parts, value) for value in values]
+    assert mixed(tensor) is not tensor and tensor.tolist() == values, "mixed must not change its argument"
+    assert mix_in_place(tensor).tolist() == tensor.tolist() == [signed(mix(v)) for v in values], "it is its argument that changes"
 
 
 def test_keys_tell_the_order_and_number_of_parts():
