@@ -110,7 +110,15 @@ class Backend:
         if failed:
             _raise_on_all_ranks(own)
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
+        self.check_use(given)
         return replace(status, loss=row[1], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
+
+    def check_use(self, num_ranks: Sequence[float]) -> None:
+        """num_ranks: of each parameter, how many ranks have a gradient of it.
+
+        Raises:
+            ConfigError: gradients that only some ranks have cannot be summed.
+        """
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The sum over all ranks, of a tensor that each computed in the window so far."""

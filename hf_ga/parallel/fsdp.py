@@ -67,7 +67,7 @@ class ShardedBackend(Backend):
         """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some ranks have.
 
         Raises:
-            ConfigError: gradients would be reduced in half precision, or not reduced (ignored modules, FSDP2 before torch 2.13).
+            ConfigError: gradients would be reduced in half precision, or not reduced (ignored modules).
         """
         if self.plugin.ignored_modules is not None:
             raise ConfigError("FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting.")
@@ -78,12 +78,7 @@ class ShardedBackend(Backend):
                 f"FSDP must reduce gradients in float32, but its reduce_dtype is {dtype} (Accelerate's default under "
                 "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
             )
-        if self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ConfigError(
-                "FSDP2 of this torch version reduces gradients incorrectly that only some processes have: use torch 2.13 or newer, "
-                "FSDP1 or DDP."
-            )
-        if isinstance(model, FSDPModule):
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
@@ -110,6 +105,15 @@ class ShardedBackend(Backend):
         if missing := window.request.most_micro_batches - len(calls):
             calls = [*[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing, *calls]
         return calls
+
+    def check_use(self, num_ranks: Sequence[float]) -> None:
+        """See the base class."""
+        mixed_up = self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+        if mixed_up and any(0 < n < self.accelerator.num_processes for n in num_ranks):
+            raise ConfigError(
+                "some parameters have a gradient on some processes only, which FSDP2 of this torch version reduces incorrectly: use "
+                "torch 2.13 or newer, FSDP1 or DDP."
+            )
 
     def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
         """FSDP has reduced them; set the zero gradients of unused parameters to None, so that the optimizer does not decay them."""

@@ -15,6 +15,8 @@ from torch import nn
 
 import hf_ga
 from hf_ga.errors import CheckpointError, ConfigError
+from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.exact.memory import TooLarge
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
 
@@ -152,6 +154,15 @@ def test_both_ranks_compute_again_where_one_ran_out_of_memory():
     found = on_two_ranks(lambda: ddp_window(fails=out_of_memory))
     assert [result.retries for _, result in found] == [1, 1]
     assert_full_batch(found, Halves(), stack(points()))
+
+
+def test_the_smallest_micro_batch_that_failed_is_the_limit_of_both_ranks():
+    def work() -> None:
+        backend = Backend(make_accelerator("ddp"))
+        failure = TooLarge(8 - 2 * backend.accelerator.process_index)
+        backend.all_reduce_status(RankStatus(torch.zeros(()), (0,), (False,), failure))
+
+    assert on_two_ranks(partial(outcome, work)) == ["TooLarge: 6"] * 2
 
 
 def test_shards_have_the_gradient_of_the_full_batch():
