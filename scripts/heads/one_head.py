@@ -5,7 +5,7 @@
 
 import inspect
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -77,10 +77,7 @@ class Verdict:
         dropout_error: the largest relative error between two layouts. dropout_effect: that to no dropout.
     """
 
-    name: str
-    model_type: str
-    class_name: str
-    kind: str
+    head: Head
     status: str = "not built"
     reason: str = ""
     error: float | None = None
@@ -92,14 +89,11 @@ class Verdict:
     dropout_reason: str = ""
     dropout_error: float | None = None
     dropout_effect: float | None = None
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
     @property
     def trainer_right(self) -> bool:
         return self.trainer_error is not None and self.trainer_error <= TOLERANCE
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "trainer_right": self.trainer_right}
 
 
 def all_heads() -> list[Head]:
@@ -115,7 +109,7 @@ def all_heads() -> list[Head]:
 
 def examine(head: Head) -> Verdict:
     """Build the head and compare all gradients. An error of the model becomes a verdict, not an exception."""
-    verdict = Verdict(head.name, head.model_type, head.class_name, head.kind)
+    verdict = Verdict(head)
     try:
         model, samples, collate = build_head(head, 0.0)
         truth = true_gradient(model, samples, collate)

@@ -40,10 +40,10 @@ several modalities get text alone, as far as they take it. What could not be bui
 def line(verdict: Verdict) -> str:
     """One head on one line."""
     if verdict.status not in BUILT:
-        return f"{verdict.status:12s} {verdict.name}: {verdict.reason[:120]}"
+        return f"{verdict.status:12s} {verdict.head.name}: {verdict.reason[:120]}"
     error = "" if verdict.error is None else f"{verdict.error:.1e}"
     reason = verdict.reason or verdict.dropout_reason
-    shown = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.name}"
+    shown = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.head.name}"
     return f"{shown}  {reason[:160]}".rstrip()
 
 
@@ -54,8 +54,9 @@ def summary(verdicts: list[Verdict]) -> list[str]:
     drawing = sum(dropout[name] for name in DRAWING)
     ratios = Counter(round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right)
     return [
-        f"{len(built)} heads built, of {len({v.class_name for v in built})} classes and {len({v.model_type for v in built})} "
-        f"architectures; {status['not built']} could not be built, {status['out of scope']} are out of scope.",
+        f"{len(built)} heads built, of {len({v.head.class_name for v in built})} classes and "
+        f"{len({v.head.model_type for v in built})} architectures; {status['not built']} could not be built, "
+        f"{status['out of scope']} are out of scope.",
         f"hf_ga: {status['right']} right, {status['refused']} refused ({_percent(status['refused'], len(built))}), "
         f"{status['wrong']} wrong.",
         f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, {sum(not v.trainer_right for v in built)} not "
@@ -103,8 +104,8 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
 
 def _by_kind(built: list[Verdict]) -> str:
     rows = []
-    for kind in dict.fromkeys(v.kind for v in built):
-        of_kind = [v for v in built if v.kind == kind]
+    for kind in dict.fromkeys(v.head.kind for v in built):
+        of_kind = [v for v in built if v.head.kind == kind]
         status, dropout = Counter(v.status for v in of_kind), Counter(v.dropout for v in of_kind)
         trainer = sum(v.trainer_right for v in of_kind)
         drawing = sum(dropout[name] for name in DRAWING)
@@ -113,7 +114,7 @@ def _by_kind(built: list[Verdict]) -> str:
 
 
 def _listed(title: str, verdicts: Iterable[Verdict], attribute: str, values: tuple[str, ...], reason: str) -> list[str]:
-    lines = [f"- {v.name}: {_reason(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
+    lines = [f"- {v.head.name}: {_reason(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
     return [title, "\n".join(lines)] if lines else []
 
 
@@ -128,7 +129,7 @@ def _reason(verdict: Verdict, attribute: str, reason: str) -> str:
 def _row(verdict: Verdict) -> list[str]:
     trainer = "right" if verdict.trainer_right else "wrong" if verdict.trainer_error is not None else "fails"
     numbers = (_short(verdict.trainer_error), "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}")
-    return [verdict.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
+    return [verdict.head.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
 
 
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -154,5 +155,6 @@ def _percent(part: int, whole: int) -> str:
 
 def _entry(verdict: Verdict) -> dict[str, Any]:
     """A head's entry in heads.json, with three digits."""
-    known = {name: value for name, value in verdict.to_dict().items() if value not in (None, "") and name != "name"}
+    values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
+    known = {name: value for name, value in values.items() if value not in (None, "") and name != "head"}
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in known.items()}
