@@ -108,7 +108,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()`, in the order of the names."""
+    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()` or gradients, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
