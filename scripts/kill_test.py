@@ -10,7 +10,7 @@ the other one receives SIGTERM and later SIGKILL, as from a launcher, if it does
 """
 
 import argparse
-import hashlib
+import filecmp
 import json
 import multiprocessing
 import os
@@ -244,21 +244,18 @@ def lost_or_different(runs: Runs, output: Path) -> list[str]:
 
 def differences(reference: Path, output: Path) -> list[str]:
     """The differences between two finished runs."""
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, output)]
-    found = [
-        f"{name} {summaries[1].get(name)} instead of {summaries[0][name]}"
-        for name in SUMMARY
-        if len({s.get(name) for s in summaries}) > 1
-    ]
+    right, summary = (json.loads((folder / "summary.json").read_text()) for folder in (reference, output))
+    found = [f"{name} {summary.get(name)} instead of {right[name]}" for name in SUMMARY if summary.get(name) != right[name]]
     expected, lines = (metrics_of(folder) for folder in (reference, output))
     if lines != expected:
         steps = [line["step"] for line in lines]
         changed = sorted({line["step"] for line in lines if line not in expected})
         found.append(f"metrics.jsonl has the steps {steps}, of which {changed} differ from the uninterrupted run's")
     for file in ("model.safetensors", "best/model.safetensors"):
-        if len({hashlib.sha256((folder / file).read_bytes()).digest() for folder in (reference, output)}) > 1:
+        if not filecmp.cmp(reference / file, output / file, shallow=False):
             found.append(f"{file} differs")
-    if names := names_in(reference) ^ names_in(output):
+    before, after = ({path.relative_to(folder).as_posix() for path in folder.rglob("*")} for folder in (reference, output))
+    if names := before ^ after:
         found.append(f"files in only one of the folders: {', '.join(sorted(names))}")
     return found
 
@@ -267,11 +264,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the speed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
-
-
-def names_in(folder: Path) -> set[str]:
-    """Names of all files and folders."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 def last_line(output: Path) -> str:

@@ -129,8 +129,7 @@ def device_of(model: nn.Module) -> torch.device:
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
     """Run the block with an empty Accelerate state; then restore the caller's, and the environment variables."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))
+    with patch.dict(os.environ), ExitStack() as stack:
         for kind in (AcceleratorState, PartialState, GradientState):
             stack.enter_context(patch.dict(kind._shared_state, clear=True))
         yield

@@ -71,7 +71,7 @@ class Verdict:
     """The measurements of one head. Errors are relative to the norm of the truth, over all parameters together.
 
     Attributes:
-        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error message.
+        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error, or its message.
         trainer_ratio: norm of Trainer's gradient / norm of the truth.
         dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
         dropout_error: the largest relative error between two layouts. dropout_effect: that to no dropout.
@@ -211,6 +211,8 @@ def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], co
         return
     verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
+    if verdict.status == "wrong":
+        verdict.reason = f"error {verdict.error:.1e}"
 
 
 def _examine_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
@@ -237,6 +239,8 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
     verdict.dropout_effect = min(relative_error(g, truth) for g in gradients)
     agree = verdict.dropout_error <= TOLERANCE and verdict.dropout_effect > 10 * TOLERANCE
     verdict.dropout = "agree" if agree else "differ"
+    if not agree:
+        verdict.dropout_reason = f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
 
 
 def _routes(model_type: str) -> bool:

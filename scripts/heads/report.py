@@ -38,13 +38,9 @@ several modalities get text alone, as far as they take it. What could not be bui
 
 
 def line(verdict: Verdict) -> str:
-    """One head on one line."""
-    if verdict.status not in BUILT:
-        return f"{verdict.status:12s} {verdict.head.name}: {verdict.reason[:120]}"
-    error = "" if verdict.error is None else f"{verdict.error:.1e}"
-    reason = verdict.reason or verdict.dropout_reason
-    shown = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.head.name}"
-    return f"{shown}  {reason[:160]}".rstrip()
+    """One head on one line: its row of the table, and the reason."""
+    cells = _row(verdict) if verdict.status in BUILT else [verdict.head.name, verdict.status]
+    return " | ".join(filter(None, [*cells, (verdict.reason or verdict.dropout_reason)[:160]]))
 
 
 def summary(verdicts: list[Verdict]) -> list[str]:
@@ -91,13 +87,16 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
         METHOD,
         "## By kind",
         _by_kind(built),
-        *_listed("## Wrong", built, "status", ("wrong",), "reason"),
-        *_listed("## Refused", built, "status", ("refused",), "reason"),
-        *_listed("## Dropout: drawn, but the layouts do not agree", built, "dropout", DRAWING[1:], "dropout_reason"),
+        *_listed("## Wrong", {v.head.name: v.reason for v in built if v.status == "wrong"}),
+        *_listed("## Refused", {v.head.name: v.reason for v in built if v.status == "refused"}),
+        *_listed(
+            "## Dropout: drawn, but the layouts do not agree",
+            {v.head.name: v.dropout_reason for v in built if v.dropout in DRAWING[1:]},
+        ),
         "## All heads",
         _table(["head", "hf_ga", "error", "targets", "Trainer", "error", "ratio", f"dropout {DROPOUT}"], (_row(v) for v in built)),
-        *_listed("## Not built", verdicts, "status", ("not built",), "reason"),
-        *_listed("## Out of scope", verdicts, "status", ("out of scope",), "reason"),
+        *_listed("## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}),
+        *_listed("## Out of scope", {v.head.name: v.reason for v in verdicts if v.status == "out of scope"}),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -113,17 +112,8 @@ def _by_kind(built: list[Verdict]) -> str:
     return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
 
 
-def _listed(title: str, verdicts: Iterable[Verdict], attribute: str, values: tuple[str, ...], reason: str) -> list[str]:
-    lines = [f"- {v.head.name}: {_reason(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
-    return [title, "\n".join(lines)] if lines else []
-
-
-def _reason(verdict: Verdict, attribute: str, reason: str) -> str:
-    if text := getattr(verdict, reason):
-        return text
-    if attribute == "status":
-        return f"error {verdict.error:.1e}"
-    return f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
+def _listed(title: str, reasons: dict[str, str]) -> list[str]:
+    return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())] if reasons else []
 
 
 def _row(verdict: Verdict) -> list[str]:
@@ -135,10 +125,6 @@ def _row(verdict: Verdict) -> list[str]:
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
-
-
-def _trainer(verdict: Verdict) -> str:
-    return "fails" if verdict.trainer_error is None else f"{verdict.trainer_error:.1e} x{verdict.trainer_ratio:.2f}"
 
 
 def _dropout(verdict: Verdict) -> str:
