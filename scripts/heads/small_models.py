@@ -33,7 +33,6 @@ NOISE = 0.05  # standard deviation of the noise added to every initial weight
 SIZES: list[tuple[str, int, int]] = [
     (r"kernel|stride", 1 << 60, 1),  # unchanged: they must fit the paddings
     (r"vocab", VOCABULARY, 1),
-    (r"token_id|token_index|_index$|_id$", 1 << 60, 1),  # see `_token_ids`
     (r"position_emb|n_positions|max_seq|seq_len|n_ctx|max_(source|target)|max_length|context_length", 64, 1),
     (r"sliding_window$|window_size|attention_window$|attention_chunk_size|local_attention", 8, 1),
     (r"image_size|input_size|crop_size", 32, 1),
