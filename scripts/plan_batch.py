@@ -9,22 +9,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_ga import ConfigError, plan_batch
+from hf_ga import plan_batch
+from hf_ga.run.cli import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse flags, plan, print. Returns the exit code: 2 for invalid sizes."""
+    """Returns the exit code: 2 for invalid sizes, explained in one line."""
+    return guarded(_plan, sys.argv[1:] if arguments is None else arguments)
+
+
+def _plan(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--global_batch_size", type=int, required=True, help="samples in one optimizer step")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--devices_per_node", type=int, default=1, help="GPUs, or processes, on each machine (default: 1)")
     parser.add_argument("--per_device_train_batch_size", type=int, required=True, help="maximum samples in one micro-batch")
-    try:
-        print(plan_batch(**vars(parser.parse_args(arguments))))
-    except ConfigError as error:
-        print("error:", error, file=sys.stderr)
-        return 2
-    return 0
+    print(plan_batch(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

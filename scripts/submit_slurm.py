@@ -25,7 +25,7 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.run.cli import parse_config
+from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.plan_batch import launch_flags
 
 GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
@@ -134,13 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse flags, print or submit. Returns the exit code."""
-    flags = make_parser().parse_args(arguments)
-    try:
-        return submit(flags, node_job(flags))
-    except HfGaError as error:
-        print("error:", error, file=sys.stderr)
-        return 2
+    """Parse flags, print or submit. Returns the exit code: 2 for bad input, explained in one line."""
+    return guarded(submit, sys.argv[1:] if arguments is None else arguments)
 
 
 def node_job(flags: argparse.Namespace) -> NodeJob:
@@ -171,8 +166,10 @@ def sbatch_parameters(flags: argparse.Namespace) -> dict:
     return {**parameters, "setup": flags.setup, "srun_args": srun, "additional_parameters": more}
 
 
-def submit(flags: argparse.Namespace, job: NodeJob) -> int:
+def submit(arguments: Sequence[str]) -> int:
     """Print, or submit and optionally wait. Returns the exit code."""
+    flags = make_parser().parse_args(arguments)
+    job = node_job(flags)
     if flags.dry_run:
         print(_make_sbatch_string("python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)))
         for node in range(flags.nodes):

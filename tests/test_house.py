@@ -17,17 +17,17 @@ PACKAGE = ROOT / "hf_ga"
 # Lines, with docstrings.
 BUDGETS = {
     "hf_ga/exact": 2900,  # 2,400, and 500 for the same bits
-    "hf_ga/proof": 880,
-    "hf_ga/speed": 840,
-    "hf_ga/parallel": 468,  # 450, and what the same bits and ExactTrainer need
-    "hf_ga/recovery": 850,
+    "hf_ga/proof": 900,
+    "hf_ga/speed": 850,
+    "hf_ga/parallel": 470,  # 450, and what the same bits and ExactTrainer need
+    "hf_ga/recovery": 770,
     "hf_ga/training.py": 220,
     "hf_ga/data": 2600,
     "hf_ga/run": 3310,  # 2,700, the flags of transformers, metrics and callbacks of the user, the upload, trackers
-    "hf_ga/check": 1600,  # 1,500, and several processes
+    "hf_ga/check": 1530,  # 1,500, and several processes
     "hf_ga/trainer": 571,  # 420, DDP, FSDP2, preference pairs, and gathers of uneven micro-batches
-    "hf_ga": 14364,
-    "scripts": 3255,  # 3,000, and the report on a GPU
+    "hf_ga": 14300,
+    "scripts": 3100,  # 3,000, and the report on a GPU
 }
 FILE, FUNCTION, TOP_LEVEL = 300, 40, 12
 # Rooms that are over their budgets today, and their lines: they may only shrink. An entry goes when its room fits.

@@ -17,7 +17,7 @@ from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
 from hf_ga.check.same_bits import bits_row
 from hf_ga.check.subjects import (
-    CheckSettings,
+    DTYPES,
     Step,
     Subject,
     make_accelerator,
@@ -26,11 +26,11 @@ from hf_ga.check.subjects import (
     run_step,
     working_copy,
 )
-from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import check_supported
 from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
-from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
@@ -46,7 +46,13 @@ def check_equivalence(
     collate_fn: Collate,
     layouts: str | Sequence[str] | Mapping[str, Sequence[int]] = "auto",
     steps: Mapping[str, Step] | None = None,
-    **settings: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    allow_split_dependent_randomness: bool = False,
+    same_bits: int | None = None,
 ) -> EquivalenceReport:
     """Compare the gradient of every layout of one window with that of the full batch in float64 (promise 1).
 
@@ -63,7 +69,12 @@ def check_equivalence(
             mean loss. If it declares the arguments `accumulation_steps` (micro-batches of a full window on one process) or
             `precision`, it receives them too. On several processes it takes its own part of the micro-batches, as the loader that
             Accelerate prepares does, and may return (loss or None, `take_gradients(prepared)`). See `hf_ga.check.arms`.
-        settings: fields of `CheckSettings`, such as `precision="bf16"`.
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own loss.
+        precision: "fp32", "bf16" or "fp16", by autocast.
+        seed: of dropout masks and of a step's own random draws.
+        max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
+        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the check switches them off.
+        same_bits: also compare the bits of gradients that are computed in chunks of so many samples.
 
     Raises:
         ConfigError: bad arguments, or a full batch that cannot be computed in float64.
@@ -72,21 +83,25 @@ def check_equivalence(
         report = check_equivalence(model, [dataset[i] for i in range(64)], collate_fn)
         assert report.passed, report
     """
-    chosen = CheckSettings(**settings)
+    if precision not in DTYPES:
+        raise ConfigError(f"precision must be one of {', '.join(DTYPES)}, got {precision!r}.")
     lengths = np.array([sample_length(sample) for sample in samples])
     with preserved_random_states(), own_accelerate_state(), torch.enable_grad():
-        accelerator = make_accelerator(model, chosen.precision)
+        accelerator = make_accelerator(model, precision)
         check_supported(accelerator)
-        backend_for(accelerator, same_bits=chosen.same_bits is not None)
+        backend_for(accelerator, same_bits=same_bits is not None)
         checked = choose_layouts(layouts, lengths, accelerator.num_processes)
         copied = working_copy(unwrapped(model))
         if accelerator.num_processes > 1:
             weights = state_sha256(copied.state_dict())[:12]
             check_agreement(accelerator, "samples and weights", f"{len(lengths)} samples of length {lengths.sum()}, {weights}")
-        subject = Subject(copied, list(samples), collate_fn, accelerator, chosen)
+        proof = {"loss_fn": loss_fn, "allow_split_dependent_randomness": allow_split_dependent_randomness}
+        subject = Subject(copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof)
         _prove(subject)
         rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
-    shown = {name: getattr(chosen, name) for name in ("precision", "seed", "max_grad_norm")} | {"num_samples": len(samples)}
+        if same_bits is not None and not subject.refused:
+            rows.insert(len(checked), bits_row(subject, same_bits))
+    shown = {"precision": precision, "seed": seed, "max_grad_norm": max_grad_norm, "num_samples": len(samples)}
     return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
 
 
@@ -108,8 +123,6 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
     rows = [found[arm, layout.name] for arm in arms for layout in layouts]
     for arm, step in arms.items():
         explain(subject, [row for row in rows if row.arm == arm], {layout.name: layout for layout in layouts}, step)
-    if subject.settings.same_bits is not None and not subject.refused:
-        rows.insert(len(layouts), bits_row(subject, subject.settings.same_bits))
     return rows
 
 
@@ -141,7 +154,7 @@ def _prove(subject: Subject) -> None:
     Random draws that depend on the split cannot be compared: put their modules into evaluation mode.
     """
     subject.dropout = find_dropout(subject)
-    if subject.settings.allow_split_dependent_randomness:
+    if subject.proof_arguments["allow_split_dependent_randomness"]:
         _set_evaluation_mode(subject.dropout.unkeyed)
     several = subject.accelerator.num_processes > 1
     trained = copy.deepcopy(subject.model) if several else subject.model

@@ -78,7 +78,7 @@ class Diagnosis:
         if step is None and not refused:
             innocent |= {"padding width", "dropout"}  # proven, and keyed
         self.suspects = [s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent]
-        self.match, self.effect = MATCH[subject.settings.precision], EFFECT[subject.settings.precision]
+        self.match, self.effect = MATCH[subject.precision], EFFECT[subject.precision]
 
     def causes(self) -> list[Cause]:
         """All causes found, or one named "unknown"."""
@@ -109,7 +109,7 @@ class Diagnosis:
             clipped = Hypothesis(match.weights).clipped(float(trial.arm.double().norm()))
             if relative_error(clipped.gradient(trial.parts), trial.arm) <= self.match:
                 return list(clipped.causes)
-            if self.subject.settings.max_grad_norm:
+            if self.subject.max_grad_norm:
                 return []
         return [Cause(suspect.name, suspect.text, f"relative error with it {error:.1e}, without {before:.1e}")]
 

@@ -22,19 +22,19 @@ PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Reference:
-    """The correct result of one window, and the relative errors of the full batch in the checked precision.
+    """The correct result of one window, and the relative errors that an arm may have.
 
     Attributes:
         loss, gradients: of the full batch in float64.
-        loss_error, errors: of the full batch; errors: by parameter, relative to the norm over all.
-        parameter_floor: `FLOOR` of a single parameter and of the loss.
+        own_error: relative error of the full batch in the checked precision, over all parameters together.
+        limits, loss_limit: of the relative error of each parameter, relative to the norm over all, and of the loss.
     """
 
     loss: float
     gradients: Gradients
-    loss_error: float
-    errors: dict[str, float]
-    parameter_floor: float
+    own_error: float
+    limits: dict[str, float]
+    loss_limit: float
 
 
 def compute_reference(subject: Subject, window: Window) -> Reference:
@@ -43,7 +43,7 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
     Raises:
         ConfigError: the model cannot run in float64, or memory runs out.
     """
-    settings, whole = subject.settings, window.split([np.arange(window.num_samples)])
+    whole = window.split([np.arange(window.num_samples)])
     loss, gradients, _ = plain_backward(subject, whole, whole.micro_batches[0])
     try:
         right_loss, right, _ = plain_backward(subject, whole, whole.micro_batches[0], "float64")
@@ -54,14 +54,11 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
             "(.to(logits)); check on a CPU (ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
     for values in (gradients, right):
-        clip(values, settings.max_grad_norm)
-    return Reference(
-        loss=right_loss,
-        gradients=right,
-        loss_error=ratio(abs(loss - right_loss), abs(right_loss)),
-        errors=relative_errors(gradients, right),
-        parameter_floor=PARAMETER_FLOORS[settings.precision],
-    )
+        clip(values, subject.max_grad_norm)
+    errors, floor = relative_errors(gradients, right), PARAMETER_FLOORS[subject.precision]
+    limits = {name: TIMES_OWN_ERROR * error + floor for name, error in errors.items()}
+    loss_limit = TIMES_OWN_ERROR * ratio(abs(loss - right_loss), abs(right_loss)) + floor
+    return Reference(right_loss, right, total(errors), limits, loss_limit)
 
 
 def judge(row: Row, loss: float | None, gradients: Gradients, reference: Reference) -> None:
@@ -69,14 +66,12 @@ def judge(row: Row, loss: float | None, gradients: Gradients, reference: Referen
     if loss is not None:
         row.loss, row.loss_error = loss, ratio(abs(loss - reference.loss), abs(reference.loss))
     row.parameter_errors = relative_errors(gradients, reference.gradients)
-    row.error, row.own_error = total(row.parameter_errors), total(reference.errors)
+    row.error, row.own_error = total(row.parameter_errors), reference.own_error
     row.limit = TIMES_OWN_ERROR * row.own_error + FLOOR
-    limits = {name: TIMES_OWN_ERROR * error + reference.parameter_floor for name, error in reference.errors.items()}
-    shares = {name: ratio(error, limits[name]) for name, error in row.parameter_errors.items()}
+    shares = {name: ratio(error, reference.limits[name]) for name, error in row.parameter_errors.items()}
     row.worst_parameter = max(shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf))
     row.worst_share = shares[row.worst_parameter]
     row.norm_ratio = ratio(total(norms(gradients)), total(norms(reference.gradients)))
-    loss_limit = TIMES_OWN_ERROR * reference.loss_error + reference.parameter_floor
     # A NaN fails each of these comparisons.
-    right_loss = row.loss_error is None or row.loss_error <= loss_limit
+    right_loss = row.loss_error is None or row.loss_error <= reference.loss_limit
     row.passed = row.error <= row.limit and row.worst_share <= 1.0 and right_loss

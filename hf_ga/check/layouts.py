@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
 INDIVISIBLE = "indivisible"  # micro-batches that cannot be dealt out evenly to several processes
@@ -37,18 +36,10 @@ class CheckedLayout:
 
     def window(self, subject: Subject) -> Window:
         """All micro-batches of the window, on every process."""
-        num_samples = sum(self.sizes)
-        loader = WindowLoader(
-            subject.samples[:num_samples],
-            subject.collate_fn,
-            accelerator=subject.accelerator,
-            per_device_batch_size=num_samples,
-            global_batch_size=num_samples,
-            seed=subject.settings.seed,
-            shuffle=False,
-            planner=lambda lengths, processes: [self.offsets, *[[]] * (processes - 1)],
-        )
-        return next(iter(loader)).split(self.offsets)
+        size = sum(self.sizes)
+        return subject.window(
+            size, per_device_batch_size=size, planner=lambda lengths, processes: [self.offsets, *[[]] * (processes - 1)]
+        ).split(self.offsets)
 
 
 def own_share(window: Window, accelerator: Accelerator) -> Window:
@@ -96,7 +87,7 @@ def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
     if name == "short last window":
         size = max(1, n // (2 * steps))
         sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()
-        return CheckedLayout(name, _of_sizes(name, sizes, sum(sizes)).offsets, steps)
+        return replace(_of_sizes(name, sizes, sum(sizes)), accumulation_steps=steps)
     if name == "one by one":
         return _of_sizes(name, [1] * n, n)
     if name == "uneven":
@@ -111,6 +102,4 @@ def _of_sizes(name: str, sizes: list[int], num_samples: int, order: np.ndarray |
     if min(sizes, default=0) < 1 or sum(sizes) != num_samples:
         raise ConfigError(f"the micro-batches of layout {name!r} have {sizes} samples, but must add up to {num_samples}.")
     order = np.arange(num_samples) if order is None else order
-    ends = np.cumsum(sizes)
-    offsets = [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    return CheckedLayout(name, offsets, len(sizes))
+    return CheckedLayout(name, np.split(order, np.cumsum(sizes)[:-1]), len(sizes))

@@ -31,7 +31,7 @@ def plain_backward(
     Returns:
         (mean loss, gradients, number of targets as `loss_fn` counts them).
     """
-    model, precision = subject.model, precision or subject.settings.precision
+    model, precision = subject.model, precision or subject.precision
     dtype, scale = DTYPES.get(precision), FP16_SCALE if precision == "fp16" else 1.0
     device = device_of(model)
     batch = send_to_device(micro_batch.batch, device)
@@ -45,7 +45,7 @@ def plain_backward(
         keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions).to(device)
         subject.dropout.set_keys(keys, window_key(window.request.seed, window.epoch, window.index).to(device))
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss, count = run_forward(model, batch, subject.settings.loss_fn)
+            loss, count = run_forward(model, batch, subject.loss_fn)
         mean = loss if count is None else loss / count
         (mean * scale).backward()
     gradients = take_gradients(model)
@@ -60,7 +60,7 @@ def find_dropout(subject: Subject) -> KeyedDropout:
 
     def forward(count: int) -> None:
         batch = as_batch(subject.collate_fn([longest] * count))
-        run_forward(subject.model, send_to_device(batch, device_of(subject.model)), subject.settings.loss_fn)
+        run_forward(subject.model, send_to_device(batch, device_of(subject.model)), subject.loss_fn)
 
     return find_dropout_sites(subject.model, forward, allow_split_dependent_randomness=True)
 

@@ -1,13 +1,8 @@
 """Promise of `same_bits`: the gradient of a window has the same bits for every per-device batch size."""
 
-import hashlib
-
-import numpy as np
-
-from hf_ga.check.gradients import Gradients
 from hf_ga.check.rows import OURS, Cause, Row
 from hf_ga.check.subjects import Subject, run_ours
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.recovery.checkpoint import state_sha256
 
 MULTIPLES = (1, 2, 4)  # of the chunk's size
 
@@ -16,19 +11,10 @@ def bits_row(subject: Subject, chunk_size: int) -> Row:
     """Compute the window with several per-device batch sizes, each in chunks of that many samples, and compare hashes."""
     hashes, losses, sizes = [], [], []
     for multiple in MULTIPLES:
-        loader = WindowLoader(
-            subject.samples,
-            subject.collate_fn,
-            accelerator=subject.accelerator,
-            per_device_batch_size=chunk_size * multiple,
-            global_batch_size=len(subject.samples),
-            seed=subject.settings.seed,
-            shuffle=False,
-            canonical_micro_batch=chunk_size,
-        )
-        window = next(iter(loader))
+        size = chunk_size * multiple
+        window = subject.window(len(subject.samples), per_device_batch_size=size, canonical_micro_batch=chunk_size)
         loss, gradients = run_ours(subject, window)
-        hashes.append(gradients_sha256(gradients))
+        hashes.append(state_sha256(gradients))
         losses.append(loss)
         sizes = [len(micro_batch) for micro_batch in window.micro_batches]
     row = Row(OURS, "bits", sizes, len(sizes), passed=len({*zip(hashes, losses, strict=True)}) == 1, loss=losses[0])
@@ -38,11 +24,3 @@ def bits_row(subject: Subject, chunk_size: int) -> Row:
         text = "a kernel of the model gives other bits when it runs again: call torch.use_deterministic_algorithms(True)"
         row.causes.append(Cause("not deterministic", text, seen))
     return row
-
-
-def gradients_sha256(gradients: Gradients) -> str:
-    """SHA-256 of all gradients, by name."""
-    digest = hashlib.sha256()
-    for name in sorted(gradients):
-        digest.update(name.encode() + np.ascontiguousarray(gradients[name].cpu().numpy()).tobytes())
-    return digest.hexdigest()

@@ -16,13 +16,13 @@ from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
-from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
 from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.training import backward_window
@@ -32,34 +32,10 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 1024.0  # keeps small gradients above fp16's smallest number; divided out again
 
 
-@dataclass(frozen=True)
-class CheckSettings:
-    """Settings of a check.
-
-    Attributes:
-        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own loss.
-        precision: "fp32", "bf16" or "fp16", by autocast.
-        seed: of dropout masks and of a step's own random draws.
-        max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
-        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the check switches them off.
-        same_bits: also compare the bits of gradients that are computed in chunks of so many samples.
-    """
-
-    loss_fn: LossFunction | None = None
-    precision: str = "fp32"
-    seed: int = 0
-    max_grad_norm: float | None = None
-    allow_split_dependent_randomness: bool = False
-    same_bits: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.precision not in DTYPES:
-            raise ConfigError(f"precision must be one of {', '.join(DTYPES)}, got {self.precision!r}.")
-
-
 @dataclass
 class Subject:
-    """The input of every arm: the working copy of the model and what its windows are built from.
+    """The input of every arm: the working copy of the model, what its windows are built from, and arguments of
+    `check_equivalence`.
 
     Attributes:
         rule: the proven loss; None if hf_ga does not support the model. refused: why it does not.
@@ -71,19 +47,31 @@ class Subject:
     samples: list[Any]
     collate_fn: Collate
     accelerator: Accelerator
-    settings: CheckSettings
+    precision: str
+    seed: int
+    max_grad_norm: float | None
+    proof_arguments: dict[str, Any]  # keyword arguments for `prove_targets` and `backward_window`
     rule: ProvenLoss | None = None
     refused: str | None = None
     dropout: KeyedDropout = field(init=False)
     prepared: nn.Module = field(init=False)
 
     @property
-    def proof_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `prove_targets` and `backward_window`."""
-        return {
-            "loss_fn": self.settings.loss_fn,
-            "allow_split_dependent_randomness": self.settings.allow_split_dependent_randomness,
-        }
+    def loss_fn(self) -> LossFunction | None:
+        return self.proof_arguments["loss_fn"]
+
+    def window(self, num_samples: int, **arguments: Any) -> Window:
+        """The window of the first samples. arguments: of `WindowLoader`."""
+        loader = WindowLoader(
+            self.samples[:num_samples],
+            self.collate_fn,
+            accelerator=self.accelerator,
+            global_batch_size=num_samples,
+            seed=self.seed,
+            shuffle=False,
+            **arguments,
+        )
+        return next(iter(loader))
 
 
 def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
@@ -97,7 +85,7 @@ def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
     gradients = take_gradients(model)
     if subject.accelerator.scaler is not None:
         torch._foreach_div_(list(gradients.values()), subject.accelerator.scaler.get_scale())
-    clip(gradients, subject.settings.max_grad_norm)
+    clip(gradients, subject.max_grad_norm)
     return result.loss, gradients
 
 
@@ -107,11 +95,11 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
     """
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
-    if subject.settings.loss_fn is None:
+    if subject.loss_fn is None:
         batches = [argument_filter(model)(batch) for batch in batches]
     of_a_process = -(-accumulation_steps // subject.accelerator.num_processes)
-    known = {"accumulation_steps": of_a_process, "precision": subject.settings.precision}
-    seed_generators(subject.settings.seed)  # the step's own draws are the same in every check
+    known = {"accumulation_steps": of_a_process, "precision": subject.precision}
+    seed_generators(subject.seed)  # the step's own draws are the same in every check
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
     loss, left = returned if isinstance(returned, tuple) else (returned, take_gradients(model))
@@ -141,8 +129,7 @@ def device_of(model: nn.Module) -> torch.device:
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
     """Run the block with an empty Accelerate state; then restore the caller's, and the environment variables."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))
+    with patch.dict(os.environ), ExitStack() as stack:
         for kind in (AcceleratorState, PartialState, GradientState):
             stack.enter_context(patch.dict(kind._shared_state, clear=True))
         yield

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.parallel.shards import load_shards, save_shards
-from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy
+from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy, writing
 from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, step_of
 from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
 from hf_ga.recovery.versions import versions
-from hf_ga.recovery.write_errors import writing
 
 # Errors of torch and of the files; torch's CheckpointException derives from BaseException.
 _LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError)
@@ -108,7 +107,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()`, in the order of the names."""
+    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()` or gradients, in the order of the names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -35,17 +35,6 @@ ON_NONFINITE = ("stop", "skip")
 MAX_NAMED = 8  # samples listed in a message
 
 
-@dataclass(frozen=True)
-class Case:
-    """The computation that gave the non-finite number."""
-
-    backend: Backend
-    model: nn.Module
-    window: Window
-    loss: Loss
-    dropout: KeyedDropout
-
-
 @dataclass
 class Repeated:
     """One repeated forward, with a backward if its loss is finite.
@@ -65,13 +54,7 @@ class Repeated:
         return bool(self.call.weight) and (not self.is_finite or self.parameter is not None)
 
 
-@dataclass
-class Found:
-    """The result of one rank: sample ids, the names of the first module and of a parameter."""
-
-    samples: list[int]
-    module: str | None
-    parameter: str | None
+Found = tuple[list[int], str | None, str | None]  # by one rank: sample ids, names of the first module and of a parameter
 
 
 def find_cause(
@@ -86,49 +69,49 @@ def find_cause(
         window: as computed. loss: the window's loss. dropout: the model's keyed dropout.
         mean_loss: of the window. If finite, the gradient is not.
     """
-    backend = backend_for(accelerator)
-    case = Case(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout)
+    backend, backward = backend_for(accelerator), math.isfinite(mean_loss)
     with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
-        found = _search(case, backward=math.isfinite(mean_loss))
+        found = _search(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout, backward)
     model.zero_grad()
-    return _describe(case, mean_loss, gather_object([found]))
+    return _describe(f"window {window.index} of epoch {window.epoch}", loss.name, mean_loss, gather_object([found]))
 
 
-def _search(case: Case, *, backward: bool) -> Found:
+def _search(backend: Backend, model: nn.Module, window: Window, loss: Loss, dropout: KeyedDropout, backward: bool) -> Found:
     """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where forwards are collectives)."""
-    repeated = _repeat(case, case.window, backward=backward)
-    if backward and case.backend.is_sharded:
-        _exchange_parameters(case.model, repeated)  # a sharded gradient may be non-finite on another rank only
+    repeat = partial(_repeat, backend, model, loss, dropout, backward)
+    repeated = repeat(window)
+    if backward and backend.is_sharded:
+        _exchange_parameters(model, repeated)  # a sharded gradient may be non-finite on another rank only
     bad = [one for one in repeated if one.is_bad]
-    if not case.backend.is_sharded:
-        offsets = [offset for one in bad for offset in one.call.micro_batch.positions - case.window.request.positions[0]]
-        singles = _repeat(case, case.window.split([np.array([o]) for o in offsets]), backward=backward) if offsets else []
+    if not backend.is_sharded:
+        offsets = [offset for one in bad for offset in one.call.micro_batch.positions - window.request.positions[0]]
+        singles = repeat(window.split([np.array([offset]) for offset in offsets])) if offsets else []
         repeated += singles
         bad = [single for single in singles if single.is_bad] or bad  # if no sample alone is bad, report the micro-batch
     # A module whose output is non-finite in a good forward too does so on purpose: a mask of -inf.
     healthy = {module for one in repeated if not one.is_bad for module in one.modules}
-    return Found(
-        samples=[int(i) for one in bad for i in one.call.micro_batch.sample_ids],
-        module=next((module for one in bad for module in one.modules if module not in healthy), None),
-        parameter=next((one.parameter for one in bad if one.parameter is not None), None),
-    )
+    samples = [int(i) for one in bad for i in one.call.micro_batch.sample_ids]
+    module = next((module for one in bad for module in one.modules if module not in healthy), None)
+    return samples, module, next((one.parameter for one in bad if one.parameter is not None), None)
 
 
-def _repeat(case: Case, window: Window, *, backward: bool) -> list[Repeated]:
+def _repeat(
+    backend: Backend, model: nn.Module, loss: Loss, dropout: KeyedDropout, backward: bool, window: Window
+) -> list[Repeated]:
     """Repeat the window's forwards on this rank with the same dropout masks. Leaves gradients."""
-    calls = [Call(m, counts=case.loss.count(m.batch, len(m))) for m in window.micro_batches]
-    calls = [call for call in calls if case.loss.contributes(call.counts)]
-    forward, repeated = Forward(case.backend.accelerator, case.model, window, (case.loss, case.dropout)), []
-    with forward.scope(), _watched(case.model) as modules, torch.set_grad_enabled(backward):
-        for planned in case.backend.equalize(window, calls, case.loss):
+    calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in window.micro_batches]
+    calls = [call for call in calls if loss.contributes(call.counts)]
+    forward, repeated = Forward(backend.accelerator, model, window, (loss, dropout)), []
+    with forward.scope(), _watched(model) as modules, torch.set_grad_enabled(backward):
+        for planned in backend.equalize(window, calls, loss):
             modules.clear()
-            with case.backend.accelerator.autocast():
+            with backend.accelerator.autocast():
                 call, outputs = forward(planned)
-                loss = torch.as_tensor(case.loss.mean(*case.loss.sums(outputs, call)))
-            one = Repeated(call, _is_finite(loss), list(modules))
-            if backward and loss.requires_grad:
-                one.parameter = _bad_gradient(case.model, loss * call.weight)
+                mean = torch.as_tensor(loss.mean(*loss.sums(outputs, call)))
+            one = Repeated(call, _is_finite(mean), list(modules))
+            if backward and mean.requires_grad:
+                one.parameter = _bad_gradient(model, mean * call.weight)
             repeated.append(one)
     return repeated
 
@@ -168,11 +151,13 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _describe(case: Case, loss: float, gathered: Sequence[Found]) -> str:
+def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) -> str:
     """The results of all ranks in one line, the same on all ranks."""
-    window, is_finite = f"window {case.window.index} of epoch {case.window.epoch}", math.isfinite(loss)
-    parts = [f"the gradient of {window} is not finite (its loss {loss:.6g} is)" if is_finite else f"the loss of {window} is {loss}"]
-    samples = [i for found in gathered for i in found.samples]
+    gradient = f"the gradient of {window} is not finite (its loss {loss:.6g} is)"
+    parts = [gradient if math.isfinite(loss) else f"the loss of {window} is {loss}"]
+    by_rank, modules, parameters = zip(*gathered, strict=True)
+    samples = [sample for of_rank in by_rank for sample in of_rank]
+    module, parameter = (next(filter(None, names), None) for names in (modules, parameters))
     if samples:
         named = ", ".join(map(str, samples[:MAX_NAMED])) + (", ..." if len(samples) > MAX_NAMED else "")
         parts.append(f"it comes from {'samples' if len(samples) > 1 else 'sample'} {named}")
@@ -180,12 +165,10 @@ def _describe(case: Case, loss: float, gathered: Sequence[Found]) -> str:
         parts.append(
             "each micro-batch alone gives finite numbers: their sum or its norm overflows float32, or some randomness is not keyed"
         )
-    module = next((found.module for found in gathered if found.module), None)
-    parameter = next((found.parameter for found in gathered if found.parameter), None)
     if module is not None:
         parts.append(f"the first module with a non-finite output is {module}")
     if parameter is not None:
         parts.append(f"the gradient of {parameter} is not finite")
     if samples and module is None and parameter is None:
-        parts.append(f"the outputs of all modules are finite, so the loss is the cause ({case.loss.name})")
+        parts.append(f"the outputs of all modules are finite, so the loss is the cause ({rule})")
     return "; ".join(parts)

@@ -9,10 +9,9 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
-from hf_ga.recovery.files import flush, flush_tree, publish, tidy, write_json
+from hf_ga.recovery.files import filling, flush, flush_tree, publish, tidy, write_json, writing
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.manifest import read_manifest
-from hf_ga.recovery.write_errors import filling, writing
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.report import plot_curves, read_metrics

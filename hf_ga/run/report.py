@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from transformers.utils import logging
 
 from hf_ga.parallel.processes import print_on_main
-from hf_ga.recovery.files import SUFFIX, flush
-from hf_ga.recovery.write_errors import writing
+from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
 class MetricsFile:

@@ -14,9 +14,8 @@ from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
-from hf_ga.recovery.files import flush
+from hf_ga.recovery.files import flush, writing
 from hf_ga.recovery.versions import machine, versions
-from hf_ga.recovery.write_errors import writing
 from hf_ga.run import outputs
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.run import Progress, Run

@@ -4,17 +4,20 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 
+import hf_ga
 from benchmark import gpu
 from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
 from benchmark.lap import measure_apart, measure_in_turn
-from benchmark.planning import seconds_to_first_window
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import TWO_RANKS, Section, ablation_section, planning_section, ranks_section, speed_section
 from benchmark.setting import SIZES, TASKS, Setting, documentation_strings
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sections: list[Section] = []
     print(f"{_machine(flags)}\n", flush=True)
     for name in flags.sections:
-        for section in SECTIONS[name](flags) if name in SECTIONS else map(gpu.SECTIONS[name], _settings(flags)):
+        for section in [_plan(flags.most_samples)] if name == "plan" else map(SECTIONS[name], _settings(flags)):
             print(section, flush=True)
             sections.append(section)
             if flags.output_dir:
@@ -45,45 +48,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed and flags.assert_bounds else 0
 
 
-def _speed(flags: argparse.Namespace) -> list[Section]:
-    return [speed_section(each, measure_in_turn(each, SPEED, f"{each.model}, speed")) for each in _settings(flags)]
+def _speed(setting: Setting) -> Section:
+    return speed_section(setting, measure_in_turn(setting, SPEED, f"{setting.model}, speed"))
 
 
-def _ablation(flags: argparse.Namespace) -> list[Section]:
-    measure = measure_in_turn if flags.device == "cpu" else measure_apart
-    return [ablation_section(each, measure(each, ABLATION, f"{each.model}, ablation")) for each in _settings(flags)]
+def _ablation(setting: Setting) -> Section:
+    measure = measure_in_turn if setting.device == "cpu" else measure_apart
+    return ablation_section(setting, measure(setting, ABLATION, f"{setting.model}, ablation"))
 
 
-def _ranks(flags: argparse.Namespace) -> list[Section]:
-    found = []
-    for setting in _settings(flags):
-        measured = {}
-        for when in ("idle", "busy"):
-            with busy_core() if when == "busy" else nullcontext():
-                arms = {name: SPEED[name] for name in (REBALANCED, DEFAULT)}
-                measured[when] = measure_in_turn(setting, arms, f"{setting.model}, one process, {when}")
-                measured[when][TWO_RANKS] = measure_two_ranks(setting)
-        found.append(ranks_section(setting, measured))
-    return found
+def _ranks(setting: Setting) -> Section:
+    measured, arms = {}, {name: SPEED[name] for name in (REBALANCED, DEFAULT)}
+    for when, load in (("idle", nullcontext()), ("busy", busy_core())):
+        with load:
+            measured[when] = measure_in_turn(setting, arms, f"{setting.model}, one process, {when}")
+            measured[when][TWO_RANKS] = measure_two_ranks(setting)
+    return ranks_section(setting, measured)
 
 
-def _plan(flags: argparse.Namespace) -> list[Section]:
-    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= flags.most_samples]
-    return [planning_section({size: seconds_to_first_window(size) for size in sizes})]
+def seconds_to_first_window(num_samples: int) -> float:
+    """Seconds from a dataset with known lengths to its first window of 64 samples."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.0, num_samples), 2, 256).astype(np.int64)
+    accelerator, began = Accelerator(cpu=True), time.perf_counter()
+    windows = hf_ga.WindowLoader(
+        range(num_samples),  # samples whose content does not matter
+        lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
+        accelerator=accelerator,
+        per_device_batch_size=8,
+        global_batch_size=64,
+        lengths=lengths,
+    )
+    next(iter(windows))
+    return time.perf_counter() - began
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Section]]] = {
-    "speed": _speed,
-    "ablation": _ablation,
-    "ranks": _ranks,
-    "plan": _plan,
-}
+def _plan(most_samples: int) -> Section:
+    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= most_samples]
+    return planning_section({size: seconds_to_first_window(size) for size in sizes})
+
+
+SECTIONS = {"speed": _speed, "ablation": _ablation, "ranks": _ranks, **gpu.SECTIONS}
+DEFAULT_SECTIONS = ["speed", "ablation", "ranks", "plan"]
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False)
     add = parser.add_argument
-    add("--sections", nargs="+", choices=[*SECTIONS, *gpu.SECTIONS], default=[*SECTIONS], help="default: speed ablation ranks plan")
+    add("--sections", nargs="+", choices=[*SECTIONS, "plan"], default=DEFAULT_SECTIONS, help="default: speed ablation ranks plan")
     add("--model", dest="models", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
     add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")

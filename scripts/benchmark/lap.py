@@ -21,34 +21,9 @@ from transformers.utils import logging
 
 from benchmark.setting import Setting, build_model
 
-# Imported once by the process that the others are forked from: they start within a second, from the same memory.
-_PRELOADED = ["benchmark.arms"]
-
 
 class LapOver(Exception):
     """Raised by `Lap.step_done` after the last window, to leave the arm's loop."""
-
-
-class CountedCollate:
-    """A collate function that records its samples.
-
-    Attributes:
-        ids: of the samples, in order. padded_tokens: elements of `input_ids`, padding included.
-    """
-
-    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Any]]) -> None:
-        self.collate = collate
-        self.restart()
-
-    def restart(self) -> None:
-        self.ids: list[int] = []
-        self.padded_tokens = 0
-
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        batch = self.collate(samples)
-        self.ids += [sample["id"] for sample in samples]
-        self.padded_tokens += batch["input_ids"].numel()
-        return batch
 
 
 @dataclass
@@ -73,12 +48,21 @@ class Lap:
 
     Args:
         turn: if given, the lap waits for it before each window.
+
+    Attributes:
+        collator: the function that `collate` calls.
     """
 
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
-        self.setting, self._turn = setting, turn
-        self.model, self.collate = build_model(setting), CountedCollate(setting.collate)
+        self.setting, self.model, self.collator, self._turn = setting, build_model(setting), setting.collate, turn
         self.seconds: list[float] = []
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Collate, and record the samples."""
+        batch = self.collator(samples)
+        self._ids += [sample["id"] for sample in samples]
+        self._padded_tokens += batch["input_ids"].numel()
+        return batch
 
     def run(self, arm: Callable[["Lap"], None]) -> Measured:
         """Run an arm to its end."""
@@ -89,8 +73,8 @@ class Lap:
             arm(self)
         return Measured(
             seconds=self.seconds[setting.windows_per_epoch :],
-            padding=self.collate.padded_tokens / (setting.epochs * setting.real_tokens),
-            each_once=sorted(self.collate.ids) == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
+            padding=self._padded_tokens / (setting.epochs * setting.real_tokens),
+            each_once=sorted(self._ids) == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
             peak_memory=peak_memory(setting.device),
             memory_before=before,
         )
@@ -109,8 +93,8 @@ class Lap:
         self._next_window()
 
     def _next_window(self) -> None:
-        if len(self.seconds) == self.setting.windows_per_epoch:
-            self.collate.restart()
+        if len(self.seconds) in (0, self.setting.windows_per_epoch):  # the first epoch is not measured
+            self._ids, self._padded_tokens = [], 0
         if self._turn is not None:
             self._turn.send(None)
             self._turn.recv()
@@ -124,7 +108,7 @@ def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], ti
         RuntimeError: a process exited without a result.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["benchmark.arms"])  # the processes start within a second, from the same memory
     running: dict[str, Connection] = {}
     results: dict[str, Measured] = {}
     processes = []

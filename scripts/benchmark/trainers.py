@@ -56,7 +56,7 @@ def train(lap: Lap, strategy: str = "random", trainer_class: Any = Trainer, sett
 
 def padding_free(lap: Lap) -> None:
     """The samples of a micro-batch in one row; without FlashAttention a mask keeps them apart."""
-    lap.collate.collate = DataCollatorWithFlattening()
+    lap.collator = DataCollatorWithFlattening()
     lap.model.set_attn_implementation("flash_attention_2" if is_flash_attn_2_available() else "sdpa")
     train(lap)
 

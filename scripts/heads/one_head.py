@@ -5,7 +5,7 @@
 
 import inspect
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,16 +71,13 @@ class Verdict:
     """The measurements of one head. Errors are relative to the norm of the truth, over all parameters together.
 
     Attributes:
-        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error message.
+        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error, or its message.
         trainer_ratio: norm of Trainer's gradient / norm of the truth.
         dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
         dropout_error: the largest relative error between two layouts. dropout_effect: that to no dropout.
     """
 
-    name: str
-    model_type: str
-    class_name: str
-    kind: str
+    head: Head
     status: str = "not built"
     reason: str = ""
     error: float | None = None
@@ -92,14 +89,11 @@ class Verdict:
     dropout_reason: str = ""
     dropout_error: float | None = None
     dropout_effect: float | None = None
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
     @property
     def trainer_right(self) -> bool:
         return self.trainer_error is not None and self.trainer_error <= TOLERANCE
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "trainer_right": self.trainer_right}
 
 
 def all_heads() -> list[Head]:
@@ -115,7 +109,7 @@ def all_heads() -> list[Head]:
 
 def examine(head: Head) -> Verdict:
     """Build the head and compare all gradients. An error of the model becomes a verdict, not an exception."""
-    verdict = Verdict(head.name, head.model_type, head.class_name, head.kind)
+    verdict = Verdict(head)
     try:
         model, samples, collate = build_head(head, 0.0)
         truth = true_gradient(model, samples, collate)
@@ -217,6 +211,8 @@ def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], co
         return
     verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
+    if verdict.status == "wrong":
+        verdict.reason = f"error {verdict.error:.1e}"
 
 
 def _examine_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
@@ -243,6 +239,8 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
     verdict.dropout_effect = min(relative_error(g, truth) for g in gradients)
     agree = verdict.dropout_error <= TOLERANCE and verdict.dropout_effect > 10 * TOLERANCE
     verdict.dropout = "agree" if agree else "differ"
+    if not agree:
+        verdict.dropout_reason = f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
 
 
 def _routes(model_type: str) -> bool:

@@ -39,13 +39,9 @@ it. Heads that are out of scope or could not be built are listed at the end and 
 
 
 def line(verdict: Verdict) -> str:
-    """One head on one line."""
-    if verdict.status not in BUILT:
-        return f"{verdict.status:12s} {verdict.name}: {verdict.reason[:120]}"
-    error = "" if verdict.error is None else f"{verdict.error:.1e}"
-    reason = verdict.reason or verdict.dropout_reason
-    shown = f"{verdict.status:12s} {error:8s} Trainer {_trainer(verdict):16s} dropout {_dropout(verdict):12s} {verdict.name}"
-    return f"{shown}  {reason[:160]}".rstrip()
+    """One head on one line: its row of the table, and the reason."""
+    cells = _row(verdict) if verdict.status in BUILT else [verdict.head.name, verdict.status]
+    return " | ".join(filter(None, [*cells, (verdict.reason or verdict.dropout_reason)[:160]]))
 
 
 def summary(verdicts: list[Verdict]) -> list[str]:
@@ -55,8 +51,9 @@ def summary(verdicts: list[Verdict]) -> list[str]:
     drawing = sum(dropout[name] for name in DRAWING)
     ratios = Counter(round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right)
     return [
-        f"{len(built)} heads built, of {len({v.class_name for v in built})} classes and {len({v.model_type for v in built})} "
-        f"architectures; {status['not built']} could not be built, {status['out of scope']} are out of scope.",
+        f"{len(built)} heads built, of {len({v.head.class_name for v in built})} classes and "
+        f"{len({v.head.model_type for v in built})} architectures; {status['not built']} could not be built, "
+        f"{status['out of scope']} are out of scope.",
         f"hf_ga: {status['right']} right, {status['refused']} refused ({_percent(status['refused'], len(built))}), "
         f"{status['wrong']} wrong.",
         f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, {sum(not v.trainer_right for v in built)} not "
@@ -91,23 +88,26 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
         "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
         "## By kind",
         _by_kind(built),
-        *_listed("## Wrong", built, "status", ("wrong",), "reason"),
-        *_listed("## Refused", built, "status", ("refused",), "reason"),
-        *_listed("## Dropout: drawn, but the layouts do not agree", built, "dropout", DRAWING[1:], "dropout_reason"),
+        *_listed("## Wrong", {v.head.name: v.reason for v in built if v.status == "wrong"}),
+        *_listed("## Refused", {v.head.name: v.reason for v in built if v.status == "refused"}),
+        *_listed(
+            "## Dropout: drawn, but the layouts do not agree",
+            {v.head.name: v.dropout_reason for v in built if v.dropout in DRAWING[1:]},
+        ),
         "## Method",
         METHOD,
         "## All heads",
         _table(["head", "hf_ga", "error", "targets", "Trainer", "error", "ratio", f"dropout {DROPOUT}"], (_row(v) for v in built)),
-        *_listed("## Not built", verdicts, "status", ("not built",), "reason"),
-        *_listed("## Out of scope", verdicts, "status", ("out of scope",), "reason"),
+        *_listed("## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}),
+        *_listed("## Out of scope", {v.head.name: v.reason for v in verdicts if v.status == "out of scope"}),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _by_kind(built: list[Verdict]) -> str:
     rows = []
-    for kind in dict.fromkeys(v.kind for v in built):
-        of_kind = [v for v in built if v.kind == kind]
+    for kind in dict.fromkeys(v.head.kind for v in built):
+        of_kind = [v for v in built if v.head.kind == kind]
         status, dropout = Counter(v.status for v in of_kind), Counter(v.dropout for v in of_kind)
         trainer = sum(v.trainer_right for v in of_kind)
         drawing = sum(dropout[name] for name in DRAWING)
@@ -115,32 +115,19 @@ def _by_kind(built: list[Verdict]) -> str:
     return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
 
 
-def _listed(title: str, verdicts: Iterable[Verdict], attribute: str, values: tuple[str, ...], reason: str) -> list[str]:
-    lines = [f"- {v.name}: {_reason(v, attribute, reason)}" for v in verdicts if getattr(v, attribute) in values]
-    return [title, "\n".join(lines)] if lines else []
-
-
-def _reason(verdict: Verdict, attribute: str, reason: str) -> str:
-    if text := getattr(verdict, reason):
-        return text
-    if attribute == "status":
-        return f"error {verdict.error:.1e}"
-    return f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
+def _listed(title: str, reasons: dict[str, str]) -> list[str]:
+    return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())] if reasons else []
 
 
 def _row(verdict: Verdict) -> list[str]:
     trainer = "right" if verdict.trainer_right else "wrong" if verdict.trainer_error is not None else "fails"
     numbers = (_short(verdict.trainer_error), "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}")
-    return [verdict.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
+    return [verdict.head.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
 
 
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
-
-
-def _trainer(verdict: Verdict) -> str:
-    return "fails" if verdict.trainer_error is None else f"{verdict.trainer_error:.1e} x{verdict.trainer_ratio:.2f}"
 
 
 def _dropout(verdict: Verdict) -> str:
@@ -157,5 +144,6 @@ def _percent(part: int, whole: int) -> str:
 
 def _entry(verdict: Verdict) -> dict[str, Any]:
     """A head's entry in heads.json, with three digits."""
-    known = {name: value for name, value in verdict.to_dict().items() if value not in (None, "") and name != "name"}
+    values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
+    known = {name: value for name, value in values.items() if value not in (None, "") and name != "head"}
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in known.items()}

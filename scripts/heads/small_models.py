@@ -33,7 +33,6 @@ NOISE = 0.05  # standard deviation of the noise added to every initial weight
 SIZES: list[tuple[str, int, int]] = [
     (r"kernel|stride", 1 << 60, 1),  # unchanged: they must fit the paddings
     (r"vocab", VOCABULARY, 1),
-    (r"token_id|token_index|_index$|_id$", 1 << 60, 1),  # see `_token_ids`
     (r"position_emb|n_positions|max_seq|seq_len|n_ctx|max_(source|target)|max_length|context_length", 64, 1),
     (r"sliding_window$|window_size|attention_window$|attention_chunk_size|local_attention", 8, 1),
     (r"image_size|input_size|crop_size", 32, 1),
@@ -75,7 +74,7 @@ def small_config(config_class: type[PreTrainedConfig], dropout: float = 0.0, **o
         small_config(BertConfig).hidden_size   # 32
     """
     arguments = small_arguments(config_class(), dropout, {})
-    if "use_cache" in arguments or hasattr(config_class, "use_cache"):
+    if hasattr(config_class, "use_cache"):
         arguments["use_cache"] = False  # a cache is for generation
     return config_class(**{**arguments, **overrides})
 
@@ -91,7 +90,7 @@ def small_arguments(config: PreTrainedConfig, dropout: float, token_ids: dict[in
         if small is not None and (small is not value or value != defaults.get(name, value)):
             arguments[name] = small
     if layers is not None:
-        arguments[_layers_attribute(config)] = len(layers)
+        arguments["num_hidden_layers"] = len(layers)
     if _value(config, "num_key_value_heads") == _value(config, "num_attention_heads"):  # not grouped-query attention
         arguments.pop("num_key_value_heads", None)
         if "num_attention_heads" in arguments and _value(config, "num_key_value_heads") is not None:
@@ -135,8 +134,7 @@ def is_shared_noise(name: str) -> bool:
 
 def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
     """Declared attributes, and derived lists with one entry per layer."""
-    declared = {field.name for field in fields(config) if field.init}
-    known = {name: _value(config, name) for name in sorted(declared)}
+    known = {name: _value(config, name) for name in sorted(field.name for field in fields(config) if field.init)}
     derived = {n: v for n, v in vars(config).items() if n not in known and not n.startswith("_") and isinstance(v, list)}
     return {**known, **derived}
 
@@ -159,7 +157,7 @@ def _small_value(name: str, value: Any, dropout: float, layers: list[int] | None
     if is_shared_noise(name) and isinstance(value, int | float):
         return 0.0
     if is_dropout(name) and isinstance(value, int | float):
-        return int(dropout) if type(value) is int and dropout == 0 else dropout
+        return dropout
     if re.search(r"token_id$|token_index$|_token_ids?$", name):
         return _token_ids(value, token_ids)
     if isinstance(value, int):
@@ -189,14 +187,12 @@ def _small_list(name: str, value: Any, dropout: float, layers: list[int] | None)
         return kind(_limited(name, value[i]) if type(value[i]) is int else value[i] for i in layers)
     if is_dropout(name):
         return kind(dropout for _ in value)
-    if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+    if not all(type(v) is int for v in value):
         return value
     limit, divisor = next(((limit, divisor) for pattern, limit, divisor in SIZES if re.search(pattern, name)), (None, 1))
     if divisor == 1:
         return value
-    if limit == LEAST_LAYERS:
-        return kind(min(v, limit) for v in value)
-    return kind(max(v // divisor, 1) for v in value)
+    return kind(min(v, limit) if limit == LEAST_LAYERS else max(v // divisor, 1) for v in value)
 
 
 def _is_per_layer(name: str) -> bool:
@@ -205,7 +201,7 @@ def _is_per_layer(name: str) -> bool:
 
 def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
     """The first layer of every kind, at least two layers; None if the config lists no kinds."""
-    count = getattr(config, _layers_attribute(config), None)
+    count = getattr(config, "num_hidden_layers", None)
     lists = [
         v
         for n, v in _attributes(config).items()
@@ -213,17 +209,9 @@ def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
     ]
     if not lists or not count:
         return None
-    kinds: dict[tuple, int] = {}
-    for layer in range(count):
-        kinds.setdefault(tuple(values[layer] for values in lists), layer)
-    kept = sorted(kinds.values())[:4]
-    kept += [i for i in range(count) if i not in kept][: max(LEAST_LAYERS - len(kept), 0)]
-    return sorted(kept)
-
-
-def _layers_attribute(config: PreTrainedConfig) -> str:
-    """The attribute of the number of layers; a class may map the common name to another."""
-    return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    kinds = list(zip(*lists, strict=True))
+    firsts = [layer for layer in range(count) if kinds.index(kinds[layer]) == layer][:4]
+    return firsts if len(firsts) >= LEAST_LAYERS else list(range(LEAST_LAYERS))
 
 
 def _token_ids(value: Any, token_ids: dict[int, int]) -> Any:

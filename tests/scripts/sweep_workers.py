@@ -1,4 +1,4 @@
-"""What the workers of a test of the sweep run, in a module of its own that imports nothing heavy: each starts a new process."""
+"""What the processes of a test of the sweep run, in a module of its own that imports nothing heavy: each starts anew."""
 
 import os
 import time
@@ -6,13 +6,10 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 
-def serve_strange_heads(connection: Connection) -> None:
+def send_strange_verdict(connection: Connection, head: SimpleNamespace) -> None:
     """Heads that kill the process, hang, or are fine."""
-    connection.send("ready")
-    while True:
-        head = connection.recv()
-        if head.class_name == "kills":
-            os._exit(3)
-        if head.class_name == "hangs":
-            time.sleep(60)
-        connection.send(SimpleNamespace(class_name=head.class_name, status="right", reason=""))
+    if head.class_name == "kills":
+        os._exit(3)
+    if head.class_name == "hangs":
+        time.sleep(60)
+    connection.send(SimpleNamespace(head=head, status="right", reason=""))

@@ -126,7 +126,7 @@ def test_each_bound_of_the_speed_can_fail():
 
 @pytest.mark.parametrize(("flags", "code"), [(["--assert"], 1), ([], 0)])
 def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags, code):
-    monkeypatch.setitem(cli.SECTIONS, "plan", lambda flags: [report.planning_section({1000: 4.0})])
+    monkeypatch.setattr(cli, "_plan", lambda most_samples: report.planning_section({1000: 4.0}))
     assert cli.main(["--sections", "plan", "--output_dir", str(tmp_path / "out"), *flags]) == code
     printed = capsys.readouterr()
     assert printed.err.count("FAILED: ") == code and "| 1,000 | 4.000 |" in printed.out

@@ -2,10 +2,9 @@
 
 from functools import partial
 
-import experiment
 import pytest
 import run_ga_experiment as script
-from experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, differences
+from run_ga_experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, differences
 from runs import SENTENCE, ragged_rows, write_rows
 
 from hf_ga.data.corpus import train_tokenizer
@@ -20,9 +19,9 @@ def trial(tmp_path_factory):
     files = {"dataset_name": write_rows(folder / "train.jsonl", ragged_rows(150, 1))}
     files["validation_file"] = write_rows(folder / "validation.jsonl", ragged_rows(50, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "FinetuneConfig", partial(experiment.FinetuneConfig, text_column="text", **files))
-        patch.setattr(experiment, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
-        return experiment.Experiment(steps=3, num_samples=150, max_length=24)
+        patch.setattr(script, "FinetuneConfig", partial(script.FinetuneConfig, text_column="text", **files))
+        patch.setattr(script, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
+        return script.Experiment(steps=3, num_samples=150, max_length=24)
 
 
 @pytest.fixture(scope="module")

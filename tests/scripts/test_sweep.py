@@ -4,11 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import sweep_heads
 from heads import one_head as sweep
-from heads import run as sweep_run
 from heads.one_head import TOLERANCE, Head, Verdict, all_heads, build_head, examine
 from heads.small_samples import KINDS, PaddingCollator
-from sweep_workers import serve_strange_heads
+from sweep_workers import send_strange_verdict
 
 SIMPLE = ("gpt2", "bert", "mixtral", "t5", "vit")  # between them, heads of all kinds
 
@@ -72,15 +72,15 @@ def test_the_collate_function_pads_each_entry_with_its_own_filler():
 def test_at_least_450_heads_of_every_kind_are_listed_once():
     heads = all_heads()
     assert len(heads) == len(set(heads)) >= 450 and {head.kind for head in heads} == set(KINDS)
-    chosen = sweep_run.evenly_spread(heads, 40)
+    chosen = sweep_heads.evenly_spread(heads, 40)
     assert len(chosen) == len(set(chosen)) == 40 and len({head.kind for head in chosen}) >= 8
 
 
 def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
     names = ("fine", "kills", "good", "hangs", "last")
-    heads = [SimpleNamespace(name=name, model_type="x", class_name=name, kind="causal LM") for name in names]
-    verdicts = list(sweep_run.sweep(heads, jobs=1, time_limit=1.0, serve=serve_strange_heads))
-    assert [v.class_name for v in verdicts] == [head.class_name for head in heads]
+    heads = [SimpleNamespace(class_name=name) for name in names]
+    verdicts = list(sweep_heads.sweep(heads, jobs=1, time_limit=1.0, send=send_strange_verdict))
+    assert [v.head for v in verdicts] == heads
     assert [v.status for v in verdicts] == ["right", "not built", "right", "not built", "right"]
     assert "died (3)" in verdicts[1].reason
     assert "longer than 1 s" in verdicts[3].reason
@@ -90,11 +90,11 @@ def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
 def test_the_exit_code_and_the_report_tell_a_wrong_head(monkeypatch, tmp_path, capsys, status, code):
     def fake(heads, jobs, time_limit):
         for head in heads:
-            yield Verdict(head.name, head.model_type, head.class_name, head.kind, status, "why | so", 0.25)
+            yield Verdict(head, status, "why | so", 0.25)
 
-    monkeypatch.setattr(sweep_run, "sweep", fake)
-    assert sweep_run.main(["--only", "NoSuchHead"]) == 2 and "no head matches" in capsys.readouterr().err
-    assert sweep_run.main(["--only", "^BertForMaskedLM", "--output_dir", str(tmp_path)]) == code
+    monkeypatch.setattr(sweep_heads, "sweep", fake)
+    assert sweep_heads.main(["--only", "NoSuchHead"]) == 2 and "no head matches" in capsys.readouterr().err
+    assert sweep_heads.main(["--only", "^BertForMaskedLM", "--output_dir", str(tmp_path)]) == code
     assert [head["status"] for head in json.loads((tmp_path / "heads.json").read_text())["heads"]] == [status]
     printed = capsys.readouterr().out
     assert status in printed and ("1 wrong" if status == "wrong" else "1 refused (100.0 %), 0 wrong") in printed
