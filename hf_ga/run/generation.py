@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.exact.forward import unwrapped
+from hf_ga.run.config import FinetuneConfig
 
 
-def generated_ids(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], *, max_new_tokens: int, num_beams: int
-) -> Tensor:
+def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
     """Generate a text for each source. Returns token ids of shape (samples, longest), right-padded.
 
     Args:
@@ -24,15 +23,17 @@ def generated_ids(
     return base.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        num_beams=num_beams,
+        max_new_tokens=config.max_new_tokens,
+        num_beams=config.num_beams,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
     )
 
 
-def generated_targets(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **limits: int) -> list[str]:
+def generated_targets(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig
+) -> list[str]:
     """The texts of `generated_ids`."""
-    made = generated_ids(model, tokenizer, batch, **limits)
+    made = generated_ids(model, tokenizer, batch, config)
     return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PretrainedConfig
 
-from hf_ga.data.data import PreparedData
+from hf_ga.data.data import PreparedData, Unlabelled
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.models import own_dtype
 
 
 @dataclass
@@ -49,12 +50,38 @@ class Callbacks:
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Setup:
+    """What training, evaluation and prediction share.
+
+    Attributes:
+        model_config: with the labels of the data.
+        unlabelled: the rows to predict at the end, if any.
+    """
+
+    config: FinetuneConfig
+    accelerator: Accelerator
+    data: PreparedData
+    model_config: PretrainedConfig
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    unlabelled: Unlabelled | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of all the run's outputs."""
+        return Path(self.config.output_dir)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the named model, in which models are saved."""
+        return own_dtype(self.model_config)
+
+
+@dataclass(kw_only=True)
+class Run(Setup):
     """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
 
     Attributes:
-        dtype: in which models are saved.
         proven: proof of the training loss. loss_fn: None for the head's own loss.
         evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`, ...).
         max_windows, max_steps: end of training, whichever comes first.
@@ -62,10 +89,6 @@ class Run:
         identity: settings that must be equal on resume.
     """
 
-    config: FinetuneConfig
-    accelerator: Accelerator
-    data: PreparedData
-    dtype: torch.dtype
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -73,14 +96,8 @@ class Run:
     proven: ProvenLoss
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
-    callbacks: Callbacks
     max_windows: int
     max_steps: int
     eval_steps: int
     save_steps: int
     identity: dict[str, Any]
-
-    @property
-    def output_dir(self) -> Path:
-        """The folder of all the run's outputs."""
-        return Path(self.config.output_dir)

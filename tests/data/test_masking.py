@@ -12,6 +12,7 @@ from test_data import SPECIAL as TOKENS
 from test_data import letter_tokenizer
 
 from hf_ga import ConfigError
+from hf_ga.data.data import PreparedData
 from hf_ga.data.masking import KeyedMasks, mask_tokens
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
@@ -29,8 +30,8 @@ def samples_of(count, seed=3):
     return [{"input_ids": [CLS, *rng.integers(3, 13, rng.integers(4, 40)).tolist(), SEP]} for _ in range(count)]
 
 
-def collate_masked(probability=0.4):
-    return TASKS["masked-lm"].collator(letter_tokenizer(**TOKENS), 0, probability)
+def collate_masked(probability=0.4, tokenizer=None):
+    return PreparedData(TASKS["masked-lm"], {}, tokenizer or letter_tokenizer(**TOKENS), {}, probability, "").collate
 
 
 def loader(samples, sizes=(16,), seed=0, **more):
@@ -71,14 +72,14 @@ def test_special_and_padding_tokens_are_never_targets():
 def test_padding_with_an_ordinary_token_is_no_target():
     """The place of padding decides, not only its id."""
     settings = {"special_ids": (), "mask_token_id": MASK, "vocab_size": 16, "probability": 1 - 1e-12, "pad_token_id": 5}
-    collate = TASKS["masked-lm"].collator(letter_tokenizer(**TOKENS), 0, 0.5).func
+    collate = collate_masked().func
     batch = collate([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
     assert batch["labels"].tolist() == [[3, 4], [7, -100]] and batch["input_ids"][1, 1] == 5
 
 
 def test_no_mask_token_is_refused():
     with pytest.raises(ConfigError, match="mask token"):
-        TASKS["masked-lm"].collator(letter_tokenizer(), 0, 0.15)
+        collate_masked(tokenizer=letter_tokenizer())
 
 
 SIZE_OF_VOCABULARY, M = 16, 2**64

@@ -5,7 +5,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.data import streamed
+from hf_ga.data import sources, streamed
 from hf_ga.data.data import PreparedData, prepare_data
 
 READ_AHEAD = 7
@@ -13,7 +13,7 @@ READ_AHEAD = 7
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
-    monkeypatch.setattr(streamed, "NUM_READ_AHEAD", READ_AHEAD)
+    monkeypatch.setattr(sources, "NUM_READ_AHEAD", READ_AHEAD)
     monkeypatch.setattr(streamed, "BATCH_SIZE", 4)
 
 
@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (tmp_path / "none", file, "none does not exist"),
         (tmp_path / "saved", file, "save_to_disk.*omit streaming"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
-        (only_test, file, r"no training rows \(splits: test\)"),
+        (only_test, file, r"no training rows \(splits: {'validation': 40, 'test': 40}\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),
     ]:
         with pytest.raises(DataError, match=message):

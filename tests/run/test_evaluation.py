@@ -180,7 +180,7 @@ def measured(accelerator, name):
     reader = logits_reader(metrics) if metrics else None
     if name == "own metrics":
         data, callbacks = SimpleNamespace(task=SimpleNamespace(metrics=("f1",))), Callbacks(compute_metrics=weighted_by_place)
-        reader = own_reader(FinetuneConfig(), accelerator, model, data, callbacks)
+        reader = own_reader(SimpleNamespace(config=FinetuneConfig(), data=data, callbacks=callbacks), model)
     return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 
