@@ -64,7 +64,6 @@ def collate_masked(
         mask_token_id=mask_token_id,
         vocab_size=vocab_size,
         probability=probability,
-        ignored=IGNORED_LABEL,
     )
     return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 

@@ -21,9 +21,8 @@ from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions, Several, as_list
-from hf_ga.data.sources import first_rows, load_rows
+from hf_ga.data.sources import StreamedSamples, first_rows, load_rows
 from hf_ga.data.spans import encode_answers
-from hf_ga.data.streamed import StreamedSamples
 from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
 from hf_ga.errors import ConfigError, DataError

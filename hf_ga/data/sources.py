@@ -1,21 +1,33 @@
-"""Loads rows from the embedded corpus, files, folders or the hub. Splits are named train, validation and test."""
+"""Loads rows from the embedded corpus, files, folders or the hub, whole or as streams. Splits: train, validation and test."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset, load_from_disk
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
 
 from hf_ga.data import corpus
-from hf_ga.data.files import check_same_columns, columns_of, is_file, load_files, reading
+from hf_ga.data.files import check_same_columns, columns_of, is_file, load_files, reading, unreadable
+from hf_ga.data.labels import label_ids
 from hf_ga.data.options import DataOptions, as_list
-from hf_ga.errors import ConfigError, DataError
+from hf_ga.errors import ConfigError, DataError, HfGaError
 from hf_ga.exact.order import epoch_order
 
 NUM_READ_AHEAD = 1000
+BATCH_SIZE = 100  # rows of a stream that are tokenized together
 SEED = 0  # of the mix and of validation rows; not the run's: runs with different seeds have the same rows
 
 
@@ -33,11 +45,11 @@ def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None
     has_own_rows = bool(extra) or options.predict_file is not None
     if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
         return DatasetDict(extra), None
+    limits = {"train": options.max_train_samples, "validation": options.max_eval_samples, "test": options.max_predict_samples}
     named, stream = _named_rows(options), None
     if options.streaming:
-        name, stream = ", ".join(as_list(options.dataset_name)), named.get("train")
-        ahead = {split: NUM_READ_AHEAD if split == "train" else None for split in named if split not in extra}
-        named = {split: _read(name, named[split], count) for split, count in ahead.items()}
+        name, stream, ahead = ", ".join(as_list(options.dataset_name)), named.get("train"), {**limits, "train": NUM_READ_AHEAD}
+        named = {split: _read(name, rows, ahead[split]) for split, rows in named.items() if split not in extra}
     loaded = {**named, **extra}
     rows = DatasetDict({s: loaded[s] for s in corpus.SPLITS if s in loaded and (len(loaded[s]) or s == "train")})
     if not options.eval_only and not len(rows.get("train", ())):
@@ -52,7 +64,6 @@ def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None
         )
     if "train" in rows and "validation" not in rows:
         rows = _with_validation(rows, options.validation_split_percentage)
-    limits = {"train": options.max_train_samples, "validation": options.max_eval_samples, "test": options.max_predict_samples}
     rows = DatasetDict({split: first_rows(dataset, limits[split]) for split, dataset in rows.items()})
     if options.task == "seq2seq":  # {"translation": {"en": ..., "de": ...}} -> translation.en, translation.de
         rows = rows.flatten()
@@ -64,6 +75,45 @@ def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None
 def first_rows(rows: Dataset, count: int | None) -> Dataset:
     """The first `count` rows; all if None."""
     return rows if count is None else rows.take(min(count, len(rows)))
+
+
+class StreamedSamples:
+    """The samples of a stream, tokenized while they are read; empty rows are skipped.
+
+    Args:
+        stream: the training rows. name: of the dataset, for errors.
+        columns: role -> column of the rows. labels: names in the order of their ids; empty if rows have none.
+        tokenize: rows by role -> columns of samples.
+    """
+
+    def __init__(
+        self, stream: IterableDataset, name: str, columns: dict[str, str], labels: Sequence[str], tokenize: partial
+    ) -> None:
+        self.name = name
+        stream = stream.select_columns(list(columns.values()))
+        stream = stream.rename_columns({column: role for role, column in columns.items() if column != role})
+        feature = (stream.features or {}).get("label")
+        named = feature if isinstance(feature, ClassLabel) else None
+        encode = partial(_encode, feature=named, labels=labels, tokenize=tokenize)
+        samples = stream.map(encode, batched=True, batch_size=BATCH_SIZE, remove_columns=list(columns))
+        self.samples = samples.filter(bool, input_columns="length")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of streams that shuffle by epoch."""
+        self.samples.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """One pass.
+
+        Raises:
+            DataError: a row cannot be read, tokenized, or has an unknown label.
+        """
+        try:
+            yield from self.samples
+        except HfGaError:
+            raise
+        except Exception as error:
+            raise unreadable(self.name, error) from error
 
 
 def _named_rows(options: DataOptions) -> dict[str, Any]:
@@ -162,3 +212,10 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     order = epoch_order(len(train), SEED, 0)
     parts = {"train": train.select(np.sort(order[size:])), "validation": train.select(np.sort(order[:size]))}
     return DatasetDict({**rows, **parts})
+
+
+def _encode(rows: dict[str, list], feature: ClassLabel | None, labels: Sequence[str], tokenize: partial) -> dict[str, list]:
+    if labels:
+        ids = label_ids([[value] for value in rows["label"]], feature, labels, "the stream")
+        rows = {**rows, "label": [of_row[0] for of_row in ids]}
+    return tokenize(rows)

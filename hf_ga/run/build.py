@@ -78,26 +78,24 @@ def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
 
 def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
     """The model in training mode, and the names of parameters that the checkpoint lacks."""
-    config, accelerator = setup.config, setup.accelerator
+    config = setup.config
     set_seed(config.seed)
-    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    kept = setup.dtype if config.has_adapters and setup.dtype == computed else torch.float32
-    loaded, new_weights = load_model(config, setup.model_config, setup.data, kept, computed or torch.float32)
-    model: nn.Module = loaded
+    model: nn.Module
+    model, new_weights = load_model(setup)
     if config.has_adapters:
         model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
+    return model.to(setup.accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
 
 
 def build_run(setup: Setup) -> Run:
     """Build model, optimizer, schedule and windows, and prove the loss."""
     config, accelerator, data = setup.config, setup.accelerator, setup.data
     loss_fn = chosen_loss_fn(config)
-    windows = train_windows(config, accelerator, data)  # checks sizes before the model is built
+    windows = train_windows(setup)  # checks sizes before the model is built
     model = build_model(setup)
-    _print_size(config, accelerator, model)
+    _print_size(setup, model)
     allowed = config.allow_split_dependent_randomness
     prove = partial(prove_targets, model, proof_samples(data, "train"), data.collate, allow_split_dependent_randomness=allowed)
     head_proven = prove()  # of the head's own loss, for evaluations
@@ -106,7 +104,7 @@ def build_run(setup: Setup) -> Run:
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
-    identity = _identity(config, accelerator, data, model, windows.layout.window_size)  # before the weights are sharded
+    identity = _identity(setup, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
     return Run(
@@ -126,10 +124,11 @@ def build_run(setup: Setup) -> Run:
     )
 
 
-def _print_size(config: FinetuneConfig, accelerator: Accelerator, model: Any) -> None:
+def _print_size(setup: Setup, model: Any) -> None:
     trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
     size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
-    print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
+    source = setup.config.model_name_or_path or "new weights"
+    print_fact(setup.accelerator, "model", f"{type(model).__name__}, {size}, {source}")
 
 
 def _optimizer(
@@ -143,10 +142,9 @@ def _optimizer(
     return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
-def _identity(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model: nn.Module, window_size: int
-) -> dict[str, Any]:
+def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
     """Settings that must be equal on resume. Only names of files and folders: their location may change."""
+    config = setup.config
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
     flags = {k: v for k, v in config.to_dict().items() if k not in free}
     places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
@@ -156,8 +154,8 @@ def _identity(
         | {
             "window_size": window_size,
             "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
-            "data": data.content_hash,
-            "mixed_precision": accelerator.mixed_precision,
+            "data": setup.data.content_hash,
+            "mixed_precision": setup.accelerator.mixed_precision,
             "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
         }
     )

@@ -121,7 +121,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callb
     run = build_run(setup)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
     _print_plan(run)
-    progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
+    progress = resume(run, checkpoint) if checkpoint else Progress()
     if callbacks.compute_metrics is not None and config.metric_for_best_model != "loss":
         check_one_of("metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate())
     with raise_on_all_ranks(accelerator):
@@ -188,9 +188,9 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
-                save_last(run.output_dir, mergeable(run, weights), data, run.dtype)
+                save_last(run, mergeable(run, weights))
             else:
-                save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
+                save_last(run, run.model, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)
     _predict(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)

@@ -16,7 +16,7 @@ from hf_ga.data.data import PreparedData, Unlabelled
 from hf_ga.data.spans import read_answers
 from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.run.generation import generated_targets
+from hf_ga.run.readers import generated_targets
 from hf_ga.run.run import Setup
 
 Prediction = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
 
@@ -18,8 +18,8 @@ from hf_ga.data.spans import read_answers
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.exact.forward import unwrapped
+from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
-from hf_ga.run.generation import generated_ids, generated_targets
 from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, compute, predictions_and_references
 from hf_ga.run.run import Setup
 
@@ -113,6 +113,35 @@ def _joined(parts: list[Any], positions: list[np.ndarray]) -> Any:
     for part, own in zip(parts, positions, strict=True):
         joined[(own, *map(slice, part.shape[1:2]))] = part
     return joined
+
+
+def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
+    """Generate a text for each source, without sampling. Returns token ids of shape (samples, longest), right-padded.
+
+    Sources are right-padded as in training, and the attention mask hides the padding. So a text does not depend on the rest of its
+    batch, except that rounding can decide between two almost equally likely tokens.
+
+    Args:
+        batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
+    """
+    base: Any = unwrapped(model)
+    return base.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=config.max_new_tokens,
+        num_beams=config.num_beams,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
+    )
+
+
+def generated_targets(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig
+) -> list[str]:
+    """The texts of `generated_ids`."""
+    made = generated_ids(model, tokenizer, batch, config)
+    return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
 
 
 def are_entities(labels: list[str]) -> bool:

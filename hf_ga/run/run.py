@@ -16,7 +16,6 @@ from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.models import own_dtype
 
 
 @dataclass
@@ -73,8 +72,9 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the named model, in which models are saved."""
-        return own_dtype(self.model_config)
+        """The dtype of the named model, in which models are saved; float32 by default."""
+        dtype = getattr(self.model_config, "dtype", None) or torch.float32
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 @dataclass(kw_only=True)

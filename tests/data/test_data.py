@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
 from hf_ga.data.tasks import TASKS
 from hf_ga.run.models import complete_config, load_model
+from hf_ga.run.run import Setup
 
 LETTERS = "abcdefghij"
 TEXTS = [" ".join(LETTERS[: 1 + i % 7]) for i in range(40)]
@@ -638,7 +640,8 @@ def test_small_models_take_the_samples(name, tmp_path):
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", mask_token="<mask>", bos_token="<eos>")
     data = prepare_data(config, tokenizer)
     model_config = complete_config(None, config, data)
-    model, new = load_model(config, model_config, data)
+    accelerator = SimpleNamespace(mixed_precision="no")
+    model, new = load_model(Setup(config=config, accelerator=accelerator, data=data, model_config=model_config))
     assert new == [] and model_config.max_position_embeddings >= 300 and sum(p.numel() for p in model.parameters()) < 2e6
     samples = data.samples("train")
     np.random.seed(0)  # as a loader does: masks are drawn from it, and other states may leave these three samples without a target

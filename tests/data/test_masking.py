@@ -21,7 +21,7 @@ from hf_ga.run.evaluation import evaluation_windows
 
 PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14  # of `letter_tokenizer`
 SPECIAL = {PAD, EOS, 2, CLS, SEP, MASK}
-SETTINGS = {"special_ids": (0, 1), "mask_token_id": 2, "vocab_size": 1000, "probability": 0.15, "ignored": h.IGNORED}
+SETTINGS = {"special_ids": (0, 1), "mask_token_id": 2, "vocab_size": 1000, "probability": 0.15}
 LAYOUTS = {"1x16": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "16x1": [1]}
 
 
@@ -72,8 +72,7 @@ def test_special_and_padding_tokens_are_never_targets():
 def test_padding_with_an_ordinary_token_is_no_target():
     """The place of padding decides, not only its id."""
     settings = {"special_ids": (), "mask_token_id": MASK, "vocab_size": 16, "probability": 1 - 1e-12, "pad_token_id": 5}
-    collate = collate_masked().func
-    batch = collate([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
+    batch = collate_masked().func([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
     assert batch["labels"].tolist() == [[3, 4], [7, -100]] and batch["input_ids"][1, 1] == 5
 
 

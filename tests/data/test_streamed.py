@@ -5,7 +5,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.data import sources, streamed
+from hf_ga.data import sources
 from hf_ga.data.data import PreparedData, prepare_data
 
 READ_AHEAD = 7
@@ -14,7 +14,7 @@ READ_AHEAD = 7
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
     monkeypatch.setattr(sources, "NUM_READ_AHEAD", READ_AHEAD)
-    monkeypatch.setattr(streamed, "BATCH_SIZE", 4)
+    monkeypatch.setattr(sources, "BATCH_SIZE", 4)
 
 
 def prepared(file, is_streamed=True, known=None, **more) -> PreparedData:
@@ -75,6 +75,8 @@ def test_a_folder_with_splits(tmp_path):
     assert len(list(data.stream)) == 40
     assert {k: len(v) for k, v in data.splits.items()} == {"train": READ_AHEAD, "validation": 5, "test": 4}
     assert len(prepared(folder, validation_file=str(folder / "train.jsonl")).splits["validation"]) == 40
+    limited = prepared(folder, max_eval_samples=2, max_predict_samples=3)
+    assert {k: len(v) for k, v in limited.splits.items()} == {"train": READ_AHEAD, "validation": 2, "test": 3}
 
 
 def late_label():

@@ -10,9 +10,9 @@ from runs import job_config, lines_of, train_job
 from hf_ga import FinetuneConfig
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import prepare_data
-from hf_ga.run.generation import generated_targets
 from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.models import load_tokenizer
+from hf_ga.run.readers import generated_targets
 
 NAME, NOISE = "translations", 0.5
 SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
