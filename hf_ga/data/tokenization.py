@@ -141,15 +141,12 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
     ]
     if is_decoder or tokenizer.num_special_tokens_to_add() or len(special) != 2:
         return
+    first, end = special[0][0], special[1][0]
+    single, pair = f"{first} $A {end}", f"{first} $A {end} $B:1 {end}:1"
     if labels == "target":  # like T5's
-        end = str(tokenizer.eos_token)
-        ids = [(end, tokenizer.eos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
-    else:
-        first, end = special[0][0], special[1][0]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
-        )
+        special = [(str(tokenizer.eos_token), tokenizer.eos_token_id)]
+        single, pair = f"$A {tokenizer.eos_token}", None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -30,13 +30,13 @@ from hf_ga.run.models import complete_config, known_labels, load_base_config, lo
 from hf_ga.run.optimizers import ADAM, build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
-from hf_ga.run.run import Callbacks, Run, Setup
+from hf_ga.run.run import Run, Setup
 from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags of which only the last part of a path must be equal on resume.
 LOCATIONS = ("model_name_or_path", "adapter_name_or_path", "dataset_name", "validation_file", "test_file")
-# Flags that may change on resume. reason: flags
+# Flags that may change on resume, as they do not affect the results. reason: flags
 FREE_TO_CHANGE = {
     "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub hub_model_id hub_private_repo
         predict_file max_predict_samples""",
@@ -48,12 +48,12 @@ FREE_TO_CHANGE = {
 }
 
 
-def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callbacks | None = None) -> Setup:
-    """Load the tokenizer, the data and the configuration of the model, and check that they fit."""
+def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
+    """Load the tokenizer, the data and the configuration of the model, and check that they fit. `functions`: see `finetune`."""
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     model_config = complete_config(base, config, data)
-    return Setup(config=config, accelerator=accelerator, data=data, model_config=model_config, callbacks=callbacks or Callbacks())
+    return Setup(config=config, accelerator=accelerator, data=data, model_config=model_config, **functions)
 
 
 def build_model(setup: Setup) -> nn.Module:
@@ -193,9 +193,9 @@ def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: st
     prefix = "eval_" if split == "validation" else f"{split}_"
     found = evaluate(setup.accelerator, model, windows, proven, make_reader(setup, model, split))
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
-    if setup.callbacks.on_evaluate is not None:
+    if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):
-            setup.callbacks.on_evaluate(dict(results), model.eval())
+            setup.on_evaluate(dict(results), model.eval())
     return results
 
 

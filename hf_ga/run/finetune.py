@@ -43,7 +43,7 @@ from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
 from hf_ga.run.predictions import write_predictions
 from hf_ga.run.report import print_fact, print_results, read_metrics
-from hf_ga.run.run import Callbacks, Progress, Run, Setup
+from hf_ga.run.run import Progress, Run, Setup
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers
 from hf_ga.run.train_windows import padding_ratio, planned_lengths
@@ -92,24 +92,25 @@ def finetune(
             full disk. NonFinite: a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
             RunStopped: stopped by a signal; the run is saved.
     """
-    callbacks = Callbacks(on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics)
+    functions = {"on_step": on_step, "on_evaluate": on_evaluate, "compute_metrics": compute_metrics}
+    functions |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
     config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files
-        return _finetune(config, accelerator, callbacks)
+        return _finetune(config, accelerator, functions)
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _finetune(config, accelerator, callbacks)
+        return _finetune(config, accelerator, functions)
 
 
-def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callbacks) -> dict[str, Any]:
+def _finetune(config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
         check_login(config, accelerator)
     with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
-        setup = prepare_setup(config, accelerator, callbacks)
+        setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
     check_agreement(accelerator, "data", _hash_of(setup.data))
@@ -122,7 +123,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callb
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
-    if callbacks.compute_metrics is not None and config.metric_for_best_model != "loss":
+    if run.compute_metrics is not None and config.metric_for_best_model != "loss":
         check_one_of("metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate())
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:

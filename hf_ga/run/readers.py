@@ -42,7 +42,7 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
             made = generated_targets(model, data.tokenizer, batch, config)
         return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
 
-    if setup.callbacks.compute_metrics is not None:
+    if setup.compute_metrics is not None:
         return own_reader(setup, model)
     if data.task.labels == "tags" and are_entities(data.labels):
         return Reader(partial(compute, ENTITY_METRICS), read_entities)
@@ -65,7 +65,7 @@ def read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) ->
 
 def own_reader(setup: Setup, model: nn.Module) -> Reader:
     """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does."""
-    config, data, callbacks = setup.config, setup.data, setup.callbacks
+    config, data = setup.config, setup.data
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
@@ -74,11 +74,11 @@ def own_reader(setup: Setup, model: nn.Module) -> Reader:
         if config.predict_with_generate:
             with setup.accelerator.autocast():
                 logits = generated_ids(model, data.tokenizer, batch, config)
-        if callbacks.preprocess_logits_for_metrics is not None:
-            logits = callbacks.preprocess_logits_for_metrics(logits, labels)
+        if setup.preprocess_logits_for_metrics is not None:
+            logits = setup.preprocess_logits_for_metrics(logits, labels)
         return nested_numpify(convert_to_fp32(logits)), nested_numpify(labels)
 
-    return Reader(partial(_compute_own, callbacks.compute_metrics), read, predicts_tokens=not data.task.metrics)
+    return Reader(partial(_compute_own, setup.compute_metrics), read, predicts_tokens=not data.task.metrics)
 
 
 def _single(entries: list[Tensor]) -> Any:

@@ -39,16 +39,6 @@ class Progress:
     changes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """The user's own functions; see `finetune`."""
-
-    on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
-    on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
-
-
 @dataclass(kw_only=True)
 class Setup:
     """What training, evaluation and prediction share.
@@ -56,14 +46,18 @@ class Setup:
     Attributes:
         model_config: with the labels of the data.
         unlabelled: the rows to predict at the end, if any.
+        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions; see `finetune`.
     """
 
     config: FinetuneConfig
     accelerator: Accelerator
     data: PreparedData
     model_config: PretrainedConfig
-    callbacks: Callbacks = field(default_factory=Callbacks)
     unlabelled: Unlabelled | None = None
+    on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
+    on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
 
     @property
     def output_dir(self) -> Path:
