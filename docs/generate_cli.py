@@ -14,50 +14,55 @@ from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
 from hf_ga.data.options import DataOptions  # noqa: E402
 from hf_ga.run import arguments  # noqa: E402
-from hf_ga.run.cli import EXIT_CODES  # noqa: E402
 from hf_ga.run.config import FinetuneConfig  # noqa: E402
 
-INTRODUCTION = f"""# All flags
+INTRODUCTION = """# All flags
 
-Made by `python docs/generate_cli.py` from the options in `hf_ga/run/config.py` and `hf_ga/data/options.py`.
+The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md) shows them in use, and
+[From an example script](flags.md) lists the flags of transformers' example scripts that are accepted, too.
 
-`accelerate launch scripts/finetune.py` takes these flags, with dashes or underscores. The first argument may be a YAML or JSON file
-with the same names; flags on the command line override the file. A switch (default: off) takes no value; a list takes its values
-with spaces between. The number of processes is a flag of `accelerate launch`, mixed precision, too. [Fine-tuning](finetune.md)
-shows the flags in use. Flags of transformers' example scripts that are not listed here: [From an example script](flags.md).
+- Names may have dashes or underscores. A switch (default: off) takes no value; several values are separated by spaces.
+- The first argument may be a YAML or JSON file with the same names; flags on the command line override it.
+- The number of processes and mixed precision are flags of `accelerate launch`.
+- Exit codes: see [Troubleshooting](troubleshooting.md#exit-codes).
 
-{EXIT_CODES}
+`python docs/generate_cli.py` writes this page from `hf_ga/run/config.py` and `hf_ga/data/options.py`.
 """
 SCRIPTS = f"""# From an example script
 
-Made by `python docs/generate_cli.py` from the tables in `hf_ga/run/arguments.py`.
-
-The published command lines of transformers' example scripts train with hf_ga: replace the script's name by `scripts/finetune.py`,
-and add `--task` with the script's name:
+The published command lines of transformers' example scripts train with hf_ga: replace the script by `scripts/finetune.py`, and add
+`--task` with the script's name.
 
 ```text
 python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
 accelerate launch scripts/finetune.py --task run_glue --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
 ```
+
 `--task` takes {", ".join(arguments.SCRIPTS)}, each also with `_no_trainer`.
-Flags that are not given have the defaults of the script, not those in [All flags](cli.md):
+Flags that you leave out have the defaults of the script, not those in [All flags](cli.md):
 {", ".join(f"{name} {value}" for name, value in arguments.TRAINING_DEFAULTS.items())},
-the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`. With
-`--do_train`, `--task text-classification` or another task does the same. A flag by hf_ga's name overrides one by the script's name.
+the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`.
+A flag by hf_ga's name overrides one by the script's name. With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...)
+use these defaults, too.
 
 The batch of an update, its loss and the optimizer are those of the script. What differs:
 
-- The order of samples, masks and dropout are drawn from `--seed` in another way.
+- The same `--seed` gives another order of samples, other masks and other dropout.
 - `run_clm`: each text ends with the end-of-text token, and the last, shorter block is trained on, too.
 - `run_clm`, `run_mlm`: `--max_train_samples` counts rows, not blocks.
 - `run_qa`: contexts beyond `--max_length` are truncated, not split by `--doc_stride`; the run prints how many.
-- A run always evaluates. Without validation rows, `--validation_split_percentage` of the training rows are for validation only.
-- `--optim adafactor` is torch's.
+- A run always evaluates. Without validation rows, it holds out `--validation_split_percentage` of the training rows.
+- `--optim adafactor` is torch's implementation.
 
 ## Every flag
 
-TrainingArguments' fields and the scripts' flags. same: hf_ga has this flag. no effect: accepted, for this reason. printed:
-accepted, and the run prints what differs. refused: an error with this remedy, unless the value is off or the default.
+The fields of TrainingArguments and the flags of the scripts:
+
+- same: hf_ga has this flag. A flag's name: hf_ga has this flag under that name. converted: to hf_ga's flags, as described.
+- no effect: accepted, for this reason. printed: accepted, and the run prints what differs.
+- refused: an error with this remedy, unless the value is off or the default.
+
+`python docs/generate_cli.py` writes this table from `hf_ga/run/arguments.py`.
 
 """
 OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size

@@ -28,7 +28,7 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
     counts = sorted({len(choices) for dataset in encoded.values() for choices in dataset["choices"]})
     if len(counts) != 1 or counts[0] < 2:
         raise DataError(
-            "all rows need the same number of choices, and at least 2, as a batch is one block of samples x choices, but there are "
+            "all rows need the same number of choices, at least 2, because a batch is one block of samples x choices; there are "
             f"rows with {' and '.join(map(str, counts))}. Remove or complete these rows."
         )
     return encoded

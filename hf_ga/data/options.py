@@ -36,13 +36,13 @@ class DataOptions:
         "or folders.",
     )
     dataset_weights: list[float] | None = option(
-        None, "Shares of the datasets of dataset_name in the training rows. Default: all rows of each."
+        None, "Proportions of the datasets in the training rows, one per dataset_name. Default: all rows of each."
     )
     dataset_config_name: Several = option(None, "Configuration of a hub dataset: one for all, or one for each.")
     validation_file: Several = option(None, "Files with validation rows. Default: the validation split, or a part of train.")
     test_file: Several = option(None, "Files with test rows. Default: the test split, if any.")
-    predict_file: Several = option(None, "Files with rows to predict at the end, to predictions.jsonl in output_dir.")
-    validation_split_percentage: float = option(5.0, "Percentage of the training rows for validation if there is no split.")
+    predict_file: Several = option(None, "Files with rows to predict at the end; writes predictions.jsonl to output_dir.")
+    validation_split_percentage: float = option(5.0, "Percentage of the training rows to hold out if there is no validation split.")
     eval_only: bool = option(False, "Do not train: evaluate the model, predict, and write evaluation.json.")
     streaming: bool = option(
         False, "Read the training rows as a stream during training, instead of all before the first step; needs max_steps."
@@ -60,11 +60,9 @@ class DataOptions:
     )
     target_column: str | None = option(None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ...")
     source_prefix: str | None = option(None, "seq2seq: text before every source, such as 'summarize: ' for T5.")
-    max_train_samples: int | None = option(None, "Use only this many training rows, the first ones. Default: all.")
-    max_eval_samples: int | None = option(None, "Use only this many validation rows, the first ones. Default: all.")
-    max_predict_samples: int | None = option(
-        None, "Use only this many test rows and rows to predict, the first ones. Default: all."
-    )
+    max_train_samples: int | None = option(None, "Use only the first N training rows. Default: all.")
+    max_eval_samples: int | None = option(None, "Use only the first N validation rows. Default: all.")
+    max_predict_samples: int | None = option(None, "Use only the first N test rows, and rows to predict. Default: all.")
     max_length: int = option(128, "Maximum tokens of a sample; longer ones are truncated and counted in the log.")
     max_target_length: int | None = option(None, "seq2seq: maximum tokens of a target. Default: max_length.")
     block_size: int | None = option(

@@ -150,8 +150,8 @@ def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
         )
     if weights is not None and (len(weights) != len(names) or not all(0 < weight < inf for weight in weights)):
         raise ConfigError(
-            f"dataset_weights {weights} do not fit the {len(names)} of dataset_name ({', '.join(names)}): give one number above 0 "
-            "for each."
+            f"dataset_weights {weights} do not match the {len(names)} of dataset_name ({', '.join(names)}): give one number above "
+            "0 for each."
         )
     for name in of_hub:
         if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():

@@ -46,7 +46,7 @@ class BaseLoader:
         if canonical_micro_batch is not None and not 0 < canonical_micro_batch <= per_device_batch_size:
             raise ConfigError(
                 f"canonical_micro_batch (same_bits) must be at least 1 and at most the per-device batch size "
-                f"{per_device_batch_size}, which must hold one chunk, got {canonical_micro_batch}."
+                f"{per_device_batch_size}, as one forward computes a chunk, got {canonical_micro_batch}."
             )
         self.epoch, self.num_consumed = 0, 0
         self.state = LoaderState(pad_to_window=pad_to_window)

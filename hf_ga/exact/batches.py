@@ -67,14 +67,14 @@ def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> f
             if small[:1] != (2,) or large[:1] != (3,) or small[1:] != large[1:]:
                 raise DataError(
                     f"the collate function's {name!r} has shape {small} for 2 samples and {large} for 3: every tensor needs its "
-                    "samples on the first axis, one row a sample."
+                    "samples on the first axis, one row per sample."
                 )
             found.add(name)
     if nested := [name for name, value in two.items() if isinstance(value, Mapping)]:
-        raise DataError(f"the collate function's {nested[0]!r} is a dict in a dict: put its tensors beside the others.")
+        raise DataError(f"the collate function's {nested[0]!r} is a nested dict: put its tensors at the top level.")
     if not found:
         raise DataError(
-            f"nothing that the collate function returns ({', '.join(two)}) has one row a sample: let it return tensors."
+            f"nothing that the collate function returns ({', '.join(two)}) has one row per sample: let it return tensors."
         )
     return frozenset(found)
 

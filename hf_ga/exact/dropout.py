@@ -61,7 +61,7 @@ class SampleMasks:
         if shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} samples: axis {site.axis} does not "
-                "hold whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
+                "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
             )
         return keep_mask(self.keys, site.key, shape, site.axis, drop_probability)
 
@@ -153,7 +153,7 @@ class KeyedDropout(Hook):
         if not self._stack:
             if is_in_backward():
                 raise UnkeyedRandomness(
-                    "activation checkpointing runs a function again that draws dropout outside of a module's forward, so its masks "
+                    "activation checkpointing repeats a function that draws dropout outside of a module's forward, so its masks "
                     "cannot be identified. Put the function into a module, or turn checkpointing off."
                 )
             return False

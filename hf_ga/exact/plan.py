@@ -46,7 +46,7 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
     [[1, 2], [0]]
     """
     if min(sizes, default=0) < 1:
-        raise ValueError(f"sizes must hold integers of at least 1, got {list(sizes)}")
+        raise ValueError(f"sizes must be integers of at least 1, got {list(sizes)}")
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     by_length, start, micro_batches = np.argsort(lengths, kind="stable"), 0, []
@@ -65,8 +65,8 @@ def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
     """
     offsets = [np.asarray(micro_batch) for share in plan for micro_batch in share]
     if len(plan) != num_processes or not all(len(o) for o in offsets):
-        raise ConfigError(f"a plan needs {num_processes} lists (one a process) of micro-batches that are not empty, got {plan}.")
+        raise ConfigError(f"a plan needs {num_processes} lists (one per process) of non-empty micro-batches, got {plan}.")
     if not np.array_equal(np.sort(np.concatenate([np.empty(0, np.int64), *offsets])), np.arange(window_size)):
         raise ConfigError(
-            f"a plan must hold each of the offsets 0 ... {window_size - 1} once: the planner drops or repeats samples."
+            f"a plan must contain each of the offsets 0 ... {window_size - 1} once: the planner drops or repeats samples."
         )

@@ -35,7 +35,7 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
         return
     raise ConfigError(
         f"under fp16 the optimizer must remove the loss scale from the gradients, but this {type(optimizer).__name__} does not "
-        "know the accelerator's scaler: call model, optimizer = accelerator.prepare(model, optimizer), behind enable_fp16_on_cpu."
+        "use the accelerator's scaler: call model, optimizer = accelerator.prepare(model, optimizer), after enable_fp16_on_cpu."
     )
 
 

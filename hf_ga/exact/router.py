@@ -118,7 +118,7 @@ def _unsupported(module_name: str) -> Callable:
     def refuse(*args: object, **kwargs: object) -> None:
         raise LossNotAdditive(
             f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its "
-            "micro-batches, and hf_ga does not know how to split it. Set output_router_logits=False (the load is then not "
+            "micro-batches, so hf_ga cannot split it. Set output_router_logits=False (the load is then not "
             "balanced), or pass loss_fn."
         )
 

@@ -35,7 +35,7 @@ class ChunkBackend(Backend):
         if self.accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
                 f"bits depend on the number of threads, {torch.get_num_threads()} in this process: call "
-                "torch.set_num_threads(1), or use as many in every process and run.",
+                "torch.set_num_threads(1), or use the same number in every process and run.",
                 stacklevel=2,
             )
         for tensor in (*model.parameters(), *model.buffers()):

@@ -79,7 +79,7 @@ class WindowLoader(BaseLoader):
         self.num_samples, self.shuffle = _checked_length(dataset, lengths), shuffle
         if not len(self):
             raise DataError(
-                f"{self.num_samples} samples are less than one window of {self.layout.window_size}: the dataset is empty, or "
+                f"{self.num_samples} samples are fewer than one window of {self.layout.window_size}: the dataset is empty, or "
                 "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the last window."
             )
         known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths

@@ -41,7 +41,7 @@ def load_items(dataset: Any, num_workers: int, device: torch.device, sampler: It
         raise DataError(
             f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker has its own copy of what it "
             "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer "
-            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data, and shows what fails."
+            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data and shows the error."
         ) from error
 
 

@@ -28,8 +28,8 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     if not broadcast_from_main(accelerator, _take(lock, folder) if is_main else None):
         raise ConfigError(
-            f"output_dir {folder} is in use by another run, and two would overwrite each other's checkpoints and metrics: wait for "
-            "its end, stop it, or choose another output_dir."
+            f"output_dir {folder} is in use by another run, and two would overwrite each other's checkpoints and metrics: wait "
+            "until it ends, stop it, or choose another output_dir."
         )
     try:
         yield

@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that hf_ga writes. {_REMEDY}") from error
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {content.get('format')}, this version of hf_ga reads {FORMAT}. {_REMEDY}")
+        raise CheckpointError(f"{path} has format {content.get('format')}, but this version of hf_ga reads {FORMAT}. {_REMEDY}")
     if text != _dump(content).encode():  # compare the text: white space is not part of the hash
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     return content

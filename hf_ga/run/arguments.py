@@ -58,7 +58,7 @@ RENAMED = {
     "max_test_samples": "max_predict_samples",
 }
 CONVERTED = {
-    "do_train": "takes the defaults of TrainingArguments and of the task's script for flags that are not given",
+    "do_train": "flags that you leave out have the defaults of TrainingArguments and of the task's script",
     "do_eval": "`--eval_only` without `--do_train`; a training run always evaluates",
     "do_predict": "`--predict_file` with the file of `--test_file`; `--eval_only` without `--do_train`",
     "bf16": "`--mixed_precision bf16`",
@@ -201,7 +201,7 @@ def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
     lines = [f"{name}: {DIFFERENT[name]}" for name, value in given.items() if name in DIFFERENT and value.lower() not in _OFF]
     if not _has_defaults(given):
         return lines
-    lines.insert(0, "flags that are not given have the defaults of the example script (docs/flags.md)")
+    lines.insert(0, "unset flags have the defaults of the example script (docs/flags.md)")
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
         config.dataset_name, config.dataset_config_name = "allenai/swag", "regular"  # the script's default
     if "train_file" in given and config.validation_file is None:

@@ -45,7 +45,7 @@ class FinetuneConfig(DataOptions):
     lora_alpha: float | None = option(None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r.")
     lora_dropout: float = option(0.0, "Dropout in the adapters.")
     lora_target_modules: list[str] | None = option(None, "Names of the linear layers with adapters. Default: all.")
-    lora_modules_to_save: list[str] | None = option(None, "Names of modules to train whole, beside the adapters and new heads.")
+    lora_modules_to_save: list[str] | None = option(None, "Names of modules to train in full, besides adapters and new heads.")
     use_dora: bool = option(False, "DoRA: adapters that train the weights' magnitudes separately.")
     adapter_name_or_path: str | None = option(None, "Hub id or local folder of an adapter to train further, with its own settings.")
     load_in_4bit: bool = option(False, "QLoRA: 4-bit (NF4) frozen weights under the adapters (needs the extra `qlora`).")
@@ -55,7 +55,7 @@ class FinetuneConfig(DataOptions):
     per_device_train_batch_size: int = option(8, "Samples of maximum length in one micro-batch; every value gives the same update.")
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens in one micro-batch, padding included (samples x longest sample); more samples if they are shorter. "
+        "Maximum tokens in one micro-batch, padding included (samples x longest sample): the shorter, the more samples. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
@@ -67,7 +67,7 @@ class FinetuneConfig(DataOptions):
     same_bits: int | None = option(
         None,
         "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: samples of maximum "
-        "length in one forward, at most per_device_train_batch_size; such as the largest that fits. A CPU process uses one thread.",
+        "length per forward (the largest number that fits), at most per_device_train_batch_size. A CPU process uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
@@ -77,9 +77,9 @@ class FinetuneConfig(DataOptions):
     )
     weight_decay: float = option(0.01, "Weight decay of matrices; none for norms and biases.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
-    adam_beta1: float = option(0.9, "Decay of the average gradient, of adamw, adam, nadam and radam.")
-    adam_beta2: float = option(0.999, "Decay of the average squared gradient, of the same.")
-    adam_epsilon: float = option(1e-8, "Added to the denominator, of the same.")
+    adam_beta1: float = option(0.9, "Decay rate of the average gradient (adamw, adam, nadam, radam).")
+    adam_beta2: float = option(0.999, "Decay rate of the average squared gradient (the same optimizers).")
+    adam_epsilon: float = option(1e-8, "Term added to the denominator (the same optimizers).")
     lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
     warmup_steps: float = option(20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps.")
     num_train_epochs: float = option(2.0, "Passes over the training data.")
@@ -99,7 +99,7 @@ class FinetuneConfig(DataOptions):
     per_device_eval_batch_size: int = option(32, "Maximum samples in one evaluation batch; results do not depend on it.")
     eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
     predict_with_generate: bool = option(False, "seq2seq: generate texts in evaluations, for generation metrics.")
-    max_new_tokens: int = option(64, "seq2seq: maximum tokens to generate for a row.")
+    max_new_tokens: int = option(64, "seq2seq: maximum tokens to generate per row.")
     num_beams: int = option(1, "seq2seq: number of beams for beam search; 1: greedy.")
     metric_for_best_model: str = option("loss", "Validation metric for `best/` and early stopping: loss, or a metric of the task.")
     early_stopping_patience: int | None = option(None, "Stop after this many evaluations without improvement. Default: never.")
@@ -195,7 +195,7 @@ class FinetuneConfig(DataOptions):
         if self.lora_r is None and (given := [name for name in of_new if getattr(self, name)]):
             raise ConfigError(f"{given[0]} needs lora_r, the rank of new adapters.")
         if self.lora_r is not None and self.adapter_name_or_path is not None:
-            raise ConfigError("lora_r makes new adapters, adapter_name_or_path loads some: omit one of them.")
+            raise ConfigError("lora_r creates new adapters, adapter_name_or_path loads existing ones: omit one of them.")
         if self.load_in_4bit and not self.has_adapters:
             raise ConfigError("load_in_4bit freezes the weights: set lora_r or adapter_name_or_path.")
         for is_set, package, extra in ((self.has_adapters, "peft", "peft"), (self.load_in_4bit, "bitsandbytes", "qlora")):
@@ -205,8 +205,8 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("freeze has no effect with adapters, which freeze all other weights: omit one of them.")
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
-                f"per_device_train_batch_size {self.per_device_train_batch_size} does not hold one chunk of same_bits "
-                f"{self.same_bits}: set it to at least {self.same_bits}, or same_bits to less."
+                f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than one chunk of same_bits "
+                f"{self.same_bits}: set it to at least {self.same_bits}, or lower same_bits."
             )
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it.")

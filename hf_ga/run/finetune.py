@@ -144,17 +144,16 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, functions: dict[
 def _print_plan(run: Run) -> None:
     """Print how windows are computed."""
     proven, sites = run.proven, len(run.proven.dropout.sites)
-    padding = (
-        f"{padding_ratio(run.windows, planned_lengths(run.data)):.2f} padded tokens per real one, in micro-batches of at most "
-    )
-    padding += f"{run.windows.splitter.planner.max_tokens:,}{', as wide as their window' * proven.pad_to_window}"
+    ratio, limit = padding_ratio(run.windows, planned_lengths(run.data)), run.windows.splitter.planner.max_tokens
+    padding = f"{ratio:.2f} tokens per real token; at most {limit:,} per micro-batch, padding included"
+    padding += "; every micro-batch as wide as its window" * proven.pad_to_window
     facts = {
         "layout": run.windows.layout,
-        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error of the proof {proven.residual:.0e}",
-        "dropout": f"{sites} sites; masks depend on seed, epoch and sample only" if sites else "none",
+        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error in the proof {proven.residual:.0e}",
+        "dropout": f"{sites} sites; masks depend only on seed, epoch and sample" if sites else "none",
         "precision": precision_name(run.accelerator),
         "padding": padding,
-        **({"bits": f"the same for any layout, in chunks of {run.config.same_bits} samples"} if run.config.same_bits else {}),
+        **({"bits": f"the same in any layout, in chunks of {run.config.same_bits} samples"} if run.config.same_bits else {}),
         "speed-ups": ", ".join(speed_up.name for speed_up in proven.speed_ups) or "none",
     }
     for name, fact in facts.items():
@@ -197,8 +196,8 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
-    best = f"; in best/ the best by {config.metric_for_best_model}" if progress.best_metric is not None else ""
-    print_fact(accelerator, "output", f"{run.output_dir}: the last model{best}")
+    best = f", {run.output_dir / 'best'} (best by {config.metric_for_best_model})" if progress.best_metric is not None else ""
+    print_fact(accelerator, "output", f"{run.output_dir} (last model){best}")
     print_fact(accelerator, "files", "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)")
     if config.push_to_hub and accelerator.is_main_process:  # last: the other processes do not wait for it
         print_fact(accelerator, "hub", upload(config, summary))

@@ -47,7 +47,7 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise _not_loadable("tokenizer", config, error) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {config.model_name_or_path} has no padding and no end-of-text token: set one of them.")
+        raise ConfigError(f"the tokenizer of {config.model_name_or_path} has neither a padding nor an end-of-text token: set one.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if config.task == "token-classification" and isinstance(getattr(backend, "pre_tokenizer", None), ByteLevel):
         # Words are tokenized one by one, each with a leading space as in running text. RoBERTa's class needs the argument.

@@ -97,7 +97,7 @@ class WindowLoss:
         self.forward = Forward(self.trainer.accelerator, self.module, window, (loss, *self.proven.hooks))
         self.num_begun = 0
         if self.trainer.accelerator.scaler is not None and not any(self.totals):
-            raise DataError("a window has no targets, for which fp16 cannot scale a loss: remove such samples.")
+            raise DataError("a window has no targets, so it has no loss for fp16 to scale: remove such samples.")
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
         """The index of the next micro-batch in the window (0-based).

@@ -15,26 +15,27 @@ from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANC
 BUILT = ("right", "refused", "wrong")
 DRAWING = ("agree", "differ", "refused", "error")  # of heads that draw dropout
 
-METHOD = f"""Every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token classification,
-question answering, multiple choice, seq2seq, next sentence, pre-training, image classification), built small from its config class
-with seeded random weights, without network. A head is a class with a kind of problem: sequence classifiers count three times
-(classes, regression, multi-label), mixtures of experts twice where their causal loss can have a part for the router, a class in
-several mappings once. Each has 8 samples of 4 to 21 tokens, whose numbers of targets differ by more than a factor of 3 where a head
-has targets per token, and a plain padding collate function; for question answering some answers are cut off, start or end or both.
+METHOD = f"""The sweep takes every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token
+classification, question answering, multiple choice, seq2seq, next sentence, pre-training, image classification), and builds a small
+model from its config class with seeded random weights, without network. A head is a class with a kind of problem: sequence
+classifiers count three times (classes, regression, multi-label), mixtures of experts twice if their causal loss can have a part for
+the router. A class that occurs in several mappings counts once. Each head gets 8 samples of 4 to 21 tokens and a collate function
+that only pads. If it has targets per token, their numbers differ by more than a factor of 3; for question answering, some answers
+are cut off at the start, the end or both.
 
 - **Truth**: `model(**collate(all_samples)).loss.backward()`, with torch and transformers only, in float32 without dropout.
-- **hf_ga**: `WindowLoader` and `backward_window` in micro-batches of {MICRO_BATCH}, {ACCUMULATION} of them, on the same samples.
+- **hf_ga**: `WindowLoader` and `backward_window` with {ACCUMULATION} micro-batches of {MICRO_BATCH}. Refused: it raises an error.
 - **Trainer**: the gradient that `transformers.Trainer` passes to its optimizer for the same model, samples, order and layout.
 - **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
-- **Dropout**: built once more with all dropout probabilities {DROPOUT}; hf_ga's gradients in the layouts {", ".join(LAYOUTS)}
-  (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than {TOLERANCE:.0e}, and all of
-  them differ from the gradient without dropout, by more than ten times that. Whether a model draws at all is read from torch's
-  generator, not from hf_ga. Dropping whole layers for a whole batch (`layerdrop`), routing noise and masking of inputs are off:
-  they belong to no sample.
+- **Dropout**: the model is built again with all dropout probabilities {DROPOUT}. hf_ga's gradients in the layouts
+  {", ".join(LAYOUTS)} (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than
+  {TOLERANCE:.0e}, and each differs from the gradient without dropout by more than ten times that. Whether a model draws at all is
+  read from torch's generator, not from hf_ga. Dropping layers for a whole batch (`layerdrop`), routing noise and masking of inputs
+  are off, because they cannot be tied to a sample.
 
-What counts: of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
-text); of the image mapping, models that have a module called attention. The others are out of scope, and named below. Models of
-several modalities get text alone, as far as they take it. What could not be built is listed with the reason and counts nowhere."""
+In scope are, of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
+text), and of the image mapping, models that have a module called attention. Multimodal models get text alone, as far as they take
+it. Heads that are out of scope or could not be built are listed at the end and not counted."""
 
 
 def line(verdict: Verdict) -> str:
@@ -84,15 +85,17 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
     built = [v for v in verdicts if v.status in BUILT]
     parts = [
         "# Every head",
-        "Made by `OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs`; the numbers are in heads.json too.",
+        "Does hf_ga compute the full-batch gradient of your model, and does `transformers.Trainer`? Search for its class.",
+        "`OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs` writes the page and heads.json.",
         where,
         "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
-        METHOD,
         "## By kind",
         _by_kind(built),
         *_listed("## Wrong", built, "status", ("wrong",), "reason"),
         *_listed("## Refused", built, "status", ("refused",), "reason"),
         *_listed("## Dropout: drawn, but the layouts do not agree", built, "dropout", DRAWING[1:], "dropout_reason"),
+        "## Method",
+        METHOD,
         "## All heads",
         _table(["head", "hf_ga", "error", "targets", "Trainer", "error", "ratio", f"dropout {DROPOUT}"], (_row(v) for v in built)),
         *_listed("## Not built", verdicts, "status", ("not built",), "reason"),

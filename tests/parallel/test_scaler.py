@@ -226,7 +226,7 @@ def test_an_unprepared_optimizer_is_refused():
     before = copy.deepcopy(plain.state_dict())
     (window,) = loader(points(WINDOW))
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    with pytest.raises(hf_ga.ConfigError, match=r"SGD does not know the accelerator's scaler.*accelerator\.prepare"):
+    with pytest.raises(hf_ga.ConfigError, match=r"SGD does not use the accelerator's scaler.*accelerator\.prepare"):
         hf_ga.train_step(accelerator, model, optimizer, window)
     assert all(torch.equal(v, before[name]) for name, v in plain.state_dict().items())
     hf_ga.backward_window(accelerator, model, window)  # the control: what it would have stepped with
@@ -241,7 +241,7 @@ def test_an_optimizer_prepared_before_the_scaler_is_refused():
     training = training_of(accelerator)
     enable_fp16_on_cpu(accelerator)
     (window,) = loader(points(WINDOW))
-    with pytest.raises(hf_ga.ConfigError, match="behind enable_fp16_on_cpu"):
+    with pytest.raises(hf_ga.ConfigError, match="after enable_fp16_on_cpu"):
         training.step(window)
 
 

@@ -6,21 +6,25 @@ import pins
 import pytest
 
 STORED = json.loads(pins.FILE.read_text())
-same_machine = pytest.mark.skipif(STORED["fingerprint"] != pins.fingerprint(), reason="last bits of floats of another machine")
+FLOATS = STORED["floats"].get(pins.fingerprint())
+known_machine = pytest.mark.skipif(FLOATS is None, reason="no floats of this kind of machine are stored: see pins.py")
+
+
+def stored(kind: str) -> dict[str, str]:
+    return {name: value for name, value in FLOATS.items() if name.startswith(kind)}
 
 
 def test_orders_plans_and_masks():
     assert pins.integers() == STORED["integers"]
 
 
-@same_machine
+@known_machine
 @pytest.mark.slow("eight heads in many layouts")
 def test_gradients():
-    found = pins.gradients()
-    assert found == {name: value for name, value in STORED["floats"].items() if name.startswith("gradient")}
+    assert pins.gradients() == stored("gradient")
 
 
-@same_machine
+@known_machine
 @pytest.mark.slow("starts processes")
 def test_weights_of_whole_runs():
-    assert pins.runs() == {name: value for name, value in STORED["floats"].items() if name.startswith("run")}
+    assert pins.runs() == stored("run")

@@ -95,8 +95,8 @@ def test_pixels_are_counted():
     ("collate", "message"),
     [
         (lambda samples: {"x": torch.stack([s["x"] for s in samples], 1)}, "samples on the first axis"),
-        (lambda samples: {"batch": stack(samples)}, "dict in a dict"),
-        (lambda samples: {"x": object()}, "one row a sample"),
+        (lambda samples: {"batch": stack(samples)}, "nested dict"),
+        (lambda samples: {"x": object()}, "one row per sample"),
         (lambda samples: (stack(samples)["x"], stack(samples)["labels"]), "must return a dict"),
     ],
     ids=["time first", "nested", "object", "tuple"],

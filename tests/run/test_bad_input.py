@@ -62,7 +62,7 @@ CASES = {
     "magnitudes alone": ("--use_dora", ["use_dora needs lora_r"]),
     "whole modules alone": ("--lora_modules_to_save ln_f", ["lora_modules_to_save needs lora_r"]),
     "4 bits without adapters": ("--load_in_4bit", ["load_in_4bit freezes the weights", "set lora_r"]),
-    "new and old adapters": ("--lora_r 2 --adapter_name_or_path a", ["lora_r makes new adapters", "omit one"]),
+    "new and old adapters": ("--lora_r 2 --adapter_name_or_path a", ["lora_r creates new adapters", "omit one"]),
     "freeze and LoRA": ("--freeze transformer.wte --lora_r 2", ["freeze has no effect with adapters", "omit one"]),
     "smoothing of numbers": ("--task regression --label_smoothing_factor 0.1", ["applies to the task", "not regression"]),
     "pair of a language model": ("--text_pair_column label", ["text_pair_column applies to the task", "not causal-lm"]),
@@ -139,9 +139,9 @@ CASES = {
     ),
     "one weight for two": (
         "--dataset_name {d}/good.jsonl stdlib --dataset_weights 1",
-        ["dataset_weights [1.0] do not fit the 2 of dataset_name"],
+        ["dataset_weights [1.0] do not match the 2 of dataset_name"],
     ),
-    "a weight of 0": ("--dataset_name {d}/good.jsonl stdlib --dataset_weights 1 0", ["[1.0, 0.0] do not fit", "above 0"]),
+    "a weight of 0": ("--dataset_name {d}/good.jsonl stdlib --dataset_weights 1 0", ["[1.0, 0.0] do not match", "above 0"]),
     "two configurations of one": (
         "--dataset_name me/rows stdlib --dataset_config_name en de",
         ["dataset_config_name has 2 values for 1 hub datasets (me/rows)"],

@@ -33,7 +33,6 @@ def run(words: list[str]) -> None:
     if args := parsed(words):
         _, environment = launch.prepare_simple_launcher_cmd_env(args)
         os.environ.update({k: v for k, v in environment.items() if k.startswith("ACCELERATE_")})  # the port is that of `together`
-        os.sched_getaffinity = lambda pid: {0}  # one thread: several would wait for each other beside other tests
         words = ["python", args.training_script, *args.training_script_args]
     sys.argv = words[1:]
     try:

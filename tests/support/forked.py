@@ -79,6 +79,7 @@ def fork(work: Callable[[], None], environment: dict[str, str]) -> int:
     if child := os.fork():
         return child
     os.environ.update(environment)
+    os.sched_getaffinity = lambda pid: {0}  # one thread: several would wait for each other beside other tests
     try:
         work()
         code = 0
