@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
 from accelerate import Accelerator
-from transformers.utils import logging
 
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
@@ -16,16 +14,15 @@ from hf_ga.check.layouts import NAMES, least_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
 from hf_ga.check.subjects import Step
-from hf_ga.data.data import PreparedData, prepare_data
+from hf_ga.data.data import PreparedData
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 from hf_ga.run.accelerator import make_accelerator
-from hf_ga.run.build import build_model, chosen_loss_fn, proof_samples
+from hf_ga.run.build import build_model, chosen_loss_fn, prepare_setup, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
-from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report
 MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
@@ -71,15 +68,14 @@ class CheckConfig(FinetuneConfig):
 def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceReport:
     """Build the model and a window of training samples as in finetune, and check them."""
     with main_process_first(accelerator):
-        base = load_base_config(config)
-        data = prepare_data(config, load_tokenizer(config), known_labels(base))
+        setup = prepare_setup(config, accelerator)
     loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss, so they cannot be compared under another one.
     steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
     report = check_equivalence(
-        build_model(config, accelerator, data, complete_config(base, config, data), own_dtype(base)),
-        window_samples(config, data, accelerator.num_processes),
-        data.collate,
+        build_model(setup),
+        window_samples(config, setup.data, accelerator.num_processes),
+        setup.data.collate,
         config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
         steps,
         loss_fn=loss_fn,
@@ -105,8 +101,6 @@ def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) 
 def _run(arguments: Sequence[str]) -> int:
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
-    logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
-    datasets.disable_progress_bars()
     config.check()
     accelerator = make_accelerator(config)
     report = run_check(config, accelerator)

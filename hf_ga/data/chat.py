@@ -43,25 +43,20 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
     for values in zip(*(rows[name] for name in names), strict=True):
         row = dict(zip(names, values, strict=True))
         try:
-            yield _with_template(*_conversation(row), tokenizer) if tokenizer.chat_template else _plain(row)
+            prompt, completion = _parts(row)
+            if tokenizer.chat_template:
+                yield _with_template(prompt, completion, tokenizer)
+            else:
+                yield _plain(prompt, completion, between="" if "prompt" in row else "\n\n")
         except (TemplateError, DataError, TypeError, ValueError) as error:
             raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
 
 
-def _conversation(row: dict[str, Any]) -> tuple[list[Message], int]:
-    """The messages of a row, and the index of the first that may be a target."""
-    prompt, completion = _parts(row)
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1
-    return prompt + completion, len(prompt)
-
-
-def _plain(row: dict[str, Any]) -> Rendered:
+def _plain(prompt: Any, completion: Any, between: str) -> Rendered:
     """Render strings without a template."""
-    prompt, completion = _parts(row)
     if not isinstance(prompt, str):
         raise DataError("the tokenizer has no chat template for conversations: use a tokenizer with one, or columns of strings")
-    prompt += "" if "prompt" in row else "\n\n"
+    prompt += between
     return prompt + completion, [(len(prompt), len(prompt + completion))], False
 
 
@@ -91,7 +86,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _with_template(messages: list[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def _with_template(prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    if isinstance(prompt, str):
+        prompt, completion = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
+    messages, first = prompt + completion, len(prompt)  # the first that may be a target
     if not messages:
         return "", [], True
     if first == 0 and messages[0]["role"] == "assistant":

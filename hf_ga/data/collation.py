@@ -1,7 +1,6 @@
 """Samples -> arguments of the model: right-padded int64 tensors, samples on the first axis. Padding is never a target."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,22 +28,27 @@ def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     return batch
 
 
-def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and `labels` of shape (samples, longest): the samples' labels (completions) or, without them, the ids."""
-    batch = collate_ids(samples, pad_token_id)
-    if "labels" in samples[0]:
-        return {**batch, "labels": pad([sample["labels"] for sample in samples], IGNORED_LABEL)}
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)}
+def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and, if the samples have them, targets: `labels` (of a column `label` or `labels`), `start_positions`, `end_positions`.
 
-
-def collate_targets(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids of the sources and, if the samples have them, `labels` of shape (samples, longest target).
-
-    The model derives its decoder's inputs from the labels. The decoder needs one position even if no sample has a target.
+    Numbers have the shape (samples,). Lists, a target per token, are padded with -100 to (samples, longest); to one position if no
+    sample has a target, which a decoder needs (it derives its inputs from the labels).
     """
     batch = collate_ids(samples, pad_token_id)
-    if "labels" in samples[0]:
-        batch["labels"] = pad([sample["labels"] or [IGNORED_LABEL] for sample in samples], IGNORED_LABEL)
+    for column in ("label", "labels", "start_positions", "end_positions"):
+        if column in samples[0]:
+            values = [sample[column] for sample in samples]
+            per_token = isinstance(values[0], list)
+            targets = pad([row or [IGNORED_LABEL] for row in values], IGNORED_LABEL) if per_token else torch.tensor(values)
+            batch["labels" if column == "label" else column] = targets
+    return batch
+
+
+def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
+    """Ids and `labels` of shape (samples, longest): the samples' labels (completions) or, without them, the ids."""
+    batch = collate_samples(samples, pad_token_id)
+    if "labels" not in batch:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
     return batch
 
 
@@ -60,30 +64,14 @@ def collate_masked(
         mask_token_id=mask_token_id,
         vocab_size=vocab_size,
         probability=probability,
-        ignored=IGNORED_LABEL,
     )
     return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def collate_labels(
-    samples: Samples, pad_token_id: int, to_tensor: Callable[[list[Any]], Tensor] = torch.tensor
-) -> dict[str, Tensor]:
-    """Ids and, if the samples have labels, `labels`: by default of shape (samples,), int64 class ids or float32 numbers."""
-    batch = collate_ids(samples, pad_token_id)
-    if "label" in samples[0]:
-        batch["labels"] = to_tensor([sample["label"] for sample in samples])
-    return batch
-
-
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
     """Ids and, if the samples have labels (lists of class ids), float32 `labels` of shape (samples, num_labels): 0 or 1."""
-
-    def multi_hot(labels: list[list[int]]) -> Tensor:
-        return torch.stack([torch.zeros(num_labels).index_fill(0, torch.tensor(ids, dtype=torch.int64), 1.0) for ids in labels])
-
-    return collate_labels(samples, pad_token_id, multi_hot)
-
-
-def collate_tags(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, if the samples have them, `labels` of shape (samples, longest): a word's tag at its first token."""
-    return collate_labels(samples, pad_token_id, partial(pad, value=IGNORED_LABEL))
+    batch = collate_ids(samples, pad_token_id)
+    if "label" in samples[0]:
+        chosen = [torch.tensor(sample["label"], dtype=torch.int64) for sample in samples]
+        batch["labels"] = torch.stack([torch.zeros(num_labels).index_fill(0, ids, 1.0) for ids in chosen])
+    return batch

@@ -15,14 +15,13 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_ga.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
-FEATURES = Features({"name": Value("string"), "package": Value("string"), "text": Value("string")})
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")  # ids 0 to 5
 # The tokenizer's model_max_length in tokens: above the longest string (1,567 tokens in Python 3.11), as transformers warns about
 # longer ones. max_length limits the samples.
@@ -85,7 +84,7 @@ def load_stdlib() -> DatasetDict:
             f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to lack "
             "the sources of its library. Use a Python with them, or another dataset."
         )
-    return DatasetDict({split: Dataset.from_list(rows, features=FEATURES) for split, rows in by_split.items()})
+    return DatasetDict({split: Dataset.from_list(rows) for split, rows in by_split.items()})
 
 
 def load(task: str) -> DatasetDict:
@@ -101,9 +100,8 @@ def load(task: str) -> DatasetDict:
     rows = load_stdlib()
     if task == "text-classification":
         counts = Counter(rows["train"]["package"])
-        return rows.filter(lambda package: counts[package] >= FEWEST_ROWS, input_columns="package").rename_column(
-            "package", "label"
-        )
+        rows = rows.filter(lambda package: counts[package] >= FEWEST_ROWS, input_columns="package")
+        return rows.rename_column("package", "label")
     if task == "token-classification":
         return rows.map(truecasing_row, remove_columns=rows["train"].column_names)
     if task not in ("causal-lm", "masked-lm"):
@@ -154,13 +152,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
     )
 
 
-def load_stdlib_tokenizer(vocab_size: int = 4000) -> PreTrainedTokenizerFast:
+def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer trained on the corpus's train split.
 
     >>> load_stdlib_tokenizer().decode(load_stdlib_tokenizer()("Return the queue.")["input_ids"])
     'Return the queue.'
     """
-    return train_tokenizer(load_stdlib()["train"]["text"], vocab_size)
+    return train_tokenizer(load_stdlib()["train"]["text"])
 
 
 def _source_files(folder: Path) -> list[Path]:

@@ -1,5 +1,7 @@
 """Datasets -> tokenized samples. All errors in the data are found here, before a model is built."""
 
+import hashlib
+import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +21,11 @@ from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions, Several, as_list
-from hf_ga.data.sources import first_rows, load_rows
+from hf_ga.data.sources import StreamedSamples, first_rows, load_rows
 from hf_ga.data.spans import encode_answers
-from hf_ga.data.streamed import StreamedSamples, load_streamed
 from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
-from hf_ga.errors import DataError
+from hf_ga.errors import ConfigError, DataError
 
 # Columns of samples that only metrics and predictions need; see `tokenization`.
 FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
@@ -33,6 +34,8 @@ LEARNED = {"label", "answers", "target"}
 # Numeric columns of a sample that determine what a model learns.
 _LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
 _FORMAT = 5  # part of the cache key: increment when tokenization changes
+# Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
+Unlabelled = tuple[Dataset, Dataset, Dataset]
 
 
 @dataclass
@@ -60,9 +63,21 @@ class PreparedData:
     stream: StreamedSamples | None = None
 
     @property
-    def collate(self) -> Any:
-        """Samples -> keyword arguments of the model."""
-        return self.task.collator(self.tokenizer, len(self.labels), self.mlm_probability)
+    def collate(self) -> partial:
+        """Samples -> keyword arguments of the model.
+
+        Raises:
+            ConfigError: a masked LM whose tokenizer has no mask token.
+        """
+        settings: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
+        if self.task.labels == "classes":
+            settings["num_labels"] = len(self.labels)
+        if self.task.pipeline == "fill-mask":
+            if self.tokenizer.mask_token_id is None:
+                raise ConfigError("masked-lm needs a tokenizer with a mask token, but this one has none: use a BERT-like model.")
+            settings |= {"special_ids": tuple(self.tokenizer.all_special_ids), "mask_token_id": self.tokenizer.mask_token_id}
+            settings |= {"vocab_size": len(self.tokenizer), "probability": self.mlm_probability}
+        return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
         """A split as a dataset for a window loader: without columns that only metrics need, and for a masked LM with mask keys."""
@@ -80,11 +95,8 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
     """
-    task, stream = TASKS[options.task], None
-    if options.streaming:
-        rows, stream = load_streamed(options)
-    else:
-        rows = load_rows(options)
+    task = TASKS[options.task]
+    rows, stream = load_rows(options)
     complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
     data = PreparedData(task, {}, tokenizer, {}, options.mlm_probability, _describe(rows, options))
     data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
@@ -102,12 +114,9 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
     return data
 
 
-def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> tuple[Dataset, Dataset, Dataset]:
-    """Rows of files to predict.
-
-    Returns:
-        (the original rows, the rows with columns named by role, the samples: one per row, empty for an empty row). For token
-        classification `label` is the index of the word, at its first token.
+def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
+    """Rows of files to predict, and their samples: one per row, empty for an empty row. For token classification a sample's `label`
+    is the index of the word, at its first token.
 
     Raises:
         DataError: a file cannot be read, or lacks a column.
@@ -218,16 +227,9 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
 
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
-    """Hash of the numeric columns of the training samples and of the label names, independent of the source."""
-    train = train.with_format("numpy")
-    parts: list[Any] = [list(labels)]
-    for name in (name for name in _LEARNED_FROM if name in train.column_names):
-        rows = [_flat(row) for row in train[name][:]]
-        parts += [name, np.concatenate(rows).tobytes(), np.array([len(row) for row in rows], np.int64).tobytes()]
-    return Hasher.hash(parts)
-
-
-def _flat(row: Any) -> np.ndarray:
-    """Flatten a number, a list of numbers or a list of such lists to one vector."""
-    array = np.asarray(row)
-    return np.concatenate([*map(_flat, array), []]) if array.dtype == object else np.ravel(array).astype(np.float64)
+    """Hash of what a model learns from: numeric columns of the training samples and label names, independent of the source."""
+    digest = hashlib.sha256(json.dumps(labels).encode())
+    learned = train.select_columns([name for name in _LEARNED_FROM if name in train.column_names])
+    for rows in learned.iter(batch_size=1000):
+        digest.update(json.dumps(rows).encode())
+    return digest.hexdigest()

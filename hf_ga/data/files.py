@@ -8,7 +8,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from datasets.utils import logging
 
 from hf_ga.errors import DataError
@@ -27,22 +27,22 @@ def is_pattern(name: str) -> bool:
     return any(character in name for character in "*?[") and not Path(name).expanduser().exists()
 
 
-def load_files(files: Sequence[str]) -> Dataset:
+def load_files(files: Sequence[str], *, streaming: bool = False) -> Any:
     """The rows of files in the given order; those of a pattern in the order of their paths.
 
     Raises:
         DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a match; files of different
             types or columns.
     """
-    kind, paths = readable_files(files)
+    kind, paths = _readable_files(files)
     with reading(", ".join(files)):
-        return load_dataset(kind, data_files=paths, split="train")
+        return load_dataset(kind, data_files=paths, split="train", streaming=streaming)
 
 
-def readable_files(files: Sequence[str]) -> tuple[str, list[str]]:
+def _readable_files(files: Sequence[str]) -> tuple[str, list[str]]:
     """Type and paths of files, checked before they are parsed. Raises DataError as `load_files`."""
     paths = [path for file in files for path in _matches(file)]
-    kinds = {path: readable_file(path) for path in paths}
+    kinds = {path: _readable_file(path) for path in paths}
     if len(set(kinds.values())) > 1:
         first = {kind: path for path, kind in reversed(kinds.items())}
         found = ", ".join(f"{Path(path).name} ({kind})" for kind, path in first.items())
@@ -52,7 +52,7 @@ def readable_files(files: Sequence[str]) -> tuple[str, list[str]]:
     return kinds[paths[0]], paths
 
 
-def readable_file(file: str) -> str:
+def _readable_file(file: str) -> str:
     """Type of a file, checked before it is parsed.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.hashing import mix_in_place, mixed
 
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1
@@ -46,17 +47,16 @@ def mask_tokens(
     mask_token_id: int,
     vocab_size: int,
     probability: float,
-    ignored: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose targets and mask most of them.
 
     Args:
         input_ids: int64, shape (samples, width). keys: integers, shape (samples,).
         special_ids: ids that are never a target (padding among them). vocab_size: exclusive upper bound of random tokens.
-        probability: probability that any other token is a target. ignored: label of tokens that are not targets.
+        probability: probability that any other token is a target.
 
     Returns:
-        (inputs, labels), both int64 of shape (samples, width).
+        (inputs, labels), both int64 of shape (samples, width); labels of other tokens are -100.
     """
     chosen, replacement, random = (_draws(keys, input_ids.shape[1], draw) for draw in range(3))
     is_target = (_unit(chosen) < probability) & ~np.isin(input_ids, np.asarray(special_ids))
@@ -64,7 +64,7 @@ def mask_tokens(
     inputs = np.where(is_target & (share < SHARE_MASKED), mask_token_id, input_ids)
     is_random = is_target & (share >= SHARE_MASKED) & (share < SHARE_MASKED + SHARE_RANDOM)
     inputs = np.where(is_random, (random % np.uint64(vocab_size)).astype(np.int64), inputs)
-    return inputs, np.where(is_target, input_ids, ignored)
+    return inputs, np.where(is_target, input_ids, IGNORED_LABEL)
 
 
 def _draws(keys: np.ndarray, width: int, draw: int) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Extractive question answering: answers as character spans of a context -> first and last token, and back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,20 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.checks import check_values
-from hf_ga.data.collation import collate_ids
 from hf_ga.data.tokenization import check_fast, check_room
 
 Rows = dict[str, list]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A predicted answer: characters [start, end) of the context, or ("", 0, 0); score: its probability among all spans."""
-
-    text: str
-    score: float
-    start: int
-    end: int
 
 
 def encode_answers(rows: DatasetDict) -> DatasetDict:
@@ -143,14 +131,9 @@ def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, wa
     return int(covered[0]), int(covered[-1])
 
 
-def collate_spans(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and int64 `start_positions` and `end_positions` of shape (samples,)."""
-    positions = {name: torch.tensor([sample[name] for sample in samples]) for name in ("start_positions", "end_positions")}
-    return {**collate_ids(samples, pad_token_id), **positions}
-
-
-def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Answer:
-    """The most probable among all valid spans of context tokens and the empty answer.
+def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> dict[str, Any]:
+    """The most probable among all valid spans of context tokens and the empty answer: `answer`, its text; `score`, its probability;
+    `start` and `end`, its characters [start, end) in the context (0 for the empty answer).
 
     The score of a span is start logit + end logit (the empty answer is the span of the `no_answer` token); probabilities are the
     softmax over all scores.
@@ -170,15 +153,15 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     best = int(probabilities.argmax())
     score = round(float(probabilities[best]), 6)
     if best == len(probabilities) - 1:
-        return Answer("", score, 0, 0)
+        return {"answer": "", "score": score, "start": 0, "end": 0}
     i, j = divmod(best, len(positions))
     start, end = int(starts[positions[i]]), int(ends[positions[j]])
     text = sample["context"][start:end]
     start += len(text) - len(text.lstrip())  # byte-level tokens include the preceding space
-    return Answer(text.strip(), score, start, start + len(text.strip()))
+    return {"answer": text.strip(), "score": score, "start": start, "end": start + len(text.strip())}
 
 
-def read_answers(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Answer]:
+def read_answers(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The best answer of each sample, from the outputs of a question answering head."""
     starts, ends = (logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits))  # synchronizes with the device
     return [best_answer(*row) for row in zip(starts, ends, samples, strict=True)]

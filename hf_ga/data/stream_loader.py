@@ -5,6 +5,7 @@ without communication.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,37 +88,24 @@ class StreamLoader(BaseLoader):
             )
         super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, canonical_micro_batch)
         self.splitter = self._make_splitter(planner, length_of is not None, None, max_tokens_per_micro_batch)
-        self.drop_last_window, self.num_workers = drop_last_window, num_workers
-        self.shuffle_buffer_size, self.length_of = shuffle_buffer_size, length_of or sample_length
-        self.dataset, self.fetcher = dataset, StreamFetcher(collate_fn)
+        self.num_workers = num_workers
+        fetcher, length_of = StreamFetcher(collate_fn), length_of or sample_length
+        self.reader = WindowReader(dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
         """The remaining windows of the current pass; then the next pass begins."""
-        reader = self._reader()
+        reader = replace(self.reader, epoch=self.epoch, num_consumed=self.num_consumed, pad_to_window=self.state.pad_to_window)
         for request, samples, batches in load_items(reader, self.num_workers, self.accelerator.device):
             self._check_same(request.index, samples)
             self.num_consumed += 1
-            self.fetcher.keep_first(samples)
-            window = Window(request, self.fetcher.of(samples), batches, self.state, self.splitter.padded)
+            reader.fetcher.keep_first(samples)
+            window = Window(request, reader.fetcher.of(samples), batches, self.state, self.splitter.padded)
             del request, samples, batches  # free them when the caller does
             yield window
             del window
             reader.pad_to_window = self.state.pad_to_window  # without a worker; the step pads a worker's windows
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
-
-    def _reader(self) -> WindowReader:
-        return WindowReader(
-            self.dataset,
-            self.fetcher,
-            self.splitter,
-            epoch=self.epoch,
-            num_consumed=self.num_consumed,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-            length_of=self.length_of,
-            pad_to_window=self.state.pad_to_window,
-            drop_last_window=self.drop_last_window,
-        )
 
     def _check_same(self, index: int, samples: HeldSamples) -> None:
         """One all-gather per window (index -1: the end) checks that all processes read the same stream."""
@@ -133,4 +121,4 @@ class StreamLoader(BaseLoader):
             )
 
     def _identity(self) -> dict[str, int]:
-        return {**super()._identity(), "shuffle_buffer_size": self.shuffle_buffer_size}
+        return {**super()._identity(), "shuffle_buffer_size": self.reader.shuffle_buffer_size}

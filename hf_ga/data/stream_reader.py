@@ -81,12 +81,12 @@ class WindowReader(IterableDataset):
     dataset: Any
     fetcher: StreamFetcher
     splitter: Splitter
-    epoch: int
-    num_consumed: int
     shuffle_buffer_size: int
     length_of: Callable[[Any], int]
-    pad_to_window: bool
     drop_last_window: bool
+    epoch: int = 0
+    num_consumed: int = 0
+    pad_to_window: bool = False
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         # Makes a worker read like the main process: in a worker, `datasets` shuffles with other generators.

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from hf_ga.data import choices, collation, spans, tokenization
-from hf_ga.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Task:
         labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
             "answers" (spans of a context), "choice" (the index of one of the row's texts), "target" (a text to generate).
         tokenize: a function of `tokenization`.
-        collator: (tokenizer, number of labels, masked-LM probability) -> collate function.
+        collate: a function of `collation`; `PreparedData.collate` gives it its settings.
         small_config: (tokenizer, max_length) -> configuration of the default model.
         problem_type: transformers' name of the loss of a sequence classifier.
         metrics: names of the metrics besides the loss. generated_metrics: metrics of generated texts.
@@ -43,7 +42,7 @@ class Task:
     auto_class: Any
     labels: str
     tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
-    collator: Callable[[PreTrainedTokenizerBase, int, float], Callable]
+    collate: Callable[..., dict[str, Tensor]]
     small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig]
     problem_type: str | None = None
     metrics: tuple[str, ...] = ()
@@ -95,31 +94,10 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
     )
 
 
-def _padding(collate: Callable) -> Callable[[PreTrainedTokenizerBase, int, float], Callable]:
-    return lambda tokenizer, num_labels, probability: partial(collate, pad_token_id=tokenizer.pad_token_id)
-
-
-def _masking(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
-    if tokenizer.mask_token_id is None:
-        raise ConfigError("masked-lm needs a tokenizer with a mask token, but this one has none: use a BERT-like model.")
-    return partial(
-        collation.collate_masked,
-        pad_token_id=tokenizer.pad_token_id,
-        special_ids=tuple(tokenizer.all_special_ids),
-        mask_token_id=tokenizer.mask_token_id,
-        vocab_size=len(tokenizer),
-        probability=probability,
-    )
-
-
-def _label_sets(tokenizer: PreTrainedTokenizerBase, num_labels: int, probability: float) -> Callable:
-    return partial(collation.collate_label_sets, pad_token_id=tokenizer.pad_token_id, num_labels=num_labels)
-
-
-def _of_texts(labels: str, collator: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
+def _of_texts(labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
     """A head with one prediction per text or pair of texts."""
     tokenize = tokenization.tokenize_texts
-    return Task(AutoModelForSequenceClassification, labels, tokenize, collator, small_bert, problem_type, metrics)
+    return Task(AutoModelForSequenceClassification, labels, tokenize, collate, small_bert, problem_type, metrics)
 
 
 TASKS: dict[str, Task] = {
@@ -127,24 +105,28 @@ TASKS: dict[str, Task] = {
         AutoModelForCausalLM,
         "none",
         tokenization.tokenize_causal,
-        _padding(collation.collate_causal),
+        collation.collate_causal,
         small_gpt,
         pipeline="text-generation",
         lora_type="CAUSAL_LM",
     ),
     "masked-lm": Task(
-        AutoModelForMaskedLM, "none", tokenization.tokenize_masked, _masking, small_bert, pipeline="fill-mask", lora_type=None
+        AutoModelForMaskedLM,
+        "none",
+        tokenization.tokenize_masked,
+        collation.collate_masked,
+        small_bert,
+        pipeline="fill-mask",
+        lora_type=None,
     ),
-    "text-classification": _of_texts(
-        "class", _padding(collation.collate_labels), "single_label_classification", ("accuracy", "f1")
-    ),
-    "regression": _of_texts("number", _padding(collation.collate_labels), "regression", ("mae", "pearson")),
-    "multi-label": _of_texts("classes", _label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
+    "text-classification": _of_texts("class", collation.collate_samples, "single_label_classification", ("accuracy", "f1")),
+    "regression": _of_texts("number", collation.collate_samples, "regression", ("mae", "pearson")),
+    "multi-label": _of_texts("classes", collation.collate_label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
     "token-classification": Task(
         AutoModelForTokenClassification,
         "tags",
         tokenization.tokenize_words,
-        _padding(collation.collate_tags),
+        collation.collate_samples,
         small_bert,
         metrics=("accuracy", "f1"),
         pipeline="token-classification",
@@ -154,7 +136,7 @@ TASKS: dict[str, Task] = {
         AutoModelForQuestionAnswering,
         "answers",
         spans.tokenize_questions,
-        _padding(spans.collate_spans),
+        collation.collate_samples,
         small_bert,
         metrics=("exact_match", "f1"),
         pipeline="question-answering",
@@ -164,7 +146,7 @@ TASKS: dict[str, Task] = {
         AutoModelForMultipleChoice,
         "choice",
         choices.tokenize_choices,
-        _padding(choices.collate_choices),
+        choices.collate_choices,
         small_bert,
         metrics=("accuracy",),
         pipeline="multiple-choice",
@@ -174,7 +156,7 @@ TASKS: dict[str, Task] = {
         AutoModelForSeq2SeqLM,
         "target",
         tokenization.tokenize_targets,
-        _padding(collation.collate_targets),
+        collation.collate_samples,
         small_bart,
         generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",

@@ -57,15 +57,24 @@ def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_len
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text with special tokens. All other tokens are candidates for targets, drawn in every epoch."""
-    columns = _tokenize_texts(rows, tokenizer, max_length)
+    columns = tokenize_texts(rows, tokenizer, max_length)
     special = set(tokenizer.all_special_ids)
     return {**columns, "num_targets": [sum(token not in special for token in ids) for ids in columns["input_ids"]]}
 
 
 def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text, or a pair of texts, with special tokens, which truncation keeps. One target per sample."""
-    columns = _tokenize_texts(rows, tokenizer, max_length)
-    return {**columns, **({"label": rows["label"]} if "label" in rows else {})}
+    texts = [text or "" for text in rows["text"]]
+    pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
+    check_room(tokenizer, max_length, is_pair=pairs is not None)
+    whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
+    encoded = tokenizer(texts, pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
+    filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
+    cut = _without_empty(encoded["input_ids"], filled)
+    columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])
+    if pairs is not None and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
+        columns["token_type_ids"] = _without_empty(encoded["token_type_ids"], filled)
+    return columns | ({"label": rows["label"]} if "label" in rows else {})
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -94,7 +103,7 @@ def tokenize_targets(
     Every token of a target is predicted, its end too; rows without a target add nothing. `target` is the whole text, for metrics.
     """
     texts = [text and prefix + text for text in rows["text"]]
-    columns = _tokenize_texts({**rows, "text": texts}, tokenizer, max_length)
+    columns = tokenize_texts({**rows, "text": texts}, tokenizer, max_length)
     if "target" not in rows:
         return columns
     targets, most = [text or "" for text in rows["target"]], max_target_length or max_length
@@ -132,15 +141,12 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
     ]
     if is_decoder or tokenizer.num_special_tokens_to_add() or len(special) != 2:
         return
+    first, end = special[0][0], special[1][0]
+    single, pair = f"{first} $A {end}", f"{first} $A {end} $B:1 {end}:1"
     if labels == "target":  # like T5's
-        end = str(tokenizer.eos_token)
-        ids = [(end, tokenizer.eos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=ids)
-    else:
-        first, end = special[0][0], special[1][0]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{first} $A {end}", pair=f"{first} $A {end} $B:1 {end}:1", special_tokens=special
-        )
+        special = [(str(tokenizer.eos_token), tokenizer.eos_token_id)]
+        single, pair = f"$A {tokenizer.eos_token}", None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -162,20 +168,6 @@ def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndar
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]).astype(np.int64)[: len(ends)]
     return np.where(starts == ends, before, starts), ends
-
-
-def _tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    texts = [text or "" for text in rows["text"]]
-    pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
-    check_room(tokenizer, max_length, is_pair=pairs is not None)
-    whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
-    encoded = tokenizer(texts, pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
-    filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
-    cut = _without_empty(encoded["input_ids"], filled)
-    columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])
-    if pairs is not None and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
-        columns["token_type_ids"] = _without_empty(encoded["token_type_ids"], filled)
-    return columns
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:

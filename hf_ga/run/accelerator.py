@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import datasets
 import torch
 from accelerate import Accelerator
 from transformers import enable_full_determinism
+from transformers.utils import logging
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import check_supported
@@ -12,7 +14,6 @@ from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.parallel.processes import share_cores
 from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.report import silence_other_ranks
 from hf_ga.run.trackers import tracker_names
 
 
@@ -47,7 +48,10 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
-    silence_other_ranks(accelerator)
+    if not accelerator.is_main_process:  # which alone shows the libraries' progress bars and warnings
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
     share_cores(accelerator)
     if config.same_bits and accelerator.device.type == "cpu":
         torch.set_num_threads(1)  # sums over several threads depend on their number

@@ -1,8 +1,9 @@
 """Build a run from a configuration and prepared data: model, proof, optimizer, schedule, windows."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PretrainedConfig, get_scheduler
+from transformers import get_scheduler
 
-from hf_ga.data.data import PreparedData
+from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.data.files import is_pattern
 from hf_ga.data.options import as_list
 from hf_ga.data.stream_loader import StreamLoader
@@ -25,59 +26,41 @@ from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy
-from hf_ga.run.models import complete_config, load_base_config, load_model
+from hf_ga.run.models import complete_config, known_labels, load_base_config, load_model, load_tokenizer
 from hf_ga.run.optimizers import ADAM, build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
-from hf_ga.run.run import Callbacks, Run
+from hf_ga.run.run import Run, Setup
 from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags of which only the last part of a path must be equal on resume.
 LOCATIONS = ("model_name_or_path", "adapter_name_or_path", "dataset_name", "validation_file", "test_file")
-# Flags that may change on resume: they do not affect the results.
+# Flags that may change on resume, as they do not affect the results. reason: flags
 FREE_TO_CHANGE = {
-    "output_dir",
-    "resume_from_checkpoint",
-    "report_to",
-    "run_name",
-    "project",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_private_repo",
-    "predict_file",
-    "max_predict_samples",
-    "max_new_tokens",
-    "num_beams",
-    "predict_with_generate",
-    "early_stopping_patience",
-    "save_steps",
-    "save_total_limit",
-    "eval_steps",
-    "dataloader_num_workers",
-    "per_device_eval_batch_size",
-    "full_determinism",
-    "gradient_checkpointing",
-    "fsdp_reduce_each_micro_batch",
-    "resume_with_changes",
-    "on_nonfinite",
-    "per_device_train_batch_size",
-    "same_bits",  # part of `chunks`
-    "gradient_accumulation_steps",
-    "max_tokens_per_micro_batch",
-    "global_batch_size",  # checked as the window size, part of a checkpoint's position
+    "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub hub_model_id hub_private_repo
+        predict_file max_predict_samples""",
+    "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens num_beams early_stopping_patience",
+    "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",
+    "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing fsdp_reduce_each_micro_batch",
+    "checked as `window_size` and `chunks`": """per_device_train_batch_size gradient_accumulation_steps global_batch_size
+        max_tokens_per_micro_batch same_bits""",
 }
 
 
-def build_model(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
-) -> nn.Module:
+def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
+    """Load the tokenizer, the data and the configuration of the model, and check that they fit. `functions`: see `finetune`."""
+    base = load_base_config(config)
+    data = prepare_data(config, load_tokenizer(config), known_labels(base))
+    model_config = complete_config(base, config, data)
+    return Setup(config=config, accelerator=accelerator, data=data, model_config=model_config, **functions)
+
+
+def build_model(setup: Setup) -> nn.Module:
     """Build the model with float32 trainable parameters; weights frozen under adapters keep the compute dtype."""
-    model, new_weights = _load(config, accelerator, data, model_config, dtype)
-    if new_weights:
-        print_fact(
-            accelerator, "weights", f"{len(new_weights)} new: {', '.join(new_weights[:2])}{', ...' * (len(new_weights) > 2)}"
-        )
+    model, new = _load(setup)
+    if new:
+        print_fact(setup.accelerator, "weights", f"{len(new)} new: {', '.join(new[:2])}{', ...' * (len(new) > 2)}")
     return model
 
 
@@ -87,67 +70,52 @@ def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
     Args:
         weights: the full `state_dict()`.
     """
-    config = replace(run.config, load_in_4bit=False)
-    model, _ = _load(config, run.accelerator, run.data, complete_config(load_base_config(config), config, run.data), run.dtype)
+    model, _ = _load(replace(run, config=replace(run.config, load_in_4bit=False)))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model
 
 
-def _load(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model_config: PretrainedConfig, dtype: torch.dtype
-) -> tuple[nn.Module, list[str]]:
+def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
     """The model in training mode, and the names of parameters that the checkpoint lacks."""
+    config = setup.config
     set_seed(config.seed)
-    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    kept = dtype if config.has_adapters and dtype == computed else torch.float32
-    loaded, new_weights = load_model(config, model_config, data, kept, computed or torch.float32)
-    model: nn.Module = loaded
+    model: nn.Module
+    model, new_weights = load_model(setup)
     if config.has_adapters:
-        model = add_adapters(model, config, data.task.lora_type, new_weights)
+        model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
+    return model.to(setup.accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
 
 
-def build_run(
-    config: FinetuneConfig,
-    accelerator: Accelerator,
-    data: PreparedData,
-    model_config: PretrainedConfig,
-    dtype: torch.dtype,
-    callbacks: Callbacks,
-) -> Run:
-    """Build model, optimizer, schedule and windows, and prove the loss.
-
-    Args:
-        dtype: of the loaded model; it is saved in this dtype.
-    """
+def build_run(setup: Setup) -> Run:
+    """Build model, optimizer, schedule and windows, and prove the loss."""
+    config, accelerator, data = setup.config, setup.accelerator, setup.data
     loss_fn = chosen_loss_fn(config)
-    windows = train_windows(config, accelerator, data)  # checks sizes before the model is built
-    model = build_model(config, accelerator, data, model_config, dtype)
-    _print_size(config, accelerator, model)
-    head_proven, proven = _prove(config, model, data, loss_fn)
+    windows = train_windows(setup)  # checks sizes before the model is built
+    model = build_model(setup)
+    _print_size(setup, model)
+    allowed = config.allow_split_dependent_randomness
+    prove = partial(prove_targets, model, proof_samples(data, "train"), data.collate, allow_split_dependent_randomness=allowed)
+    head_proven = prove()  # of the head's own loss, for evaluations
+    proven = head_proven if loss_fn is None else prove(loss_fn=loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
     max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
-    identity = _identity(config, accelerator, data, model, windows.layout.window_size)  # before the weights are sharded
+    identity = _identity(setup, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
     once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
     return Run(
-        config=config,
-        accelerator=accelerator,
-        data=data,
-        dtype=dtype,
+        **vars(setup),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         windows=windows,
         proven=proven,
         loss_fn=loss_fn,
-        evaluate=make_evaluator(config, accelerator, model, data, head_proven, callbacks),
-        callbacks=callbacks,
+        evaluate=partial(evaluate_split, setup, model, head_proven),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
@@ -156,10 +124,11 @@ def build_run(
     )
 
 
-def _print_size(config: FinetuneConfig, accelerator: Accelerator, model: Any) -> None:
+def _print_size(setup: Setup, model: Any) -> None:
     trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
     size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
-    print_fact(accelerator, "model", f"{type(model).__name__}, {size}, {config.model_name_or_path or 'new weights'}")
+    source = setup.config.model_name_or_path or "new weights"
+    print_fact(setup.accelerator, "model", f"{type(model).__name__}, {size}, {source}")
 
 
 def _optimizer(
@@ -173,21 +142,11 @@ def _optimizer(
     return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
-def _prove(
-    config: FinetuneConfig, model: nn.Module, data: PreparedData, loss_fn: LossFunction | None
-) -> tuple[ProvenLoss, ProvenLoss]:
-    """Proofs of the head's own loss, for evaluations, and of the training loss."""
-    more = {"allow_split_dependent_randomness": config.allow_split_dependent_randomness}
-    samples = proof_samples(data, "train")
-    proven = prove_targets(model, samples, data.collate, **more)
-    return proven, proven if loss_fn is None else prove_targets(model, samples, data.collate, loss_fn=loss_fn, **more)
-
-
-def _identity(
-    config: FinetuneConfig, accelerator: Accelerator, data: PreparedData, model: nn.Module, window_size: int
-) -> dict[str, Any]:
+def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
     """Settings that must be equal on resume. Only names of files and folders: their location may change."""
-    flags = {k: v for k, v in config.to_dict().items() if k not in FREE_TO_CHANGE}
+    config = setup.config
+    free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
+    flags = {k: v for k, v in config.to_dict().items() if k not in free}
     places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
     return (
         flags
@@ -195,8 +154,8 @@ def _identity(
         | {
             "window_size": window_size,
             "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
-            "data": data.content_hash,
-            "mixed_precision": accelerator.mixed_precision,
+            "data": setup.data.content_hash,
+            "mixed_precision": setup.accelerator.mixed_precision,
             "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
         }
     )
@@ -219,36 +178,25 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
     return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
 
 
-def make_evaluator(
-    config: FinetuneConfig,
-    accelerator: Accelerator,
-    model: nn.Module,
-    data: PreparedData,
-    proven: ProvenLoss,
-    callbacks: Callbacks,
-) -> Callable[..., dict[str, float]]:
-    """Returns a function: split -> loss of the head and metrics, as `eval_loss` or `test_loss`, ..."""
-
-    def measure(split: str = "validation") -> dict[str, float]:
-        windows = evaluation_windows(
-            data.samples(split),
-            data.collate,
-            accelerator=accelerator,
-            batch_size=config.per_device_eval_batch_size,
-            lengths=data.splits[split]["length"],
-            proven=proven,
-            same_bits=config.same_bits is not None,
-        )
-        reader = make_reader(config, accelerator, model, data, split, callbacks)
-        prefix = "eval_" if split == "validation" else f"{split}_"
-        found = evaluate(accelerator, model, windows, proven, reader)
-        results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
-        if callbacks.on_evaluate is not None:
-            with torch.no_grad(), restored_modes(model):
-                callbacks.on_evaluate(dict(results), model.eval())
-        return results
-
-    return measure
+def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: str = "validation") -> dict[str, float]:
+    """Loss of the head and metrics of a split, as `eval_loss` or `test_loss`, ..."""
+    data = setup.data
+    windows = evaluation_windows(
+        data.samples(split),
+        data.collate,
+        accelerator=setup.accelerator,
+        batch_size=setup.config.per_device_eval_batch_size,
+        lengths=data.splits[split]["length"],
+        proven=proven,
+        same_bits=setup.config.same_bits is not None,
+    )
+    prefix = "eval_" if split == "validation" else f"{split}_"
+    found = evaluate(setup.accelerator, model, windows, proven, make_reader(setup, model, split))
+    results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
+    if setup.on_evaluate is not None:
+        with torch.no_grad(), restored_modes(model):
+            setup.on_evaluate(dict(results), model.eval())
+    return results
 
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:

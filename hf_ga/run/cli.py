@@ -91,7 +91,9 @@ def finetune_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
-    """Call `run(arguments)`, and print an error of hf_ga as one line instead of raising it. Returns the exit code."""
+    """Call `run(arguments)` without progress bars, and print an error of hf_ga as one line. Returns the exit code."""
+    logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
+    datasets.disable_progress_bars()
     try:
         return run(arguments) or 0
     except RunStopped as stopped:
@@ -106,10 +108,7 @@ def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    config = parse_config(arguments)
-    logging.disable_progress_bar()  # transformers shows one for every file, datasets one for every split
-    datasets.disable_progress_bars()
-    finetune(config)
+    finetune(parse_config(arguments))
 
 
 def _read_file(path: Path, known: list[str]) -> dict[str, Any]:

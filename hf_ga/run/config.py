@@ -10,7 +10,7 @@ from hf_ga.data.tasks import TASKS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
-from hf_ga.run.config_checks import check_bounds, check_one_of, check_output_dir, check_types
+from hf_ga.run.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
 
 DEFAULT_ACCUMULATION_STEPS = 4
@@ -157,16 +157,12 @@ class FinetuneConfig(DataOptions):
         Raises:
             ConfigError: the first rule that is broken.
         """
-        check_types(self)
-        for name, known in {
-            "task": TASKS,
-            "optim": OPTIMIZERS,
-            "lr_scheduler_type": SCHEDULES,
-            "on_nonfinite": ON_NONFINITE,
-        }.items():
-            check_one_of(name, getattr(self, name), known)
+        check_fields(self)
+        check_one_of("task", self.task, TASKS)
+        check_one_of("optim", self.optim, OPTIMIZERS)
+        check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        check_one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
-        check_bounds(self)
         self.layout(num_processes=1)
         self._check_task(has_own_metrics)
         self._check_combinations()

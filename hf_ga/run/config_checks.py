@@ -11,18 +11,8 @@ from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
 from hf_ga.recovery.lock import is_empty_folder
 
-_AT_LEAST = {  # other integers: 1; floats are included because 0 may be given for 0.0
-    "max_length": 2,
-    "block_size": 2,
-    "dataloader_num_workers": 0,
-    "shuffle_buffer_size": 0,
-    "weight_decay": 0,
-    "warmup_steps": 0,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "label_smoothing_factor": 0,
-    "lora_dropout": 0,
-}
+# Integers are at least 1, numbers at least 0, except these.
+_AT_LEAST = {"max_length": 2, "block_size": 2, "dataloader_num_workers": 0, "shuffle_buffer_size": 0, "seed": 0}
 _ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha", "adam_epsilon")
 _BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
 _BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
@@ -30,11 +20,11 @@ _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true
 _NAMES |= {list[str]: "a list of strings", list[float]: "a list of numbers"}
 
 
-def check_types(config: Any) -> None:
-    """Check the types of a dataclass's fields, which neither Python nor a configuration file enforces.
+def check_fields(config: Any) -> None:
+    """Check the types of a dataclass's fields, which neither Python nor a configuration file enforces, and the bounds of numbers.
 
     Raises:
-        ConfigError: a value has the wrong type, or is an empty string.
+        ConfigError: a value has the wrong type, is an empty string, out of bounds or not finite.
     """
     for name, hint in get_type_hints(type(config)).items():
         kinds, value = (get_args(hint) if isinstance(hint, UnionType) else (hint,)), getattr(config, name)
@@ -43,6 +33,8 @@ def check_types(config: Any) -> None:
             raise ConfigError(f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__}).")
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_bounds(name, value, _AT_LEAST.get(name, 1 if int in kinds else 0))
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -53,24 +45,15 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def check_bounds(config: Any) -> None:
-    """Check the numbers of a `FinetuneConfig`.
-
-    Raises:
-        ConfigError: a value is out of bounds or not finite.
-    """
-    for name, value in vars(config).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if name in _ABOVE_0 and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
-        least = _AT_LEAST.get(name, 1 if isinstance(value, int) else 0)
-        if name not in _ABOVE_0 and not least <= value < float("inf"):
-            raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
-        if name in _BELOW and value >= _BELOW[name]:
-            raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
-        if isinstance(value, int) and value >= 2**32:
-            raise ConfigError(f"{name} must be at most {2**32 - 1}, got {value}.")
+def _check_bounds(name: str, value: float, least: int) -> None:
+    if name in _ABOVE_0 and not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
+    if name not in _ABOVE_0 and not least <= value < float("inf"):
+        raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
+    if value >= _BELOW.get(name, float("inf")):
+        raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
+    if isinstance(value, int) and value >= 2**32:
+        raise ConfigError(f"{name} must be at most {2**32 - 1}, got {value}.")
 
 
 def check_one_of(name: str, value: str, known: Iterable[str]) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import EvalPrediction, PretrainedConfig
+from transformers import EvalPrediction
 
-from hf_ga.data.data import PreparedData, prepare_data, prepare_unlabelled
+from hf_ga.data.data import PreparedData, prepare_unlabelled
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
@@ -35,16 +35,15 @@ from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 from hf_ga.run.accelerator import check_sharded, make_accelerator, precision_name
 from hf_ga.run.adapters import is_lora
-from hf_ga.run.build import build_model, build_run, make_evaluator, mergeable, proof_samples
+from hf_ga.run.build import build_model, build_run, evaluate_split, mergeable, prepare_setup, proof_samples
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.config_checks import check_one_of
 from hf_ga.run.hub import check_login, upload
 from hf_ga.run.loop import fit, stopped_early
-from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
-from hf_ga.run.predictions import Unlabelled, write_predictions
+from hf_ga.run.predictions import write_predictions
 from hf_ga.run.report import print_fact, print_results, read_metrics
-from hf_ga.run.run import Callbacks, Progress, Run
+from hf_ga.run.run import Progress, Run, Setup
 from hf_ga.run.saving import forget_other_best, resume
 from hf_ga.run.trackers import start_trackers
 from hf_ga.run.train_windows import padding_ratio, planned_lengths
@@ -93,40 +92,38 @@ def finetune(
             full disk. NonFinite: a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
             RunStopped: stopped by a signal; the run is saved.
     """
-    callbacks = Callbacks(on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics)
+    functions = {"on_step": on_step, "on_evaluate": on_evaluate, "compute_metrics": compute_metrics}
+    functions |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
     config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files
-        return _finetune(config, accelerator, callbacks)
+        return _finetune(config, accelerator, functions)
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _finetune(config, accelerator, callbacks)
+        return _finetune(config, accelerator, functions)
 
 
-def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callbacks) -> dict[str, Any]:
+def _finetune(config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
         check_login(config, accelerator)
     with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
-        tokenizer = load_tokenizer(config)
-        base = load_base_config(config)
-        dtype = own_dtype(base)
-        data = prepare_data(config, tokenizer, known_labels(base))
-        model_config = complete_config(base, config, data)
-        unlabelled = prepare_unlabelled(config, data, config.predict_file) if config.predict_file is not None else None
-    check_agreement(accelerator, "data", _hash_of(data))
+        setup = prepare_setup(config, accelerator, **functions)
+        if config.predict_file is not None:
+            setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
+    check_agreement(accelerator, "data", _hash_of(setup.data))
     resume_from = config.resume_from_checkpoint
     checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
-    print_fact(accelerator, "data", data.description, *data.facts)
+    print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
     if config.eval_only:
-        return _evaluate_only(config, accelerator, data, unlabelled, model_config, callbacks)
-    run = build_run(config, accelerator, data, model_config, dtype, callbacks)
+        return _evaluate_only(setup)
+    run = build_run(setup)
     check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
     _print_plan(run)
-    progress = resume(run, checkpoint, with_changes=config.resume_with_changes) if checkpoint else Progress()
-    if callbacks.compute_metrics is not None and config.metric_for_best_model != "loss":
+    progress = resume(run, checkpoint) if checkpoint else Progress()
+    if run.compute_metrics is not None and config.metric_for_best_model != "loss":
         check_one_of("metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate())
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -141,7 +138,7 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, callbacks: Callb
         if not isinstance(error, OutOfMemory | NonFinite) and not is_out_of_memory(error):
             raise
         raise _with_remedy(run, progress, error) from error
-    return _finish(run, progress, unlabelled, seconds=time.perf_counter() - began)
+    return _finish(run, progress, seconds=time.perf_counter() - began)
 
 
 def _print_plan(run: Run) -> None:
@@ -181,7 +178,7 @@ def _hash_of(data: PreparedData) -> str:
     return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
 
 
-def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds: float) -> dict[str, Any]:
+def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     """Save the last model, write the reports, predict; returns the summary."""
     config, accelerator, data = run.config, run.accelerator, run.data
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
@@ -191,11 +188,11 @@ def _finish(run: Run, progress: Progress, unlabelled: Unlabelled | None, seconds
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
-                save_last(run.output_dir, mergeable(run, weights), data, run.dtype)
+                save_last(run, mergeable(run, weights))
             else:
-                save_last(run.output_dir, run.model, data, run.dtype, weights if is_sharded(accelerator) else None)
+                save_last(run, run.model, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)
-    _predict(config, accelerator, run.model, data, unlabelled)  # last: a failure does not lose the trained model
+    _predict(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
@@ -234,17 +231,10 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
     }
 
 
-def _evaluate_only(
-    config: FinetuneConfig,
-    accelerator: Accelerator,
-    data: PreparedData,
-    unlabelled: Unlabelled | None,
-    model_config: PretrainedConfig,
-    callbacks: Callbacks,
-) -> dict[str, Any]:
+def _evaluate_only(setup: Setup) -> dict[str, Any]:
     """Evaluate and predict without training; returns the content of `evaluation.json`."""
-    folder = Path(config.output_dir)
-    model = build_model(config, accelerator, data, model_config, torch.float32)
+    config, accelerator, data, folder = setup.config, setup.accelerator, setup.data, setup.output_dir
+    model = build_model(setup)
     results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
     proofs = {  # for counting targets; evaluations draw no dropout
         split: prove_targets(model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True)
@@ -254,9 +244,9 @@ def _evaluate_only(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     for split, proven in proofs.items():
-        results |= make_evaluator(config, accelerator, model, data, proven, callbacks)(split)
+        results |= evaluate_split(setup, model, proven, split)
     print_results(accelerator, results)
-    _predict(config, accelerator, model, data, unlabelled)
+    _predict(setup, model)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
     if accelerator.is_main_process:
         write_json(folder / "evaluation.json", results)
@@ -264,10 +254,8 @@ def _evaluate_only(
     return results
 
 
-def _predict(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled | None
-) -> None:
-    if unlabelled is not None:
-        path = Path(config.output_dir) / "predictions.jsonl"
-        count = write_predictions(config, accelerator, model, data, unlabelled, path)
-        print_on_main(accelerator, f"{count} rows predicted: {path}")
+def _predict(setup: Setup, model: nn.Module) -> None:
+    if setup.unlabelled is not None:
+        path = setup.output_dir / "predictions.jsonl"
+        count = write_predictions(setup, model, setup.unlabelled, path)
+        print_on_main(setup.accelerator, f"{count} rows predicted: {path}")

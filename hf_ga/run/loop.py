@@ -49,8 +49,8 @@ def fit(run: Run, progress: Progress) -> Progress:
                     line |= _evaluate(run, progress)
                     finished = _finished(run, progress)  # early stopping
                 _log(run, progress, metrics, line)
-                if run.callbacks.on_step is not None:
-                    run.callbacks.on_step(dict(line), run.model)
+                if run.on_step is not None:
+                    run.on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
                 if stop or finished:

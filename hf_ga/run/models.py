@@ -17,6 +17,7 @@ from hf_ga.data import corpus
 from hf_ga.data.data import PreparedData
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.run import Setup
 
 # Positions start at pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
 COUNT_FROM_PADDING = {
@@ -162,23 +163,9 @@ def _refuse_encoder(model_config: PretrainedConfig) -> None:
         )
 
 
-def own_dtype(base: PretrainedConfig | None) -> torch.dtype:
-    """The dtype in which the named model's weights are loaded and saved; float32 by default."""
-    dtype = getattr(base, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def load_model(
-    config: FinetuneConfig,
-    model_config: PretrainedConfig,
-    data: PreparedData,
-    dtype: torch.dtype = torch.float32,
-    computed: torch.dtype = torch.float32,
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model with its head. New weights are drawn from torch's generator: seed it first.
-
-    Args:
-        computed: what 4-bit weights are converted to in each forward.
+def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
+    """The model with its head, in float32; to be frozen under adapters, in its own dtype if autocast computes in it. New weights
+    are drawn from torch's generator: seed it first.
 
     Returns:
         (model, names of parameters missing from the named model)
@@ -186,21 +173,22 @@ def load_model(
     Raises:
         ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
-    auto_class, four_bit = data.task.auto_class, None
+    config, task, four_bit = setup.config, setup.data.task, None
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.accelerator.mixed_precision, torch.float32)
     if config.load_in_4bit:
         four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
     if config.model_name_or_path is None:
-        model, new = auto_class.from_config(model_config), []
+        model, new = task.auto_class.from_config(setup.model_config), []
     else:
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # its report of new weights is pages long: the run prints their number
         try:
-            model, loaded = auto_class.from_pretrained(
+            model, loaded = task.auto_class.from_pretrained(
                 config.model_name_or_path,
-                config=model_config,
-                dtype=dtype,
+                config=setup.model_config,
+                dtype=computed if config.has_adapters and setup.dtype == computed else torch.float32,
                 trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=data.task.labels not in ("none", "target"),  # new head for new labels
+                ignore_mismatched_sizes=task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
                 **({"quantization_config": four_bit} if four_bit else {}),
             )

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from hf_ga.data.data import PreparedData
 from hf_ga.exact.forward import unwrapped
 from hf_ga.recovery.files import filling, flush, flush_tree, publish, tidy, write_json, writing
 from hf_ga.recovery.latest import keep_newest, set_latest
@@ -15,6 +14,7 @@ from hf_ga.recovery.manifest import read_manifest
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.report import plot_curves, read_metrics
+from hf_ga.run.run import Setup
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
@@ -31,10 +31,8 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
-def save_best(
-    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
-) -> None:
-    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer. For the main process.
+def save_best(setup: Setup, model: nn.Module, weights: dict[str, Tensor] | None = None) -> None:
+    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to `best/`. For the main process.
 
     Args:
         weights: the full `state_dict()`, if the model is sharded.
@@ -42,21 +40,21 @@ def save_best(
     Raises:
         CheckpointError: a failed write, such as a full disk. Earlier files are kept.
     """
+    folder = setup.output_dir / "best"
     with filling(folder) as partial:
         if is_lora(model):
             unwrapped(model).save_pretrained(partial, state_dict=weights)
         else:
-            _save(partial, unwrapped(model), dtype, weights)
-        data.tokenizer.save_pretrained(partial)
+            _save(partial, unwrapped(model), setup.dtype, weights)
+        setup.data.tokenizer.save_pretrained(partial)
         publish(folder)
 
 
-def save_last(
-    folder: Path, model: nn.Module, data: PreparedData, dtype: torch.dtype, weights: dict[str, Tensor] | None = None
-) -> None:
+def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor] | None = None) -> None:
     """Save the trained model for `from_pretrained` in the run's folder; see `save_best`. LoRA adapters are saved to `adapter/`
     and merged in place.
     """
+    folder = setup.output_dir
     plain: Any = unwrapped(model)
     if is_lora(model):
         with filling(folder / "adapter") as partial:
@@ -64,8 +62,8 @@ def save_last(
             publish(folder / "adapter")
         plain = plain.merge_and_unload(safe_merge=True)
     with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
-        _save(partial, plain, dtype, weights)
-        data.tokenizer.save_pretrained(partial)
+        _save(partial, plain, setup.dtype, weights)
+        setup.data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
         for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # from before a resume
             earlier.unlink(missing_ok=True)

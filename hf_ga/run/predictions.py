@@ -6,29 +6,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
-from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.data.choices import collate_choices
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.data import PreparedData
+from hf_ga.data.data import PreparedData, Unlabelled
 from hf_ga.data.spans import read_answers
 from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.generation import generated_targets
+from hf_ga.run.readers import generated_targets
+from hf_ga.run.run import Setup
 
 Prediction = dict[str, Any]
-# Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
-Unlabelled = tuple[Dataset, Dataset, Dataset]
 
 
-def write_predictions(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, unlabelled: Unlabelled, path: Path
-) -> int:
+def write_predictions(setup: Setup, model: nn.Module, unlabelled: Unlabelled, path: Path) -> int:
     """Predict rows and write them to `path`; returns their number. The processes share the batches; the main process writes.
 
     A prediction contains: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`;
@@ -36,18 +30,20 @@ def write_predictions(
     no answer is the most likely), `score`, and its characters `start` and `end`; multiple choice `choice` (0-based index),
     `score`; seq2seq `text`. It is None for a row without text.
     """
-    rows, named, samples = unlabelled
-    lengths, size = np.asarray(samples["length"][:]), config.per_device_eval_batch_size
+    (rows, named, samples), accelerator = unlabelled, setup.accelerator
+    lengths, size = np.asarray(samples["length"][:]), setup.config.per_device_eval_batch_size
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
-    own = _of_process(accelerator, batches)
+    if is_sharded(accelerator):  # each forward is a collective, so all processes need equally many batches: some repeat one
+        batches += batches[:1] * (-len(batches) % accelerator.num_processes)
+    own = batches[accelerator.process_index :: accelerator.num_processes]
     predictions: dict[int, Prediction] = {}
     bar = tqdm(total=sum(map(len, own)), desc="predicting", unit="row", disable=not accelerator.is_main_process)
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
         for ids in own:
-            of_batch = _of_batch(config, accelerator, model, data, [samples[i] for i in ids], [named[i] for i in ids])
+            of_batch = _of_batch(setup, model, [samples[i] for i in ids], [named[i] for i in ids])
             predictions |= zip(ids, of_batch, strict=True)
             bar.update(len(ids))
     predictions = dict(gather_object(list(predictions.items())))
@@ -59,29 +55,15 @@ def write_predictions(
     return len(rows)
 
 
-def _of_process(accelerator: Accelerator, batches: list[list[int]]) -> list[list[int]]:
-    """The batches of this process, assigned round-robin. Under FSDP, where each forward is a collective, a process with fewer
-    repeats one.
-    """
-    count = accelerator.num_processes
-    own = batches[accelerator.process_index :: count]
-    missing = -(-len(batches) // count) - len(own)
-    return own + batches[:1] * missing if is_sharded(accelerator) else own
-
-
-def _of_batch(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, samples: list[dict], rows: list[dict]
-) -> list[Prediction]:
-    kind = data.task.labels
+def _of_batch(setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]) -> list[Prediction]:
+    data, kind = setup.data, setup.data.task.labels
     collate = collate_choices if kind == "choice" else collate_ids
-    batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), accelerator.device)
+    batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), setup.accelerator.device)
     if kind == "target":
-        limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
-        return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, **limits)]
+        return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, setup.config)]
     outputs = callable_module(model)(**argument_filter(model)(batch))
     if kind == "answers":
-        answers = read_answers(outputs, samples)
-        return [{"answer": a.text, "score": a.score, "start": a.start, "end": a.end} for a in answers]
+        return read_answers(outputs, samples)
     logits = outputs.logits.float().cpu()
     return [_prediction(data, *of_sample) for of_sample in zip(logits, samples, rows, strict=True)]
 

@@ -8,52 +8,42 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
 
-from hf_ga.data.data import PreparedData
 from hf_ga.data.spans import read_answers
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.exact.forward import unwrapped
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
-from hf_ga.run.generation import generated_ids, generated_targets
 from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, compute, predictions_and_references
-from hf_ga.run.run import Callbacks
+from hf_ga.run.run import Setup
 
 LABELS = ("labels", "start_positions", "end_positions")
 
 
-def make_reader(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, split: str, callbacks: Callbacks
-) -> Reader | None:
+def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     """The reader for the user's `compute_metrics`, or for a task's evaluation of a split; None if only the loss is measured."""
+    config, data = setup.config, setup.data
 
-    def read_entities(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[list[str]], list[list[str]]]:
-        labels, names = micro_batch.batch["labels"].numpy(), np.asarray(data.labels)
-        predicted, counted = outputs.logits.float().argmax(-1).cpu().numpy(), labels != IGNORED_LABEL
-        predictions, references = (
-            [names[row[own]].tolist() for row, own in zip(ids, counted, strict=True)] for ids in (predicted, labels)
-        )
-        return predictions, references
+    def read_entities(*of_batch: Any) -> tuple[list[list[str]], ...]:
+        return tuple([np.asarray(data.labels)[ids].tolist() for ids in of_samples] for of_samples in read_logits(*of_batch))
 
     def read_spans(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[str], list[list[str]]]:
         samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
-        return [answer.text for answer in read_answers(outputs, samples)], [sample["answers"] for sample in samples]
+        return [found["answer"] for found in read_answers(outputs, samples)], [sample["answers"] for sample in samples]
 
     def generate(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[str], list[str]]:
-        limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
-        with accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
-            made = generated_targets(model, data.tokenizer, batch, **limits)
+        with setup.accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
+            made = generated_targets(model, data.tokenizer, batch, config)
         return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
 
-    if callbacks.compute_metrics is not None:
-        return own_reader(config, accelerator, model, data, callbacks)
+    if setup.compute_metrics is not None:
+        return own_reader(setup, model)
     if data.task.labels == "tags" and are_entities(data.labels):
         return Reader(partial(compute, ENTITY_METRICS), read_entities)
     if data.task.labels == "answers":
@@ -64,32 +54,31 @@ def make_reader(
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
-    """A reader for metrics of `METRICS` that compare logits and labels; see `predictions_and_references`."""
-
-    def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
-
-    return Reader(partial(compute, {name: METRICS[name] for name in metrics}), read)
+    """A reader for metrics of `METRICS` that compare logits and labels."""
+    return Reader(partial(compute, {name: METRICS[name] for name in metrics}), read_logits)
 
 
-def own_reader(
-    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, data: PreparedData, callbacks: Callbacks
-) -> Reader:
+def read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """See `predictions_and_references`."""
+    return predictions_and_references(outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy())
+
+
+def own_reader(setup: Setup, model: nn.Module) -> Reader:
     """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does."""
+    config, data = setup.config, setup.data
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
-    limits = {"max_new_tokens": config.max_new_tokens, "num_beams": config.num_beams}
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
         found = [v for k, v in outputs.items() if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)]
         logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
         if config.predict_with_generate:
-            with accelerator.autocast():
-                logits = generated_ids(model, data.tokenizer, batch, **limits)
-        if callbacks.preprocess_logits_for_metrics is not None:
-            logits = callbacks.preprocess_logits_for_metrics(logits, labels)
+            with setup.accelerator.autocast():
+                logits = generated_ids(model, data.tokenizer, batch, config)
+        if setup.preprocess_logits_for_metrics is not None:
+            logits = setup.preprocess_logits_for_metrics(logits, labels)
         return nested_numpify(convert_to_fp32(logits)), nested_numpify(labels)
 
-    return Reader(partial(_compute_own, callbacks.compute_metrics), read, predicts_tokens=not data.task.metrics)
+    return Reader(partial(_compute_own, setup.compute_metrics), read, predicts_tokens=not data.task.metrics)
 
 
 def _single(entries: list[Tensor]) -> Any:
@@ -124,6 +113,35 @@ def _joined(parts: list[Any], positions: list[np.ndarray]) -> Any:
     for part, own in zip(parts, positions, strict=True):
         joined[(own, *map(slice, part.shape[1:2]))] = part
     return joined
+
+
+def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
+    """Generate a text for each source, without sampling. Returns token ids of shape (samples, longest), right-padded.
+
+    Sources are right-padded as in training, and the attention mask hides the padding. So a text does not depend on the rest of its
+    batch, except that rounding can decide between two almost equally likely tokens.
+
+    Args:
+        batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
+    """
+    base: Any = unwrapped(model)
+    return base.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=config.max_new_tokens,
+        num_beams=config.num_beams,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
+    )
+
+
+def generated_targets(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig
+) -> list[str]:
+    """The texts of `generated_ids`."""
+    made = generated_ids(model, tokenizer, batch, config)
+    return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
 
 
 def are_entities(labels: list[str]) -> bool:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 from accelerate import Accelerator
-from transformers.utils import logging
 
 from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.files import SUFFIX, flush, writing
@@ -48,14 +46,6 @@ class MetricsFile:
                 os.truncate(self.path, self.size)
                 raise
         self.size = self.path.stat().st_size
-
-
-def silence_other_ranks(accelerator: Accelerator) -> None:
-    """Show the libraries' progress bars and warnings on the main process only."""
-    if not accelerator.is_main_process:
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PretrainedConfig
 
-from hf_ga.data.data import PreparedData
+from hf_ga.data.data import PreparedData, Unlabelled
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.window_loader import WindowLoader
@@ -39,22 +39,43 @@ class Progress:
     changes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """The user's own functions; see `finetune`."""
+@dataclass(kw_only=True)
+class Setup:
+    """What training, evaluation and prediction share.
 
+    Attributes:
+        model_config: with the labels of the data.
+        unlabelled: the rows to predict at the end, if any.
+        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions; see `finetune`.
+    """
+
+    config: FinetuneConfig
+    accelerator: Accelerator
+    data: PreparedData
+    model_config: PretrainedConfig
+    unlabelled: Unlabelled | None = None
     on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
     on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
 
+    @property
+    def output_dir(self) -> Path:
+        """The folder of all the run's outputs."""
+        return Path(self.config.output_dir)
 
-@dataclass
-class Run:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the named model, in which models are saved; float32 by default."""
+        dtype = getattr(self.model_config, "dtype", None) or torch.float32
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+@dataclass(kw_only=True)
+class Run(Setup):
     """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
 
     Attributes:
-        dtype: in which models are saved.
         proven: proof of the training loss. loss_fn: None for the head's own loss.
         evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`, ...).
         max_windows, max_steps: end of training, whichever comes first.
@@ -62,10 +83,6 @@ class Run:
         identity: settings that must be equal on resume.
     """
 
-    config: FinetuneConfig
-    accelerator: Accelerator
-    data: PreparedData
-    dtype: torch.dtype
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -73,14 +90,8 @@ class Run:
     proven: ProvenLoss
     loss_fn: LossFunction | None
     evaluate: Callable[..., dict[str, float]]
-    callbacks: Callbacks
     max_windows: int
     max_steps: int
     eval_steps: int
     save_steps: int
     identity: dict[str, Any]
-
-    @property
-    def output_dir(self) -> Path:
-        """The folder of all the run's outputs."""
-        return Path(self.config.output_dir)

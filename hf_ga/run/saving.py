@@ -68,15 +68,15 @@ def save_best(run: Run) -> None:
     weights = full_state_dict(run.accelerator, run.model) if is_sharded(run.accelerator) else None  # a collective
     with raise_on_all_ranks(run.accelerator):
         if run.accelerator.is_main_process:
-            outputs.save_best(run.output_dir / "best", run.model, run.data, run.dtype, weights)
+            outputs.save_best(run, run.model, weights)
 
 
-def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
-    """Restore a run from a checkpoint.
+def resume(run: Run, folder: Path) -> Progress:
+    """Restore a run from a checkpoint. With `resume_with_changes`, other settings or data are printed and recorded in
+    `Progress.changes`.
 
     Args:
         folder: verified by `find_checkpoint`.
-        with_changes: allow other settings or data; changes are printed and recorded in `Progress.changes`.
 
     Raises:
         CheckpointError: the checkpoint does not fit this model, or has other settings.
@@ -85,7 +85,7 @@ def resume(run: Run, folder: Path, *, with_changes: bool = False) -> Progress:
     _print_other_machine(run, state.get("machine", {}))
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not a checkpoint of a run: it lacks {', '.join(sorted(missing))}.")
-    changes = _changes(folder, state["identity"], run.identity, with_changes)
+    changes = _changes(folder, state["identity"], run.identity, run.config.resume_with_changes)
     # The optimizer's settings from the configuration.
     own_groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     load_checkpoint(folder, run.model, run.optimizer, trained_only=is_lora(run.model))

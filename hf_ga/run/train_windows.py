@@ -4,7 +4,6 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.stream_loader import StreamLoader
@@ -12,7 +11,7 @@ from hf_ga.exact.base_loader import check_limit
 from hf_ga.exact.length_plan import padded_tokens
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.run import Setup
 
 NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # at most, for the log: planning them takes less than a second
 
@@ -31,13 +30,14 @@ def planned_lengths(data: PreparedData) -> np.ndarray:
     return np.maximum(lengths, -(-targets * lengths.max() // max(targets.max(), 1)))
 
 
-def train_windows(config: FinetuneConfig, accelerator: Accelerator, data: PreparedData) -> WindowLoader | StreamLoader:
+def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
     """The loader of the training samples, planned by length.
 
     Raises:
         ConfigError: the longest (for a stream, the longest possible) sample exceeds the token limit of a micro-batch.
         DataError: `drop_last_window` drops all samples.
     """
+    config, accelerator, data = setup.config, setup.accelerator, setup.data
     layout, limit = config.layout(accelerator.num_processes), config.max_tokens_per_micro_batch
     shared: dict[str, Any] = {
         "accelerator": accelerator,

@@ -3,7 +3,9 @@
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -15,13 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.data import corpus, tasks
-from hf_ga.data.collation import collate_causal, collate_labels
+from hf_ga.data.collation import collate_causal, collate_samples
 from hf_ga.data.columns import choose_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
-from hf_ga.data.streamed import load_streamed
 from hf_ga.data.tasks import TASKS
 from hf_ga.run.models import complete_config, load_model
+from hf_ga.run.run import Setup
 
 LETTERS = "abcdefghij"
 TEXTS = [" ".join(LETTERS[: 1 + i % 7]) for i in range(40)]
@@ -95,9 +97,9 @@ def test_sources(name, tmp_path):
         write(tmp_path / name / "train.jsonl", ROWS)
     else:
         write(tmp_path / name, ROWS)
-    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / name), validation_split_percentage=10.0))
+    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / name), validation_split_percentage=10.0))[0]
     assert rows.num_rows == {"train": 36, "validation": 4}
-    reference = load_rows(FinetuneConfig(dataset_name=write(tmp_path / "r.jsonl", ROWS), validation_split_percentage=10.0))
+    reference = load_rows(FinetuneConfig(dataset_name=write(tmp_path / "r.jsonl", ROWS), validation_split_percentage=10.0))[0]
     for split in rows:
         assert list(rows[split]["text"]) == list(reference[split]["text"])
     assert Counter([*rows["train"]["text"], *rows["validation"]["text"]]) == Counter(TEXTS)
@@ -114,7 +116,7 @@ def test_saved_splits_are_used_as_they_are(tmp_path):
 def test_files_win_over_splits(tmp_path):
     DatasetDict(train=Dataset.from_list(ROWS), validation=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "saved")
     files = {"validation_file": write(tmp_path / "v.jsonl", ROWS[5:8]), "test_file": write(tmp_path / "t.csv", ROWS)}
-    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved"), **files))
+    rows = load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved"), **files))[0]
     assert rows.num_rows == {"train": 40, "validation": 3, "test": 40}
     assert list(rows["validation"]["text"]) == TEXTS[5:8]
 
@@ -130,7 +132,7 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
     file = write(tmp_path / "d.jsonl", [{"text": f"row {i}"} for i in range(200)])
     chosen = []
     for seed in (0, 1):
-        rows = load_rows(FinetuneConfig(dataset_name=file, seed=seed))
+        rows = load_rows(FinetuneConfig(dataset_name=file, seed=seed))[0]
         train, validation = set(rows["train"]["text"]), set(rows["validation"]["text"])
         assert not train & validation and len(train | validation) == 200 and len(validation) == 10
         chosen.append(sorted(validation))
@@ -145,10 +147,10 @@ def test_several_files_and_patterns(tmp_path):
     names = [tmp_path / "more.jsonl.gz", tmp_path / "part-*.jsonl"]
     expected = TEXTS[30:37] + TEXTS[7:14] + TEXTS[:7]
     config = FinetuneConfig(dataset_name=names, validation_file=names[1:], test_file=names)
-    rows = load_rows(config)
+    rows = load_rows(config)[0]
     assert (list(rows["train"]["text"]), list(rows["test"]["text"])) == (expected, expected)
     assert config.validation_file == str(names[1]) and list(rows["validation"]["text"]) == expected[7:]
-    splits, stream = load_streamed(config)
+    splits, stream = load_rows(replace(config, streaming=True))
     assert [row["text"] for row in stream] == list(splits["train"]["text"]) == expected
 
 
@@ -176,27 +178,28 @@ def test_weights_mix_datasets_up_to_the_end_of_one(tmp_path):
         mixed.append(next(remaining[source]))
         if mixed[-1] in ("a699", "b99", "c89"):
             break
-    loaded = load_rows(config)
+    loaded = load_rows(config)[0]
     assert list(loaded["train"]["text"]) == mixed and len(mixed) < 800 and mixed[-1] == "b99"
     shares = [sum(text[0] == name for text in mixed) / len(mixed) for name in "abc"]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.08)
     assert (list(loaded["test"]["text"]), list(loaded["validation"]["text"])) == (texts[0][:3] + texts[1][:2], texts[1][:4])
     config.dataset_name, config.dataset_weights = config.dataset_name[1:], [2, 1]  # streams: other draws in each epoch
-    mixed = list(load_rows(config)["train"]["text"])
+    mixed = list(load_rows(config)[0]["train"]["text"])
     epochs = []
     for epoch in (0, 1, 1):
-        _, stream = load_streamed(config)
+        _, stream = load_rows(replace(config, streaming=True))
         stream.set_epoch(epoch)
         epochs.append([row["text"] for row in stream])
     assert epochs[0] == mixed != epochs[1] == epochs[2] and {"b0", "c0"} < set(epochs[1])
     config.dataset_weights = None
-    assert list(load_rows(config)["train"]["text"]) == texts[1] + texts[2] == [row["text"] for row in load_streamed(config)[1]]
+    _, stream = load_rows(replace(config, streaming=True))
+    assert list(load_rows(config)[0]["train"]["text"]) == texts[1] + texts[2] == [row["text"] for row in stream]
 
 
 def test_a_weight_without_training_rows(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     names = [write(tmp_path / "d.jsonl", ROWS), tmp_path / "saved"]
-    assert load_rows(FinetuneConfig(dataset_name=names)).num_rows == {"train": 38, "validation": 2, "test": 40}
+    assert load_rows(FinetuneConfig(dataset_name=names))[0].num_rows == {"train": 38, "validation": 2, "test": 40}
     with pytest.raises(DataError, match="saved has no training rows to mix"):
         load_rows(FinetuneConfig(dataset_name=names, dataset_weights=[1, 1]))
 
@@ -577,7 +580,7 @@ def test_pairs_to_predict(tmp_path):
     ("collate", "own", "labels"),
     [
         (collate_causal, [{}, {}], [[5, 0, 1], [7, -100, -100]]),  # a real token with the padding's id stays a target
-        (collate_labels, [{"label": 2}, {"label": 0}], [2, 0]),
+        (collate_samples, [{"label": 2}, {"label": 0}], [2, 0]),
     ],
 )
 def test_batches_by_hand(collate, own, labels):
@@ -637,7 +640,8 @@ def test_small_models_take_the_samples(name, tmp_path):
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", mask_token="<mask>", bos_token="<eos>")
     data = prepare_data(config, tokenizer)
     model_config = complete_config(None, config, data)
-    model, new = load_model(config, model_config, data)
+    accelerator = SimpleNamespace(mixed_precision="no")
+    model, new = load_model(Setup(config=config, accelerator=accelerator, data=data, model_config=model_config))
     assert new == [] and model_config.max_position_embeddings >= 300 and sum(p.numel() for p in model.parameters()) < 2e6
     samples = data.samples("train")
     np.random.seed(0)  # as a loader does: masks are drawn from it, and other states may leave these three samples without a target

@@ -12,6 +12,7 @@ from test_data import SPECIAL as TOKENS
 from test_data import letter_tokenizer
 
 from hf_ga import ConfigError
+from hf_ga.data.data import PreparedData
 from hf_ga.data.masking import KeyedMasks, mask_tokens
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
@@ -20,7 +21,7 @@ from hf_ga.run.evaluation import evaluation_windows
 
 PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14  # of `letter_tokenizer`
 SPECIAL = {PAD, EOS, 2, CLS, SEP, MASK}
-SETTINGS = {"special_ids": (0, 1), "mask_token_id": 2, "vocab_size": 1000, "probability": 0.15, "ignored": h.IGNORED}
+SETTINGS = {"special_ids": (0, 1), "mask_token_id": 2, "vocab_size": 1000, "probability": 0.15}
 LAYOUTS = {"1x16": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "16x1": [1]}
 
 
@@ -29,8 +30,8 @@ def samples_of(count, seed=3):
     return [{"input_ids": [CLS, *rng.integers(3, 13, rng.integers(4, 40)).tolist(), SEP]} for _ in range(count)]
 
 
-def collate_masked(probability=0.4):
-    return TASKS["masked-lm"].collator(letter_tokenizer(**TOKENS), 0, probability)
+def collate_masked(probability=0.4, tokenizer=None):
+    return PreparedData(TASKS["masked-lm"], {}, tokenizer or letter_tokenizer(**TOKENS), {}, probability, "").collate
 
 
 def loader(samples, sizes=(16,), seed=0, **more):
@@ -71,14 +72,13 @@ def test_special_and_padding_tokens_are_never_targets():
 def test_padding_with_an_ordinary_token_is_no_target():
     """The place of padding decides, not only its id."""
     settings = {"special_ids": (), "mask_token_id": MASK, "vocab_size": 16, "probability": 1 - 1e-12, "pad_token_id": 5}
-    collate = TASKS["masked-lm"].collator(letter_tokenizer(**TOKENS), 0, 0.5).func
-    batch = collate([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
+    batch = collate_masked().func([{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings)
     assert batch["labels"].tolist() == [[3, 4], [7, -100]] and batch["input_ids"][1, 1] == 5
 
 
 def test_no_mask_token_is_refused():
     with pytest.raises(ConfigError, match="mask token"):
-        TASKS["masked-lm"].collator(letter_tokenizer(), 0, 0.15)
+        collate_masked(tokenizer=letter_tokenizer())
 
 
 SIZE_OF_VOCABULARY, M = 16, 2**64

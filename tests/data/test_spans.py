@@ -11,7 +11,8 @@ from test_data import letter_tokenizer
 from test_tokenization import byte_level, encoder_tokenizer, metaspace, piece_tokenizer
 
 from hf_ga import DataError
-from hf_ga.data.spans import best_answer, collate_spans, encode_answers, tokenize_questions
+from hf_ga.data.collation import collate_samples
+from hf_ga.data.spans import best_answer, encode_answers, tokenize_questions
 
 NONE = {"text": [], "answer_start": []}
 
@@ -98,7 +99,7 @@ def test_places_against_the_tokenizers_own_count(kind):
 def test_batches():
     tokenizer = encoder_tokenizer()
     rows = [tokenized(asked("c d e f", "d e"), tokenizer), tokenized(asked("c", question="a"), tokenizer)]
-    batch = collate_spans(rows, pad_token_id=0)
+    batch = collate_samples(rows, pad_token_id=0)
     assert batch["start_positions"].tolist() == [5, 0] and batch["end_positions"].tolist() == [6, 0]
     assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4] and batch["input_ids"].shape == (2, 9)
 
@@ -159,8 +160,8 @@ def test_best_answer_against_trying_all():
         start_logits[0] = end_logits[0] = 3
         answer = best_answer(torch.tensor(start_logits), torch.tensor(end_logits), sample)
         text, score = best_by_trying_all(start_logits.tolist(), end_logits.tolist(), sample)
-        assert answer.text == text and answer.score == pytest.approx(score, abs=1e-6)
-        assert context[answer.start : answer.end] == answer.text
+        assert answer["answer"] == text and answer["score"] == pytest.approx(score, abs=1e-6)
+        assert context[answer["start"] : answer["end"]] == answer["answer"]
         naive += start_logits[:-5].argmax() > end_logits[:-5].argmax()
-        empty += answer.text == ""
+        empty += answer["answer"] == ""
     assert naive > 20 and 20 < empty < 180

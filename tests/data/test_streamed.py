@@ -5,7 +5,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.data import streamed
+from hf_ga.data import sources
 from hf_ga.data.data import PreparedData, prepare_data
 
 READ_AHEAD = 7
@@ -13,8 +13,8 @@ READ_AHEAD = 7
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
-    monkeypatch.setattr(streamed, "NUM_READ_AHEAD", READ_AHEAD)
-    monkeypatch.setattr(streamed, "BATCH_SIZE", 4)
+    monkeypatch.setattr(sources, "NUM_READ_AHEAD", READ_AHEAD)
+    monkeypatch.setattr(sources, "BATCH_SIZE", 4)
 
 
 def prepared(file, is_streamed=True, known=None, **more) -> PreparedData:
@@ -75,6 +75,8 @@ def test_a_folder_with_splits(tmp_path):
     assert len(list(data.stream)) == 40
     assert {k: len(v) for k, v in data.splits.items()} == {"train": READ_AHEAD, "validation": 5, "test": 4}
     assert len(prepared(folder, validation_file=str(folder / "train.jsonl")).splits["validation"]) == 40
+    limited = prepared(folder, max_eval_samples=2, max_predict_samples=3)
+    assert {k: len(v) for k, v in limited.splits.items()} == {"train": READ_AHEAD, "validation": 2, "test": 3}
 
 
 def late_label():
@@ -114,7 +116,7 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (tmp_path / "none", file, "none does not exist"),
         (tmp_path / "saved", file, "save_to_disk.*omit streaming"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
-        (only_test, file, r"no training rows \(splits: test\)"),
+        (only_test, file, r"no training rows \(splits: {'validation': 40, 'test': 40}\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),
     ]:
         with pytest.raises(DataError, match=message):

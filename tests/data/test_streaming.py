@@ -191,7 +191,7 @@ def test_a_proof_gets_short_and_long_samples_of_the_beginning():
 def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     """On a GPU the loader pins each item: raw samples and requests must come through as they are, and at once."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
-    item = next(iter(make_loader(Augmented(8))._reader()))
+    item = next(iter(make_loader(Augmented(8)).reader))
     request, samples, batches = pin_memory(item)
     assert request is item[0] and samples is item[1]
     assert all(

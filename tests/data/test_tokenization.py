@@ -214,7 +214,7 @@ def test_pairs_by_hand():
     assert out["token_type_ids"] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1], []]
     assert out["was_cut"] == [False, True, False, False] and out["num_targets"] == [1, 1, 1, 0] and "label" not in out
     samples = [{k: v[i] for k, v in out.items()} for i in range(3)]
-    batch = collation.collate_labels(samples, 0)
+    batch = collation.collate_samples(samples, 0)
     assert batch["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
     assert "labels" not in batch
 
@@ -249,7 +249,7 @@ def test_words_by_hand():
     assert out["label"] == [[i, 7, 8, i, 9, i], [i, 1, i, i, 2, i, i], [], [], [i, 5, i], [i, i]]
     assert out["num_targets"] == [3, 2, 0, 0, 1, 0] and out["length"] == [6, 7, 0, 0, 3, 2]
     assert out["was_cut"] == [False, True, False, False, False, False]
-    batch = collation.collate_tags([{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0)
+    batch = collation.collate_samples([{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0)
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
     assert "label" not in tokenize_words({"tokens": words}, piece_tokenizer(), 7)
 
@@ -280,7 +280,7 @@ def test_targets_by_hand():
 def test_targets_have_a_width_of_their_own():
     """And one place where none of a batch has a target: a decoder needs one."""
     samples = [{"input_ids": [3, 1], "labels": [7, 8, 1]}, {"input_ids": [3, 4, 5, 1], "labels": []}]
-    batch = collation.collate_targets(samples, pad_token_id=0)
+    batch = collation.collate_samples(samples, pad_token_id=0)
     assert batch["labels"].tolist() == [[7, 8, 1], [IGNORED] * 3] and batch["input_ids"].tolist() == [[3, 1, 0, 0], [3, 4, 5, 1]]
-    assert collation.collate_targets(samples[1:], pad_token_id=0)["labels"].tolist() == [[IGNORED]]
-    assert "labels" not in collation.collate_targets([{"input_ids": [3, 1]}], pad_token_id=0)
+    assert collation.collate_samples(samples[1:], pad_token_id=0)["labels"].tolist() == [[IGNORED]]
+    assert "labels" not in collation.collate_samples([{"input_ids": [3, 1]}], pad_token_id=0)

@@ -285,8 +285,9 @@ def models(tmp_path_factory) -> dict[str, tf.PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def data() -> SimpleNamespace:
-    return SimpleNamespace(tokenizer=corpus.train_tokenizer(["a window of samples"] * 3, 270))
+def setup() -> Callable[[Path], SimpleNamespace]:
+    data = SimpleNamespace(tokenizer=corpus.train_tokenizer(["a window of samples"] * 3, 270))
+    return lambda output: SimpleNamespace(output_dir=output, data=data, dtype=torch.float32)
 
 
 def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
@@ -300,9 +301,9 @@ def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
     return next(name for name, model in models.items() if state_sha256(model.state_dict()) == loaded)
 
 
-def test_a_crash_while_the_best_model_is_saved(models, data, tmp_path, crasher):
+def test_a_crash_while_the_best_model_is_saved(models, setup, tmp_path, crasher):
     """The old or the new one; and what lies between two renames is put right when a run begins."""
-    save_best(tmp_path / "start" / "best", models["old"], data, torch.float32)
+    save_best(setup(tmp_path / "start"), models["old"])
 
     def check(output: Path) -> str:
         if (output / "best").exists():
@@ -312,19 +313,19 @@ def test_a_crash_while_the_best_model_is_saved(models, data, tmp_path, crasher):
         return loaded_as(output / "best", models)
 
     def save(output: Path) -> None:
-        save_best(output / "best", models["new"], data, torch.float32)
+        save_best(setup(output), models["new"])
 
     found = crash_everywhere(crasher, tmp_path / "start", tmp_path, save, check)
     assert found == ["old"] * found.count("old") + ["new"] * found.count("new")
     assert found.count("old") > 10 and found.count("new") > 3
 
 
-def test_a_crash_while_the_last_model_is_saved(models, data, tmp_path, crasher):
+def test_a_crash_while_the_last_model_is_saved(models, setup, tmp_path, crasher):
     """The old one, none that could be loaded, the new one; and whatever it was, saving again gives the new one."""
-    save_last(tmp_path / "start", models["old"], data, torch.float32)
+    save_last(setup(tmp_path / "start"), models["old"])
 
     def save(output: Path) -> None:
-        save_last(output, models["new"], data, torch.float32)
+        save_last(setup(output), models["new"])
 
     def check(output: Path) -> str:
         found = loaded_as(output, models)

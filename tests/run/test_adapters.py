@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_ga
-from hf_ga.data.data import prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.run.adapters import freeze
-from hf_ga.run.build import build_model
-from hf_ga.run.models import complete_config, load_base_config, load_tokenizer, own_dtype
+from hf_ga.run.build import build_model, prepare_setup
 
 LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
 # What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does not have.
@@ -134,10 +132,9 @@ def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, froze
     tf.AutoTokenizer.from_pretrained(place / f"job-{JOBS[name][0]}").save_pretrained(tmp_path / "bf16")
     settings = {**LORA, "model_name_or_path": str(tmp_path / "bf16"), "max_steps": 3}
     config = job_config(place, tmp_path, name, **settings)
-    base = load_base_config(config)
-    dtype, data = own_dtype(base), prepare_data(config, load_tokenizer(config))
-    assert dtype == torch.bfloat16
-    model = build_model(config, Accelerator(cpu=True), data, complete_config(base, config, data), dtype)
+    setup = prepare_setup(config, Accelerator(cpu=True))
+    assert setup.dtype == torch.bfloat16
+    model = build_model(setup)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {frozen}
     if precision == "no":

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
 from hf_ga.run.readers import logits_reader, own_reader
-from hf_ga.run.run import Callbacks
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
@@ -179,8 +178,9 @@ def measured(accelerator, name):
     rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
     reader = logits_reader(metrics) if metrics else None
     if name == "own metrics":
-        data, callbacks = SimpleNamespace(task=SimpleNamespace(metrics=("f1",))), Callbacks(compute_metrics=weighted_by_place)
-        reader = own_reader(FinetuneConfig(), accelerator, model, data, callbacks)
+        data = SimpleNamespace(task=SimpleNamespace(metrics=("f1",)))
+        own = {"compute_metrics": weighted_by_place, "preprocess_logits_for_metrics": None}
+        reader = own_reader(SimpleNamespace(config=FinetuneConfig(), data=data, **own), model)
     return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 

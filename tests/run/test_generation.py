@@ -7,11 +7,12 @@ import torch
 import transformers as tf
 from runs import job_config, lines_of, train_job
 
+from hf_ga import FinetuneConfig
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.data import prepare_data
-from hf_ga.run.generation import generated_targets
 from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.models import load_tokenizer
+from hf_ga.run.readers import generated_targets
 
 NAME, NOISE = "translations", 0.5
 SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
@@ -58,9 +59,9 @@ def test_a_generated_text_is_that_of_its_source_alone(place, model):
         made, unmasked = [], []
         for start in range(0, len(samples), size):
             batch = collate_ids(samples[start : start + size], tokenizer.pad_token_id)
-            made += generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1)
+            made += generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1))
             batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-            unmasked += generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1)
+            unmasked += generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1))
         assert made == expected and len(set(made)) > 3
         assert size == 1 or unmasked != expected
 
@@ -71,8 +72,8 @@ def test_beams_reach_the_search(place, model):
     batch = collate_ids(samples, tokenizer.pad_token_id)
     made = model.generate(**batch, max_new_tokens=6, num_beams=8, do_sample=False)
     expected = [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
-    assert generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=8) == expected
-    assert generated_targets(model, tokenizer, batch, max_new_tokens=6, num_beams=1) != expected
+    assert generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=8)) == expected
+    assert generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1)) != expected
 
 
 def test_metrics_of_generated_texts(place, trained, tmp_path):

@@ -44,8 +44,9 @@ def test_a_model_that_was_saved_in_another_type_is_what_it_was(place, tmp_path):
     model = tf.AutoModelForMaskedLM.from_pretrained(place / "job-bert", dtype=torch.float32)
     before = [(p, p.detach().clone()) for p in model.parameters()]
     tokenizer = tf.AutoTokenizer.from_pretrained(place / "job-bert")
-    save_best(tmp_path, model, SimpleNamespace(tokenizer=tokenizer), torch.bfloat16)
-    assert dtypes(tmp_path) == {torch.bfloat16}
+    setup = SimpleNamespace(output_dir=tmp_path, data=SimpleNamespace(tokenizer=tokenizer), dtype=torch.bfloat16)
+    save_best(setup, model)
+    assert dtypes(tmp_path / "best") == {torch.bfloat16}
     assert all(p is q and torch.equal(p, value) for p, (q, value) in zip(model.parameters(), before, strict=True))
     assert model.dtype == model.config.dtype == torch.float32
 

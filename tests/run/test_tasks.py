@@ -14,12 +14,9 @@ from accelerate.state import AcceleratorState
 from runs import COLOURS, JOBS, job_config, learn_job, lines_of
 
 import hf_ga
-from hf_ga.data.data import prepare_data
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.run.build import build_run
-from hf_ga.run.models import complete_config, known_labels, load_base_config, load_tokenizer, own_dtype
-from hf_ga.run.run import Callbacks
+from hf_ga.run.build import build_run, prepare_setup
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
@@ -42,11 +39,7 @@ class Job:
         self.accelerator = Accelerator(mixed_precision=precision, cpu=True)
         flags = {"still": not dropout} | ({"lora_dropout": 0.0} if name == "LoRA" and not dropout else {})
         config = job_config(place, place / "unused", name, per_device_train_batch_size=16, **flags)
-        tokenizer, base = load_tokenizer(config), load_base_config(config)
-        dtype = own_dtype(base)
-        data = prepare_data(config, tokenizer, known_labels(base))
-        model_config = complete_config(base, config, data)
-        self.run = build_run(config, self.accelerator, data, model_config, dtype, Callbacks())
+        self.run = build_run(prepare_setup(config, self.accelerator))
         generator = torch.Generator().manual_seed(3)
         for parameter_name, parameter in self.run.model.named_parameters():
             if "lora_B" in parameter_name:  # zeros, with which the gradient of lora_A is zero
