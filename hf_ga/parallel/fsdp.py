@@ -111,8 +111,8 @@ class ShardedBackend(Backend):
         mixed_up = self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         if mixed_up and any(0 < n < self.accelerator.num_processes for n in num_ranks):
             raise ConfigError(
-                "some parameters have a gradient on some processes only, which FSDP2 of this torch version reduces incorrectly: use "
-                "torch 2.13 or newer, FSDP1 or DDP."
+                "some parameters have a gradient on some processes only, which FSDP2 of this torch version reduces incorrectly: "
+                "use torch 2.13 or newer, FSDP1 or DDP."
             )
 
     def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
