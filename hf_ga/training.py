@@ -199,9 +199,9 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
     Raises:
         ConfigError: the model is already sharded by FSDP1, so it cannot be proven now.
     """
-    base, identity = unwrapped(model), identity_of(loss_fn)
+    base = unwrapped(model)
     proven_with, proven = window.state.proofs.get(base, (None, None))
-    if proven is not None and same(proven_with, identity) and proven.modes == module_modes(base):
+    if proven is not None and same(proven_with, identity_of(loss_fn)) and proven.modes == module_modes(base):
         return proven
     if isinstance(model, FullyShardedDataParallel):
         raise ConfigError(
@@ -215,6 +215,6 @@ def _proven(model: nn.Module, window: Window, loss_fn: LossFunction | None, allo
         loss_fn=loss_fn,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
     )
-    window.state.proofs[base] = identity, proven
+    window.state.proofs[base] = identity_of(loss_fn), proven  # after its calls: they may fill its closure
     window.state.pad_to_window |= proven.pad_to_window
     return proven

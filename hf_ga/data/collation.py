@@ -46,10 +46,10 @@ def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 
 def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """Ids and `labels` of shape (samples, longest): the samples' labels (completions) or, without them, the ids."""
-    batch = collate_samples(samples, pad_token_id)
-    if "labels" not in batch:
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
-    return batch
+    batch = collate_ids(samples, pad_token_id)
+    if "labels" in samples[0]:
+        return {**batch, "labels": pad([sample["labels"] for sample in samples], IGNORED_LABEL)}
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)}
 
 
 def collate_masked(

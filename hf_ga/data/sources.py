@@ -13,6 +13,7 @@ from datasets import (
     Dataset,
     DatasetDict,
     IterableDataset,
+    Value,
     concatenate_datasets,
     interleave_datasets,
     load_dataset,
@@ -176,10 +177,18 @@ def _joined(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None = 
         return rows[0]
     with reading(", ".join(names)):
         check_same_columns([(name, columns_of(of_name)) for name, of_name in parts])
+        rows = [_with_one_text_type(of_name) for of_name in rows]
         if weights is None:
-            return concatenate_datasets(list(rows))
+            return concatenate_datasets(rows)
         shares = [weight / sum(weights) for weight in weights]
-        return interleave_datasets(list(rows), probabilities=shares, seed=SEED, stopping_strategy="first_exhausted")
+        return interleave_datasets(rows, probabilities=shares, seed=SEED, stopping_strategy="first_exhausted")
+
+
+def _with_one_text_type(rows: Any) -> Any:
+    """`datasets` reads texts of CSV files as `large_string`, and refuses to join them with `string`."""
+    for column in [name for name, feature in (rows.features or {}).items() if feature == Value("large_string")]:
+        rows = rows.cast_column(column, Value("string"))
+    return rows
 
 
 def _load(names: Sequence[str], config: str | None, options: DataOptions) -> Mapping[str, Any]:

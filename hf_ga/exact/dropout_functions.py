@@ -68,13 +68,14 @@ def attention(
     if not masks.is_keyed(dropout_p):
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     kept, bias = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p), None
-    if is_causal:
-        bias = torch.full(kept.shape[-2:], -torch.inf, dtype=query.dtype, device=query.device).triu_(1)
-    elif attn_mask is not None:
-        bias, has_keys = _bias_of(attn_mask, query.dtype)
-        kept = kept & has_keys  # a row without keys has weight 0
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    dtype = (query[..., :1, :] @ key[..., :1, :].mT).dtype  # of the scores, which is autocast's where that is on
+    if is_causal:
+        bias = torch.full(kept.shape[-2:], -torch.inf, dtype=dtype, device=query.device).triu_(1)
+    elif attn_mask is not None:
+        bias, has_keys = _bias_of(attn_mask, dtype)
+        kept = kept & has_keys  # a row without keys has weight 0
     return masks.attend(query, key, value, kept, bias, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
 
 

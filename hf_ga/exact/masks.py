@@ -23,12 +23,12 @@ ELEMENTS_IN_CACHE = 1 << 19  # a CPU makes 10 passes over a part of a mask; 2**1
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
     """The dropout keys of samples, given their positions in the order. Returns int64, shape (samples,), on the CPU."""
-    return mixed(torch.from_numpy(positions) ^ signed(make_key(Stream.DROPOUT, seed, epoch)))
+    return mixed(torch.from_numpy(np.array(positions, np.int64)) ^ signed(make_key(Stream.DROPOUT, seed, epoch)))
 
 
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
     """The key of masks that a whole window shares. Returns int64, shape (1,), on the CPU."""
-    return torch.tensor([signed(make_key(Stream.WINDOW, seed, epoch, window_index))])
+    return torch.tensor([signed(make_key(Stream.WINDOW, seed, epoch, window_index))], device="cpu")
 
 
 def keep_mask(keys: Tensor, site: int, shape: Sequence[int], axis: int | None, drop_probability: float) -> Tensor:

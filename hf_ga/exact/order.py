@@ -33,5 +33,6 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     if not shuffle:
         return ids
     keys = mixed(torch.from_numpy(ids) ^ signed(make_key(Stream.ORDER, seed, epoch)))
+    del ids  # with many samples each array counts
     keys ^= signed(1 << 63)  # as signed numbers they have the order of unsigned ones now
     return torch.argsort(keys, stable=True).numpy()  # in half of numpy's time

@@ -55,7 +55,7 @@ class FinetuneConfig(DataOptions):
     per_device_train_batch_size: int = option(8, "Samples of maximum length in one micro-batch; every value gives the same update.")
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens in one micro-batch, padding included (samples x longest sample): the shorter, the more samples. "
+        "Maximum tokens in one micro-batch, padding included (samples x longest sample); of shorter samples, more fit. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
@@ -67,7 +67,7 @@ class FinetuneConfig(DataOptions):
     same_bits: int | None = option(
         None,
         "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: samples of maximum "
-        "length per forward (the largest number that fits), at most per_device_train_batch_size. A CPU process uses one thread.",
+        "length per forward, such as the largest number that fits, at most per_device_train_batch_size. A CPU process uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")

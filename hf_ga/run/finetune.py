@@ -145,7 +145,7 @@ def _print_plan(run: Run) -> None:
     """Print how windows are computed."""
     proven, sites = run.proven, len(run.proven.dropout.sites)
     ratio, limit = padding_ratio(run.windows, planned_lengths(run.data)), run.windows.splitter.planner.max_tokens
-    padding = f"{ratio:.2f} tokens per real token; at most {limit:,} per micro-batch, padding included"
+    padding = f"{ratio:.2f} times the real tokens; at most {limit:,} per micro-batch, padding included"
     padding += "; every micro-batch as wide as its window" * proven.pad_to_window
     facts = {
         "layout": run.windows.layout,

@@ -28,7 +28,8 @@ class LeanForward(SpeedUp):
         with ExitStack() as stack, patch.object(NewGELUActivation, "forward", _fused_gelu):
             for module in model.modules():
                 if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
-                    stack.enter_context(patch.object(module.config, "use_cache", False))
+                    stack.callback(setattr, module.config, "use_cache", True)  # a name of some configs maps to another attribute
+                    module.config.use_cache = False
             yield
 
 

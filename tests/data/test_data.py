@@ -172,7 +172,8 @@ def test_weights_mix_datasets_up_to_the_end_of_one(tmp_path):
     folders[1].mkdir()
     for split, of_split in {"train": rows[1], "test": rows[1][:2], "validation": rows[1][:4]}.items():
         write(folders[1] / f"{split}.jsonl", of_split)
-    config = FinetuneConfig(dataset_name=[*folders, write(tmp_path / "c.jsonl", rows[2])], dataset_weights=[7, 2, 1], seed=1)
+    (tmp_path / "c.csv").write_text("\n".join(["text", *texts[2]]))
+    config = FinetuneConfig(dataset_name=[*folders, str(tmp_path / "c.csv")], dataset_weights=[7, 2, 1], seed=1)
     mixed, remaining = [], [iter(of_one) for of_one in texts]
     for source in np.random.default_rng(0).choice(3, size=1000, p=[0.7, 0.2, 0.1]):
         mixed.append(next(remaining[source]))
@@ -183,12 +184,12 @@ def test_weights_mix_datasets_up_to_the_end_of_one(tmp_path):
     shares = [sum(text[0] == name for text in mixed) / len(mixed) for name in "abc"]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.08)
     assert (list(loaded["test"]["text"]), list(loaded["validation"]["text"])) == (texts[0][:3] + texts[1][:2], texts[1][:4])
-    config.dataset_name, config.dataset_weights = config.dataset_name[1:], [2, 1]  # streams: other draws in each epoch
+    config.dataset_name, config.dataset_weights = [str(folders[1]), str(write(tmp_path / "c.jsonl", rows[2]))], [2, 1]
     mixed = list(load_rows(config)[0]["train"]["text"])
     epochs = []
     for epoch in (0, 1, 1):
         _, stream = load_rows(replace(config, streaming=True))
-        stream.set_epoch(epoch)
+        stream.set_epoch(epoch)  # other draws in each
         epochs.append([row["text"] for row in stream])
     assert epochs[0] == mixed != epochs[1] == epochs[2] and {"b0", "c0"} < set(epochs[1])
     config.dataset_weights = None
@@ -579,7 +580,7 @@ def test_pairs_to_predict(tmp_path):
 @pytest.mark.parametrize(
     ("collate", "own", "labels"),
     [
-        (collate_causal, [{}, {}], [[5, 0, 1], [7, -100, -100]]),  # a real token with the padding's id stays a target
+        (collate_causal, [{"label": 1}] * 2, [[5, 0, 1], [7, -100, -100]]),  # a real token with the padding's id stays a target
         (collate_samples, [{"label": 2}, {"label": 0}], [2, 0]),
     ],
 )

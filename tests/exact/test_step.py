@@ -101,8 +101,10 @@ def proven_weight():
 
 
 def test_chunks_are_added_along_their_tree_by_hand():
-    """(1 + 0) + (1e8 - 1e8): the chunk without a target keeps its place. Control: in turn, 1 is lost in 1e8."""
-    samples = [{"x": x, "labels": 0 if x else h.IGNORED} for x in (1.0, 0.0, 1e8, -1e8)]
+    """(1 + 0) + (1e8 + (16 - 1e8)), each over 3 targets (in float32 1e8 / 3 is 33333334): the chunk without a target keeps its
+    place. Control: in turn, 1 is lost in 1e8.
+    """
+    samples = [{"x": x, "labels": 0 if x else h.IGNORED} for x in (1.0, 0.0, 1e8, 16 - 1e8)]
     options = {"shuffle": False, "per_device_batch_size": 1, "canonical_micro_batch": 1}
     found = []
     for more in (options, {"shuffle": False}):
@@ -110,7 +112,7 @@ def test_chunks_are_added_along_their_tree_by_hand():
         model.zero_grad()
         hf_ga.backward_window(Accelerator(), model, one_window(samples, 1, **more), targets=rule)
         found.append(model.weight.grad.item())
-    assert found == [pytest.approx(1 / 3), 0.0]
+    assert found == [pytest.approx(1 / 3 + 6), 6.0]
 
 
 @given(
