@@ -67,7 +67,8 @@ class FinetuneConfig(DataOptions):
     same_bits: int | None = option(
         None,
         "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: samples of maximum "
-        "length per forward, such as the largest number that fits, at most per_device_train_batch_size. A CPU process uses one thread.",
+        "length per forward, such as the largest number that fits, at most per_device_train_batch_size. A CPU process "
+        "uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
