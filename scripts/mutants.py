@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("hf_ga", "scripts", "tests", "pyproject.toml")
+COPIED = ("hf_ga", "scripts", "tests", "docs", "pyproject.toml")
 TIME_LIMIT = 300  # seconds for the tests of one mutant
 KILLED, SURVIVED, DOES_NOT_APPLY, NO_VERDICT = "killed", "SURVIVED", "DOES NOT APPLY", "NO VERDICT"
 
