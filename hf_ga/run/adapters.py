@@ -68,6 +68,9 @@ def add_adapters(model: nn.Module, config: FinetuneConfig, task_type: str | None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # heads of a half-precision model
             parameter.data = parameter.data.float()
+    for module in adapted.modules():  # some CPUs: bitsandbytes would repack 4-bit weights in evaluations, and compute in bf16
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return adapted
 
 
