@@ -70,11 +70,11 @@ def attention(
     kept, bias = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p), None
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
-    dtype = (query[..., :1, :] @ key[..., :1, :].mT).dtype  # of the scores, which is autocast's where that is on
+    scores_dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else query.dtype
     if is_causal:
-        bias = torch.full(kept.shape[-2:], -torch.inf, dtype=dtype, device=query.device).triu_(1)
+        bias = torch.full(kept.shape[-2:], -torch.inf, dtype=scores_dtype, device=query.device).triu_(1)
     elif attn_mask is not None:
-        bias, has_keys = _bias_of(attn_mask, dtype)
+        bias, has_keys = _bias_of(attn_mask, scores_dtype)
         kept = kept & has_keys  # a row without keys has weight 0
     return masks.attend(query, key, value, kept, bias, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
 
