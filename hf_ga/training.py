@@ -82,7 +82,6 @@ def backward_window(
     targets: ProvenLoss | None = None,
     loss_fn: LossFunction | None = None,
     allow_split_dependent_randomness: bool = False,
-    fsdp_reduce_each_micro_batch: bool = False,
 ) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. The caller clips, steps the optimizer and zeroes the gradients.
 
@@ -93,14 +92,15 @@ def backward_window(
     If a process runs out of memory, all processes drop the window's gradients and recompute them in smaller micro-batches: the
     same update. The loader keeps the limit found. Not under FSDP, where a failing process cannot rejoin the others.
 
+    Under FSDP the gradients are reduced once per window; after every micro-batch with Accelerate's `sync_each_batch=True`
+    (`GradientAccumulationPlugin`): more communication, but no process keeps unsharded gradients between micro-batches.
+
     Args:
         model: prepared by the accelerator, in training mode.
         window: from a `WindowLoader`.
         targets: the result of `prove_targets`. Default: the model is proven with the first window, on samples of the whole
             dataset, and the loader keeps the proof.
         loss_fn, allow_split_dependent_randomness: see `prove_targets`.
-        fsdp_reduce_each_micro_batch: reduce the gradients after every micro-batch instead of once per window: more communication,
-            but no process keeps unsharded gradients between micro-batches.
 
     Raises:
         LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot be exact, or a precision that
@@ -118,11 +118,7 @@ def backward_window(
     # For a model that was compiled after its proof: compiled layers skip the hooks of packing.
     hooks = [hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))]
     step = Step(
-        backend_for(
-            accelerator,
-            reduce_each_micro_batch=fsdp_reduce_each_micro_batch,
-            same_bits=window.request.chunks is not None,
-        ),
+        backend_for(accelerator, same_bits=window.request.chunks is not None),
         model,
         proven.loss,
         hooks,
@@ -144,7 +140,6 @@ def train_step(
     targets: ProvenLoss | None = None,
     loss_fn: LossFunction | None = None,
     allow_split_dependent_randomness: bool = False,
-    fsdp_reduce_each_micro_batch: bool = False,
     on_nonfinite: str = "stop",
 ) -> StepResult:
     """One update: gradient of the window, clip once, step optimizer and scheduler, zero the gradients.
@@ -176,8 +171,7 @@ def train_step(
     accelerator.sync_gradients = True  # after an unfinished `accumulate`, Accelerate's optimizer would not step
     optimizer.zero_grad(set_to_none=True)
     proof = {"loss_fn": loss_fn, "allow_split_dependent_randomness": allow_split_dependent_randomness}
-    reducing = {"fsdp_reduce_each_micro_batch": fsdp_reduce_each_micro_batch}
-    result = backward_window(accelerator, model, window, targets=targets, **proof, **reducing)
+    result = backward_window(accelerator, model, window, targets=targets, **proof)
     if result.skipped:
         return result
     update(backend_for(accelerator), model, optimizer, max_grad_norm, result)

@@ -24,12 +24,8 @@ from hf_ga.exact.window import Window
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # name components that wrappers add
 
 
-def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = False, same_bits: bool = False) -> Backend:
-    """The backend of the exact step for this accelerator.
-
-    Args:
-        reduce_each_micro_batch: under FSDP, reduce the gradients after every micro-batch: see `hf_ga.backward_window`.
-        same_bits: for windows that are cut into chunks.
+def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend:
+    """The backend of the exact step for this accelerator. same_bits: for windows that are cut into chunks.
 
     Raises:
         ConfigError: same bits under FSDP.
@@ -40,7 +36,7 @@ def backend_for(accelerator: Accelerator, *, reduce_each_micro_batch: bool = Fal
         raise ConfigError(
             "FSDP does not support same_bits, because it adds the ranks' gradients in another order: use DDP, or omit same_bits."
         )
-    return ShardedBackend(accelerator, reduce_each_micro_batch)
+    return ShardedBackend(accelerator)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -59,9 +55,9 @@ class ShardedBackend(Backend):
         "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results stay the same)"
     )
 
-    def __init__(self, accelerator: Accelerator, reduce_each_micro_batch: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
-        self.plugin, self.reduce_each_micro_batch = accelerator.state.fsdp_plugin, reduce_each_micro_batch
+        self.plugin = accelerator.state.fsdp_plugin
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some ranks have.
@@ -82,12 +78,12 @@ class ShardedBackend(Backend):
             model.set_reduce_scatter_unused_params(True)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce in the last backward only. FSDP1 accumulates in the compute dtype, so in half precision it reduces in every
-        backward.
+        """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`. FSDP1 accumulates in the compute
+        dtype, so in half precision it reduces in every backward.
         """
         policy = self.plugin.mixed_precision_policy
         in_low_precision = self.plugin.fsdp_version == 1 and policy is not None and policy.param_dtype in LOW_PRECISION
-        if is_last or self.reduce_each_micro_batch or in_low_precision:
+        if is_last or in_low_precision or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
         return self.accelerator.no_sync(model)
 

@@ -45,6 +45,7 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
         )
     except ValueError as error:  # a mixed precision that the device does not support, an unknown tracker
         raise ConfigError(f"Accelerate cannot start: {error}") from error
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = config.fsdp_reduce_each_micro_batch
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)

@@ -70,7 +70,6 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
         window,
         scheduler=run.scheduler,
         max_grad_norm=run.config.max_grad_norm or None,
-        fsdp_reduce_each_micro_batch=run.config.fsdp_reduce_each_micro_batch,
         targets=run.proven,
         loss_fn=run.loss_fn,
         allow_split_dependent_randomness=run.config.allow_split_dependent_randomness,

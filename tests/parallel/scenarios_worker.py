@@ -49,8 +49,9 @@ def gradients(folder: Path, kind: str) -> None:
     model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     for window in make_windows(accelerator, samples):
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
+            accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
             model.zero_grad(set_to_none=True)
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
+            result = hf_ga.backward_window(accelerator, model, window, targets=rule)
             name = f"gradients {kind} {window.index} {'each' if each else 'once'}"
             save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
 
@@ -112,10 +113,11 @@ def counted(folder: Path, kind: str) -> None:
     for micro_batches in MICRO_BATCHES:
         (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
+            accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
             hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
-                hf_ga.backward_window(accelerator, model, window, targets=rule, fsdp_reduce_each_micro_batch=each)
+                hf_ga.backward_window(accelerator, model, window, targets=rule)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
             facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}
             save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
