@@ -6,7 +6,6 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import datasets
@@ -113,27 +112,16 @@ TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
 }
 
 
-def compute(
-    metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any], positions: list[np.ndarray]
-) -> dict[str, float]:
-    """The metrics over all predictions, in the order of their samples; NaN without predictions.
-
-    Args:
-        predictions, references, positions: a sequence over samples for each micro-batch.
-    """
-    order = np.argsort(np.concatenate(positions))
-    predictions, references = (_in_order(list(chain.from_iterable(parts)), order) for parts in (predictions, references))
+def compute(metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    """The metrics over all samples; NaN without predictions. Arrays, of the targets of a sample, are concatenated."""
+    if isinstance(references[0], np.ndarray):
+        predictions, references = np.concatenate(predictions), np.concatenate(references)
     if not len(references):
         return dict.fromkeys(metrics, math.nan)
     results: dict[str, float] = {}
     for metric in metrics.values():  # in memory: processes on one machine would share cache files
         results |= metric(keep_in_memory=True).compute(predictions=predictions, references=references)
     return results
-
-
-def _in_order(of_samples: Sequence[Any], order: np.ndarray) -> Sequence[Any]:
-    ordered = [of_samples[i] for i in order]
-    return np.concatenate(ordered) if isinstance(ordered[0], np.ndarray) else ordered
 
 
 def predictions_and_references(logits: np.ndarray, labels: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

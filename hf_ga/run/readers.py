@@ -76,7 +76,7 @@ def own_reader(setup: Setup, model: nn.Module) -> Reader:
                 logits = generated_ids(model, data.tokenizer, batch, config)
         if setup.preprocess_logits_for_metrics is not None:
             logits = setup.preprocess_logits_for_metrics(logits, labels)
-        return nested_numpify(convert_to_fp32(logits)), nested_numpify(labels)
+        return _of_samples(nested_numpify(convert_to_fp32(logits))), _of_samples(nested_numpify(labels))
 
     return Reader(partial(_compute_own, setup.compute_metrics), read, predicts_tokens=not data.task.metrics)
 
@@ -86,33 +86,34 @@ def _single(entries: list[Tensor]) -> Any:
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
+def _of_samples(arrays: Any) -> Sequence[Any]:
+    """One entry per sample: the rows of an array, or tuples with a row of each of several arrays."""
+    return list(zip(*map(_of_samples, arrays), strict=True)) if isinstance(arrays, tuple | list) else arrays
+
+
 def _compute_own(
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]],
-    predictions: list[Any],
-    references: list[Any],
-    positions: list[np.ndarray],
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]], predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
     """The user's metrics.
 
     Raises:
         ConfigError: not a dict of numbers.
     """
-    prediction = EvalPrediction(_joined(predictions, positions), _joined(references, positions))
-    found = denumpify_detensorize(compute_metrics(prediction))
+    found = denumpify_detensorize(compute_metrics(EvalPrediction(_padded(predictions), _padded(references))))
     if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
         raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
     return found
 
 
-def _joined(parts: list[Any], positions: list[np.ndarray]) -> Any:
-    """Micro-batches of arrays, or tuples of them, as one array in the order of the samples, padded with -100 on the second axis."""
-    if isinstance(parts[0], tuple | list):
-        return tuple(_joined(list(entry), positions) for entry in zip(*parts, strict=True))
-    widest = max(parts, key=lambda part: part.shape[1:2])
-    joined = np.full_like(widest, IGNORED_LABEL, shape=(sum(map(len, parts)), *widest.shape[1:]))
-    for part, own in zip(parts, positions, strict=True):
-        joined[(own, *map(slice, part.shape[1:2]))] = part
-    return joined
+def _padded(samples: Sequence[Any]) -> Any:
+    """All samples as one array, padded with -100 on the second axis, or as a tuple of such arrays."""
+    if isinstance(samples[0], tuple):
+        return tuple(map(_padded, zip(*samples, strict=True)))
+    widest = max(samples, key=lambda sample: sample.shape[:1])
+    padded = np.full_like(widest, IGNORED_LABEL, shape=(len(samples), *widest.shape))
+    for i, sample in enumerate(samples):
+        padded[(i, *map(slice, sample.shape[:1]))] = sample
+    return padded
 
 
 def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
