@@ -25,7 +25,6 @@ from hf_ga.parallel.processes import (
     check_agreement,
     end_training,
     main_process_first,
-    print_on_main,
     raise_on_all_ranks,
 )
 from hf_ga.recovery.checkpoint import state_sha256
@@ -192,7 +191,7 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
             else:
                 save_last(run, run.model, weights if is_sharded(accelerator) else None)
             write_reports(run.output_dir, summary)
-    _predict(run, run.model)  # last: a failure does not lose the trained model
+    write_predictions(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
@@ -246,16 +245,9 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     for split, proven in proofs.items():
         results |= evaluate_split(setup, model, proven, split)
     print_results(accelerator, results)
-    _predict(setup, model)
+    write_predictions(setup, model)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
     if accelerator.is_main_process:
         write_json(folder / "evaluation.json", results)
     end_training(accelerator)
     return results
-
-
-def _predict(setup: Setup, model: nn.Module) -> None:
-    if setup.unlabelled is not None:
-        path = setup.output_dir / "predictions.jsonl"
-        count = write_predictions(setup, model, setup.unlabelled, path)
-        print_on_main(setup.accelerator, f"{count} rows predicted: {path}")

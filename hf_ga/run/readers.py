@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
 
@@ -18,7 +18,6 @@ from hf_ga.data.spans import read_answers
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.exact.forward import unwrapped
-from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
 from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, compute, predictions_and_references
 from hf_ga.run.run import Setup
@@ -38,9 +37,8 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
         return [found["answer"] for found in read_answers(outputs, samples)], [sample["answers"] for sample in samples]
 
     def generate(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[str], list[str]]:
-        with setup.accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
-            made = generated_targets(model, data.tokenizer, batch, config)
-        return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
+        targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
+        return generated_targets(setup, model, batch), targets
 
     if setup.compute_metrics is not None:
         return own_reader(setup, model)
@@ -72,8 +70,7 @@ def own_reader(setup: Setup, model: nn.Module) -> Reader:
         found = [v for k, v in outputs.items() if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)]
         logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
         if config.predict_with_generate:
-            with setup.accelerator.autocast():
-                logits = generated_ids(model, data.tokenizer, batch, config)
+            logits = generated_ids(setup, model, batch)
         if setup.preprocess_logits_for_metrics is not None:
             logits = setup.preprocess_logits_for_metrics(logits, labels)
         return _of_samples(nested_numpify(convert_to_fp32(logits))), _of_samples(nested_numpify(labels))
@@ -116,7 +113,7 @@ def _padded(samples: Sequence[Any]) -> Any:
     return padded
 
 
-def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
+def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Generate a text for each source, without sampling. Returns token ids of shape (samples, longest), right-padded.
 
     Sources are right-padded as in training, and the attention mask hides the padding. So a text does not depend on the rest of its
@@ -126,23 +123,23 @@ def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: d
         batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
     """
     base: Any = unwrapped(model)
-    return base.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        max_new_tokens=config.max_new_tokens,
-        num_beams=config.num_beams,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
-    )
+    tokenizer = setup.data.tokenizer
+    with setup.accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
+        return base.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=setup.config.max_new_tokens,
+            num_beams=setup.config.num_beams,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
+        )
 
 
-def generated_targets(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig
-) -> list[str]:
+def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
     """The texts of `generated_ids`."""
-    made = generated_ids(model, tokenizer, batch, config)
-    return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+    made = generated_ids(setup, model, batch)
+    return [text.strip() for text in setup.data.tokenizer.batch_decode(made, skip_special_tokens=True)]
 
 
 def are_entities(labels: list[str]) -> bool:
