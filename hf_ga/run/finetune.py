@@ -186,10 +186,8 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
         summary |= run.evaluate("test")
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
-                save_last(run, mergeable(run, weights))
-            else:
-                save_last(run, run.model, weights if is_sharded(accelerator) else None)
+            needs_copy = is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit)
+            save_last(run, mergeable(run, weights) if needs_copy else run.model, weights)
             write_reports(run.output_dir, summary)
     write_predictions(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)

@@ -13,9 +13,10 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
+from hf_ga.run.outputs import save_best
 from hf_ga.run.report import MetricsFile
 from hf_ga.run.run import Progress, Run
-from hf_ga.run.saving import save, save_best
+from hf_ga.run.saving import save
 from hf_ga.training import StepResult, train_step
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
@@ -143,7 +144,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        save_best(run)
+        save_best(run, run.model)
     shown = ", ".join(f"{k.removeprefix('eval_')} {value:.4f}" for k, value in results.items() if k != "eval_num_targets")
     _write(run, f"step {progress.step}: validation {shown}")
     return results

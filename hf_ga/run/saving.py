@@ -10,13 +10,10 @@ from typing import Any
 
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
 from hf_ga.recovery.files import flush, writing
 from hf_ga.recovery.versions import machine, versions
-from hf_ga.run import outputs
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.run import Progress, Run
 
@@ -57,18 +54,6 @@ def save(run: Run, progress: Progress) -> None:
         keep=run.config.save_total_limit,
         trained_only=is_lora(run.model),  # frozen weights are in the base model
     )
-
-
-def save_best(run: Run) -> None:
-    """Write the current model to `best/`.
-
-    Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
-    """
-    weights = full_state_dict(run.accelerator, run.model) if is_sharded(run.accelerator) else None  # a collective
-    with raise_on_all_ranks(run.accelerator):
-        if run.accelerator.is_main_process:
-            outputs.save_best(run, run.model, weights)
 
 
 def resume(run: Run, folder: Path) -> Progress:
