@@ -49,7 +49,10 @@ def fit(run: Run, progress: Progress) -> Progress:
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
                     finished = _finished(run, progress)  # early stopping
-                _log(run, progress, metrics, line)
+                metrics.write(**line)
+                progress.metrics_size = metrics.size
+                numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}
+                run.accelerator.log(numbers, step=progress.step)
                 if run.on_step is not None:
                     run.on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
@@ -102,13 +105,6 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     }
     optional = {"nonfinite": result.nonfinite or None, "retries": result.retries or None, "loss_scale": result.loss_scale}
     return line | {name: value for name, value in optional.items() if value is not None}, stopping > 0
-
-
-def _log(run: Run, progress: Progress, metrics: MetricsFile, line: dict[str, Any]) -> None:
-    """Write a line to metrics.jsonl and to the trackers."""
-    metrics.write(**line)
-    progress.metrics_size = metrics.size
-    run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}, step=progress.step)
 
 
 def _write(run: Run, text: str) -> None:

@@ -3,7 +3,7 @@ those for a `compute_metrics` of the user.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,20 +62,28 @@ def read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) ->
 
 
 def own_reader(setup: Setup, model: nn.Module) -> Reader:
-    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does."""
-    config, data = setup.config, setup.data
+    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does.
+
+    Its `compute` raises ConfigError for a result that is not a dict of numbers.
+    """
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
         found = [v for k, v in outputs.items() if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)]
         logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
-        if config.predict_with_generate:
+        if setup.config.predict_with_generate:
             logits = generated_ids(setup, model, batch)
         if setup.preprocess_logits_for_metrics is not None:
             logits = setup.preprocess_logits_for_metrics(logits, labels)
         return _of_samples(nested_numpify(convert_to_fp32(logits))), _of_samples(nested_numpify(labels))
 
-    return Reader(partial(_compute_own, setup.compute_metrics), read, predicts_tokens=not data.task.metrics)
+    def compute_own(predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        found = denumpify_detensorize(setup.compute_metrics(EvalPrediction(_padded(predictions), _padded(references))))
+        if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+            raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
+        return found
+
+    return Reader(compute_own, read, predicts_tokens=not setup.data.task.metrics)
 
 
 def _single(entries: list[Tensor]) -> Any:
@@ -86,20 +94,6 @@ def _single(entries: list[Tensor]) -> Any:
 def _of_samples(arrays: Any) -> Sequence[Any]:
     """One entry per sample: the rows of an array, or tuples with a row of each of several arrays."""
     return list(zip(*map(_of_samples, arrays), strict=True)) if isinstance(arrays, tuple | list) else arrays
-
-
-def _compute_own(
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]], predictions: list[Any], references: list[Any]
-) -> dict[str, float]:
-    """The user's metrics.
-
-    Raises:
-        ConfigError: not a dict of numbers.
-    """
-    found = denumpify_detensorize(compute_metrics(EvalPrediction(_padded(predictions), _padded(references))))
-    if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
-        raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
-    return found
 
 
 def _padded(samples: Sequence[Any]) -> Any:

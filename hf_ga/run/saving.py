@@ -67,7 +67,9 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    _print_other_machine(run, state.get("machine", {}))
+    here, saved = machine() | versions(), state.get("machine", {})
+    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not a checkpoint of a run: it lacks {', '.join(sorted(missing))}.")
     changes = _changes(folder, state["identity"], run.identity, run.config.resume_with_changes)
@@ -86,12 +88,6 @@ def resume(run: Run, folder: Path) -> Progress:
         progress.best_metric, progress.evaluations_since_best = None, 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
-
-
-def _print_other_machine(run: Run, saved: dict[str, Any]) -> None:
-    here = machine() | versions()
-    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
-        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
