@@ -186,7 +186,7 @@ def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: st
         data.collate,
         accelerator=setup.accelerator,
         batch_size=setup.config.per_device_eval_batch_size,
-        lengths=data.splits[split]["length"],
+        lengths=data.splits[split]["length"][:],
         proven=proven,
         same_bits=setup.config.same_bits is not None,
     )

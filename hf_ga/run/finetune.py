@@ -20,13 +20,7 @@ from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict, prepare
-from hf_ga.parallel.processes import (
-    broadcast_from_main,
-    check_agreement,
-    end_training,
-    main_process_first,
-    raise_on_all_ranks,
-)
+from hf_ga.parallel.processes import broadcast_from_main, check_agreement, end_training, main_process_first, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest

@@ -173,10 +173,9 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
     Raises:
         ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
-    config, task, four_bit = setup.config, setup.data.task, None
+    config, task = setup.config, setup.data.task
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.accelerator.mixed_precision, torch.float32)
-    if config.load_in_4bit:
-        four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": computed}
     if config.model_name_or_path is None:
         model, new = task.auto_class.from_config(setup.model_config), []
     else:
@@ -190,7 +189,7 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
-                **({"quantization_config": four_bit} if four_bit else {}),
+                quantization_config=BitsAndBytesConfig(**four_bit) if config.load_in_4bit else None,
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
