@@ -134,7 +134,6 @@ def _print_size(setup: Setup, model: Any) -> None:
 def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer and its schedule."""
     usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
     optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
