@@ -147,17 +147,14 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
     flags = {k: v for k, v in config.to_dict().items() if k not in free}
     places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
-    return (
-        flags
-        | {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
-        | {
-            "window_size": window_size,
-            "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
-            "data": setup.data.content_hash,
-            "mixed_precision": setup.accelerator.mixed_precision,
-            "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
-        }
-    )
+    flags |= {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
+    return flags | {
+        "window_size": window_size,
+        "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
+        "data": setup.data.content_hash,
+        "mixed_precision": setup.accelerator.mixed_precision,
+        "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
+    }
 
 
 def _without_folder(place: str) -> str:

@@ -34,8 +34,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     is_main, stop = run.accelerator.is_main_process, False
     bar = tqdm(total=run.max_steps, initial=progress.step, bar_format=BAR, dynamic_ncols=True, disable=not is_main)
     run.model.train()
-    path = run.output_dir / "metrics.jsonl" if is_main else None
-    metrics = MetricsFile(path, progress.metrics_size)
+    metrics = MetricsFile(run.output_dir / "metrics.jsonl" if is_main else None, progress.metrics_size)
     with bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
