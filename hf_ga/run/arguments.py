@@ -202,6 +202,8 @@ def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
     if not _has_defaults(given):
         return lines
     lines.insert(0, "unset flags have the defaults of the example script (docs/flags.md)")
+    if config.gradient_accumulation_steps is None and config.global_batch_size is None:
+        config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
         config.dataset_name, config.dataset_config_name = "allenai/swag", "regular"  # the script's default
     if "train_file" in given and config.validation_file is None:
@@ -234,6 +236,7 @@ def _script_defaults(given: Mapping[str, str], task: str) -> dict[str, Any]:
     in_blocks = task == "causal-lm" or (task == "masked-lm" and not _is_on(given, "line_by_line"))
     return {
         **TRAINING_DEFAULTS,
+        "gradient_accumulation_steps": None,  # see `complete`: only without global_batch_size
         **({"max_grad_norm": 0.0} if is_no_trainer else {}),  # these scripts do not clip
         "block_size" if in_blocks else "max_length": length,
         **({"max_target_length": TARGET_LENGTH} if task == "seq2seq" else {}),

@@ -134,7 +134,6 @@ def _print_size(setup: Setup, model: Any) -> None:
 def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer and its schedule."""
     usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
     optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
@@ -148,17 +147,14 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
     flags = {k: v for k, v in config.to_dict().items() if k not in free}
     places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
-    return (
-        flags
-        | {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
-        | {
-            "window_size": window_size,
-            "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
-            "data": setup.data.content_hash,
-            "mixed_precision": setup.accelerator.mixed_precision,
-            "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
-        }
-    )
+    flags |= {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
+    return flags | {
+        "window_size": window_size,
+        "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
+        "data": setup.data.content_hash,
+        "mixed_precision": setup.accelerator.mixed_precision,
+        "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
+    }
 
 
 def _without_folder(place: str) -> str:
@@ -186,7 +182,7 @@ def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: st
         data.collate,
         accelerator=setup.accelerator,
         batch_size=setup.config.per_device_eval_batch_size,
-        lengths=data.splits[split]["length"],
+        lengths=data.splits[split]["length"][:],
         proven=proven,
         same_bits=setup.config.same_bits is not None,
     )

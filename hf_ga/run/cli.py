@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import re
 import sys
 import time
 from argparse import SUPPRESS
@@ -53,16 +52,13 @@ def parse_config(arguments: Sequence[str], kind: type[FinetuneConfig] = Finetune
     0.0001
     """
     epilog = EXIT_CODES if kind is FinetuneConfig else None
-    parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog)
-    parser.allow_abbrev = False
+    parser = _Parser(kind, description="Any split of a global batch is the full batch.", epilog=epilog, allow_abbrev=False)
     arguments, from_file = list(arguments), {}
     if arguments and not arguments[0].startswith("-"):
         from_file = _read_file(Path(arguments.pop(0)), [*(field.name for field in fields(kind)), *known_flags()])
     given, arguments = _of_scripts(from_file, arguments)
-    options = translate(given) | {name: value for name, value in from_file.items() if name not in given}
-    if "global_batch_size" in options or any(re.match("--global.batch.size", argument) for argument in arguments):
-        options = options if "gradient_accumulation_steps" in from_file else options | {"gradient_accumulation_steps": None}
-    parser.set_defaults(**options)
+    own = {name: value for name, value in from_file.items() if name not in given}
+    parser.set_defaults(**translate(given) | own)
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         _refuse_unknown(unknown[0], [*parser._option_string_actions, *(f"--{name}" for name in known_flags())])

@@ -176,7 +176,6 @@ class FinetuneConfig(DataOptions):
         check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
 
     def _check_task(self, has_own_metrics: bool) -> None:
-        """Check flags and metrics for some tasks only."""
         for name, tasks in _OF_TASKS.items():
             if getattr(self, name) and self.task not in tasks:
                 raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it.")
@@ -219,7 +218,6 @@ class FinetuneConfig(DataOptions):
             raise ConfigError("eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`.")
 
     def _check_streaming(self) -> None:
-        """Check flags that streaming excludes."""
         unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
             "block_size": self.block_size,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,13 @@ class Reader:
     """Reads the inputs of metrics from a model's outputs, and computes the metrics.
 
     Attributes:
-        compute: (predictions, references, positions of the samples), each a list over micro-batches -> {name: value}.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references) for `compute`.
+        compute: (predictions, references) of all samples of the split, in its order -> {name: value}.
+        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references) of its samples.
         predicts_tokens: the loss averages over tokens, so it has a perplexity.
     """
 
-    compute: Callable[[list[Any], list[Any], list[np.ndarray]], dict[str, float]]
-    read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Any, Any]]
+    compute: Callable[[list[Any], list[Any]], dict[str, float]]
+    read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Sequence[Any], Sequence[Any]]]
     predicts_tokens: bool = False
 
 
@@ -109,8 +110,9 @@ def evaluate(
     if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        of_shares = zip(*((share.predictions, share.references, share.positions) for share in shares), strict=True)
-        results |= reader.compute(*map(list, of_shares)) | results  # the loss is never replaced
+        samples = [entry for s in shares for entry in zip(s.positions, s.predictions, s.references, strict=True)]
+        _, predictions, references = map(list, zip(*sorted(samples, key=itemgetter(0)), strict=True))
+        results |= reader.compute(predictions, references) | results  # the loss is never replaced
     return broadcast_from_main(accelerator, results)  # other machines may round differently
 
 
@@ -121,13 +123,13 @@ class _Share:
     Attributes:
         positions: int64, shape (n,), of the samples.
         tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
-        predictions, references: from the reader.
+        predictions, references: from the reader, one entry per sample.
     """
 
     positions: np.ndarray
     tally: Sums
-    predictions: Any = ()
-    references: Any = ()
+    predictions: Sequence[Any] = ()
+    references: Sequence[Any] = ()
 
 
 def _shares(

@@ -20,14 +20,7 @@ from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict, prepare
-from hf_ga.parallel.processes import (
-    broadcast_from_main,
-    check_agreement,
-    end_training,
-    main_process_first,
-    print_on_main,
-    raise_on_all_ranks,
-)
+from hf_ga.parallel.processes import broadcast_from_main, check_agreement, end_training, main_process_first, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
@@ -187,12 +180,10 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
         summary |= run.evaluate("test")
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            if is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit):
-                save_last(run, mergeable(run, weights))
-            else:
-                save_last(run, run.model, weights if is_sharded(accelerator) else None)
+            needs_copy = is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit)
+            save_last(run, mergeable(run, weights) if needs_copy else run.model, weights)
             write_reports(run.output_dir, summary)
-    _predict(run, run.model)  # last: a failure does not lose the trained model
+    write_predictions(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
@@ -246,16 +237,9 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     for split, proven in proofs.items():
         results |= evaluate_split(setup, model, proven, split)
     print_results(accelerator, results)
-    _predict(setup, model)
+    write_predictions(setup, model)
     results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
     if accelerator.is_main_process:
         write_json(folder / "evaluation.json", results)
     end_training(accelerator)
     return results
-
-
-def _predict(setup: Setup, model: nn.Module) -> None:
-    if setup.unlabelled is not None:
-        path = setup.output_dir / "predictions.jsonl"
-        count = write_predictions(setup, model, setup.unlabelled, path)
-        print_on_main(setup.accelerator, f"{count} rows predicted: {path}")

@@ -13,9 +13,10 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
+from hf_ga.run.outputs import save_best
 from hf_ga.run.report import MetricsFile
 from hf_ga.run.run import Progress, Run
-from hf_ga.run.saving import save, save_best
+from hf_ga.run.saving import save
 from hf_ga.training import StepResult, train_step
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
@@ -33,8 +34,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     is_main, stop = run.accelerator.is_main_process, False
     bar = tqdm(total=run.max_steps, initial=progress.step, bar_format=BAR, dynamic_ncols=True, disable=not is_main)
     run.model.train()
-    path = run.output_dir / "metrics.jsonl" if is_main else None
-    metrics = MetricsFile(path, progress.metrics_size)
+    metrics = MetricsFile(run.output_dir / "metrics.jsonl" if is_main else None, progress.metrics_size)
     with bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
@@ -48,7 +48,10 @@ def fit(run: Run, progress: Progress) -> Progress:
                 if due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
                     finished = _finished(run, progress)  # early stopping
-                _log(run, progress, metrics, line)
+                metrics.write(**line)
+                progress.metrics_size = metrics.size
+                numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}
+                run.accelerator.log(numbers, step=progress.step)
                 if run.on_step is not None:
                     run.on_step(dict(line), run.model)
                 if stop or (due and (progress.step % run.save_steps == 0 or finished)):
@@ -102,13 +105,6 @@ def _train_on(run: Run, progress: Progress, window: Window, request: StopRequest
     return line | {name: value for name, value in optional.items() if value is not None}, stopping > 0
 
 
-def _log(run: Run, progress: Progress, metrics: MetricsFile, line: dict[str, Any]) -> None:
-    """Write a line to metrics.jsonl and to the trackers."""
-    metrics.write(**line)
-    progress.metrics_size = metrics.size
-    run.accelerator.log({k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}, step=progress.step)
-
-
 def _write(run: Run, text: str) -> None:
     """Print above the progress bar."""
     if run.accelerator.is_main_process:
@@ -142,7 +138,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     progress.evaluations_since_best += 1
     if not math.isnan(value) and (best is None or (value < best if run.config.lower_is_better else value > best)):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        save_best(run)
+        save_best(run, run.model)
     shown = ", ".join(f"{k.removeprefix('eval_')} {value:.4f}" for k, value in results.items() if k != "eval_num_targets")
     _write(run, f"step {progress.step}: validation {shown}")
     return results

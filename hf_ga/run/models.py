@@ -89,7 +89,7 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     model_config = data.task.small_config(data.tokenizer, config.sequence_length) if base is None else base
     if data.task.pipeline == "text-generation":
         _refuse_encoder(model_config)
-    if data.task.labels == "target" and not getattr(model_config, "is_encoder_decoder", False):
+    if data.task.labels == "target" and not model_config.is_encoder_decoder:
         raise ConfigError(
             f"seq2seq needs an encoder with a decoder, such as T5 or BART; {model_config.model_type} has only one of them: "
             "use another model, or train a decoder on prompts with completions with --task causal-lm."
@@ -102,9 +102,7 @@ def complete_config(base: PretrainedConfig | None, config: FinetuneConfig, data:
     if generates and limit and config.max_new_tokens >= limit:
         raise ConfigError(f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the model.")
     _set_labels(model_config, config, data)
-    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
-    if vocabulary:
-        _check_vocabulary(data, vocabulary)
+    _check_vocabulary(model_config, data)
     if getattr(model_config, "pad_token_id", None) is None:
         model_config.pad_token_id = data.tokenizer.pad_token_id
     return model_config
@@ -118,10 +116,11 @@ def num_positions(model_config: PretrainedConfig | None) -> int | None:
     return limit
 
 
-def _check_vocabulary(data: PreparedData, vocabulary: int) -> None:
+def _check_vocabulary(model_config: PretrainedConfig, data: PreparedData) -> None:
     """Check that every token id has a row in the model's embedding."""
+    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
     last = max(data.tokenizer.get_vocab().values(), default=0)
-    if max(last + 1, len(data.tokenizer)) > vocabulary:
+    if vocabulary and max(last + 1, len(data.tokenizer)) > vocabulary:
         token = data.tokenizer.convert_ids_to_tokens(last)
         raise ConfigError(
             f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, has id {last}), but the model has {vocabulary}: "
@@ -155,7 +154,7 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
 
 def _refuse_encoder(model_config: PretrainedConfig) -> None:
     """Raise ConfigError for an encoder: as a causal LM it has no causal mask, so tokens would see their targets."""
-    is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_encoder_decoder", False)
+    is_encoder = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
     if is_encoder and not getattr(model_config, "is_decoder", False):
         raise ConfigError(
             f"{model_config.model_type} is an encoder and attends to the tokens that causal-lm predicts: use --task masked-lm, a "
@@ -173,10 +172,9 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
     Raises:
         ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient checkpointing is unsupported.
     """
-    config, task, four_bit = setup.config, setup.data.task, None
+    config, task = setup.config, setup.data.task
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.accelerator.mixed_precision, torch.float32)
-    if config.load_in_4bit:
-        four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed)
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": computed}
     if config.model_name_or_path is None:
         model, new = task.auto_class.from_config(setup.model_config), []
     else:
@@ -190,7 +188,7 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=task.labels not in ("none", "target"),  # new head for new labels
                 output_loading_info=True,
-                **({"quantization_config": four_bit} if four_bit else {}),
+                quantization_config=BitsAndBytesConfig(**four_bit) if config.load_in_4bit else None,
             )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error

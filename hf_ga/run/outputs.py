@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_ga.exact.forward import unwrapped
+from hf_ga.parallel.prepare import full_state_dict
+from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import filling, flush, flush_tree, publish, tidy, write_json, writing
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.manifest import read_manifest
@@ -31,28 +33,33 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
-def save_best(setup: Setup, model: nn.Module, weights: dict[str, Tensor] | None = None) -> None:
-    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to `best/`. For the main process.
+def save_best(setup: Setup, model: nn.Module) -> None:
+    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to `best/`. All processes must call it.
+
+    Raises:
+        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
+    """
+    folder, weights = setup.output_dir / "best", full_state_dict(setup.accelerator, model)
+    with raise_on_all_ranks(setup.accelerator):
+        if setup.accelerator.is_main_process:
+            with filling(folder) as partial:
+                if is_lora(model):
+                    unwrapped(model).save_pretrained(partial, state_dict=weights)
+                else:
+                    _save(partial, unwrapped(model), setup.dtype, weights)
+                setup.data.tokenizer.save_pretrained(partial)
+                publish(folder)
+
+
+def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Save the trained model for `from_pretrained` in the run's folder. LoRA adapters are saved to `adapter/` and merged in place.
+    For the main process.
 
     Args:
-        weights: the full `state_dict()`, if the model is sharded.
+        weights: the full `state_dict()` (with LoRA, the adapters are not taken from it but from the model).
 
     Raises:
         CheckpointError: a failed write, such as a full disk. Earlier files are kept.
-    """
-    folder = setup.output_dir / "best"
-    with filling(folder) as partial:
-        if is_lora(model):
-            unwrapped(model).save_pretrained(partial, state_dict=weights)
-        else:
-            _save(partial, unwrapped(model), setup.dtype, weights)
-        setup.data.tokenizer.save_pretrained(partial)
-        publish(folder)
-
-
-def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor] | None = None) -> None:
-    """Save the trained model for `from_pretrained` in the run's folder; see `save_best`. LoRA adapters are saved to `adapter/`
-    and merged in place.
     """
     folder = setup.output_dir
     plain: Any = unwrapped(model)
@@ -61,6 +68,7 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor] | None 
             plain.save_pretrained(partial)
             publish(folder / "adapter")
         plain = plain.merge_and_unload(safe_merge=True)
+        weights = plain.state_dict()
     with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
         _save(partial, plain, setup.dtype, weights)
         setup.data.tokenizer.save_pretrained(partial)
@@ -83,12 +91,12 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
         write_json(folder / "summary.json", summary)  # last: marks a finished run
 
 
-def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
+def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor]) -> None:
     """Save in the original dtype: a model loaded in bf16 is saved in bf16. Buffers keep their dtype."""
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
     converted: dict[int, Tensor] = {}  # by address: tied tensors stay tied
     saved = {}
-    for name, tensor in (model.state_dict() if weights is None else _tied(model, weights)).items():
+    for name, tensor in _tied(model, weights).items():
         keeps = name in buffers or not tensor.is_floating_point()
         saved[name] = tensor if keeps else converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
     trained = model.config.dtype

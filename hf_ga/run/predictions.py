@@ -1,7 +1,6 @@
 """Predictions for the rows of a file: one JSON object per line, the row with an added `prediction`, in the file's order."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,25 +11,28 @@ from tqdm.auto import tqdm
 
 from hf_ga.data.choices import collate_choices
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.data import PreparedData, Unlabelled
+from hf_ga.data.data import PreparedData
 from hf_ga.data.spans import read_answers
 from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.processes import print_on_main
 from hf_ga.run.readers import generated_targets
 from hf_ga.run.run import Setup
 
 Prediction = dict[str, Any]
 
 
-def write_predictions(setup: Setup, model: nn.Module, unlabelled: Unlabelled, path: Path) -> int:
-    """Predict rows and write them to `path`; returns their number. The processes share the batches; the main process writes.
+def write_predictions(setup: Setup, model: nn.Module) -> None:
+    """Predict the rows of `predict_file`, if any, to predictions.jsonl. The processes share the batches; the main process writes.
 
     A prediction contains: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`;
     regression `value`; token classification `tags` (one per word, None for truncated words); question answering `answer` ("" if
     no answer is the most likely), `score`, and its characters `start` and `end`; multiple choice `choice` (0-based index),
     `score`; seq2seq `text`. It is None for a row without text.
     """
-    (rows, named, samples), accelerator = unlabelled, setup.accelerator
+    if setup.unlabelled is None:
+        return
+    (rows, named, samples), accelerator = setup.unlabelled, setup.accelerator
     lengths, size = np.asarray(samples["length"][:]), setup.config.per_device_eval_batch_size
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -47,12 +49,13 @@ def write_predictions(setup: Setup, model: nn.Module, unlabelled: Unlabelled, pa
             predictions |= zip(ids, of_batch, strict=True)
             bar.update(len(ids))
     predictions = dict(gather_object(list(predictions.items())))
+    path = setup.output_dir / "predictions.jsonl"
     if accelerator.is_main_process:
         with path.open("w", encoding="utf-8") as file:
             for index, row in enumerate(rows):
                 prediction = predictions.get(index)
                 file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
-    return len(rows)
+    print_on_main(accelerator, f"{len(rows)} rows predicted: {path}")
 
 
 def _of_batch(setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]) -> list[Prediction]:
@@ -60,7 +63,7 @@ def _of_batch(setup: Setup, model: nn.Module, samples: list[dict], rows: list[di
     collate = collate_choices if kind == "choice" else collate_ids
     batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), setup.accelerator.device)
     if kind == "target":
-        return [{"text": text} for text in generated_targets(model, data.tokenizer, batch, setup.config)]
+        return [{"text": text} for text in generated_targets(setup, model, batch)]
     outputs = callable_module(model)(**argument_filter(model)(batch))
     if kind == "answers":
         return read_answers(outputs, samples)

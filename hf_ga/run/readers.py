@@ -3,14 +3,14 @@ those for a `compute_metrics` of the user.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
 
@@ -18,7 +18,6 @@ from hf_ga.data.spans import read_answers
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.exact.forward import unwrapped
-from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import Reader
 from hf_ga.run.metrics import ANSWER_METRICS, ENTITY_METRICS, METRICS, TEXT_METRICS, compute, predictions_and_references
 from hf_ga.run.run import Setup
@@ -38,9 +37,8 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
         return [found["answer"] for found in read_answers(outputs, samples)], [sample["answers"] for sample in samples]
 
     def generate(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[list[str], list[str]]:
-        with setup.accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
-            made = generated_targets(model, data.tokenizer, batch, config)
-        return made, [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
+        targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
+        return generated_targets(setup, model, batch), targets
 
     if setup.compute_metrics is not None:
         return own_reader(setup, model)
@@ -64,21 +62,28 @@ def read_logits(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) ->
 
 
 def own_reader(setup: Setup, model: nn.Module) -> Reader:
-    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does."""
-    config, data = setup.config, setup.data
+    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer does.
+
+    Its `compute` raises ConfigError for a result that is not a dict of numbers.
+    """
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
         found = [v for k, v in outputs.items() if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)]
         logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
-        if config.predict_with_generate:
-            with setup.accelerator.autocast():
-                logits = generated_ids(model, data.tokenizer, batch, config)
+        if setup.config.predict_with_generate:
+            logits = generated_ids(setup, model, batch)
         if setup.preprocess_logits_for_metrics is not None:
             logits = setup.preprocess_logits_for_metrics(logits, labels)
-        return nested_numpify(convert_to_fp32(logits)), nested_numpify(labels)
+        return _of_samples(nested_numpify(convert_to_fp32(logits))), _of_samples(nested_numpify(labels))
 
-    return Reader(partial(_compute_own, setup.compute_metrics), read, predicts_tokens=not data.task.metrics)
+    def compute_own(predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        found = denumpify_detensorize(setup.compute_metrics(EvalPrediction(_padded(predictions), _padded(references))))
+        if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+            raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
+        return found
+
+    return Reader(compute_own, read, predicts_tokens=not setup.data.task.metrics)
 
 
 def _single(entries: list[Tensor]) -> Any:
@@ -86,36 +91,23 @@ def _single(entries: list[Tensor]) -> Any:
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
-def _compute_own(
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]],
-    predictions: list[Any],
-    references: list[Any],
-    positions: list[np.ndarray],
-) -> dict[str, float]:
-    """The user's metrics.
-
-    Raises:
-        ConfigError: not a dict of numbers.
-    """
-    prediction = EvalPrediction(_joined(predictions, positions), _joined(references, positions))
-    found = denumpify_detensorize(compute_metrics(prediction))
-    if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
-        raise ConfigError(f"compute_metrics must return a dict of names and numbers, got {found!r:.80}.")
-    return found
+def _of_samples(arrays: Any) -> Sequence[Any]:
+    """One entry per sample: the rows of an array, or tuples with a row of each of several arrays."""
+    return list(zip(*map(_of_samples, arrays), strict=True)) if isinstance(arrays, tuple | list) else arrays
 
 
-def _joined(parts: list[Any], positions: list[np.ndarray]) -> Any:
-    """Micro-batches of arrays, or tuples of them, as one array in the order of the samples, padded with -100 on the second axis."""
-    if isinstance(parts[0], tuple | list):
-        return tuple(_joined(list(entry), positions) for entry in zip(*parts, strict=True))
-    widest = max(parts, key=lambda part: part.shape[1:2])
-    joined = np.full_like(widest, IGNORED_LABEL, shape=(sum(map(len, parts)), *widest.shape[1:]))
-    for part, own in zip(parts, positions, strict=True):
-        joined[(own, *map(slice, part.shape[1:2]))] = part
-    return joined
+def _padded(samples: Sequence[Any]) -> Any:
+    """All samples as one array, padded with -100 on the second axis, or as a tuple of such arrays."""
+    if isinstance(samples[0], tuple):
+        return tuple(map(_padded, zip(*samples, strict=True)))
+    widest = max(samples, key=lambda sample: sample.shape[:1])
+    padded = np.full_like(widest, IGNORED_LABEL, shape=(len(samples), *widest.shape))
+    for i, sample in enumerate(samples):
+        padded[(i, *map(slice, sample.shape[:1]))] = sample
+    return padded
 
 
-def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig) -> Tensor:
+def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Generate a text for each source, without sampling. Returns token ids of shape (samples, longest), right-padded.
 
     Sources are right-padded as in training, and the attention mask hides the padding. So a text does not depend on the rest of its
@@ -125,23 +117,23 @@ def generated_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: d
         batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the model's device.
     """
     base: Any = unwrapped(model)
-    return base.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        max_new_tokens=config.max_new_tokens,
-        num_beams=config.num_beams,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
-    )
+    tokenizer = setup.data.tokenizer
+    with setup.accelerator.autocast():  # for the whole generation: only the model's forward has autocast already
+        return base.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=setup.config.max_new_tokens,
+            num_beams=setup.config.num_beams,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
+        )
 
 
-def generated_targets(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], config: FinetuneConfig
-) -> list[str]:
+def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
     """The texts of `generated_ids`."""
-    made = generated_ids(model, tokenizer, batch, config)
-    return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+    made = generated_ids(setup, model, batch)
+    return [text.strip() for text in setup.data.tokenizer.batch_decode(made, skip_special_tokens=True)]
 
 
 def are_entities(labels: list[str]) -> bool:

@@ -92,10 +92,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     if measured:
         upper.plot(*zip(*measured, strict=True), color="tab:orange", linewidth=1.5, marker="o", label="validation")
     lower.plot(steps, rates, color="tab:gray")
-    upper.set_title(title)
-    upper.set_ylabel("loss (nats per target)")
-    lower.set_ylabel("learning rate")
-    lower.set_xlabel("optimizer step")
+    upper.set(title=title, ylabel="loss (nats per target)")
+    lower.set(xlabel="optimizer step", ylabel="learning rate")
     lower.set_ylim(bottom=0)
     lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     upper.legend()

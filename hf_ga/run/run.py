@@ -67,8 +67,7 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the named model, in which models are saved; float32 by default."""
-        dtype = getattr(self.model_config, "dtype", None) or torch.float32
-        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return self.model_config.dtype or torch.float32
 
 
 @dataclass(kw_only=True)

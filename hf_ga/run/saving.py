@@ -10,13 +10,10 @@ from typing import Any
 
 from hf_ga.errors import CheckpointError
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
 from hf_ga.recovery.files import flush, writing
 from hf_ga.recovery.versions import machine, versions
-from hf_ga.run import outputs
 from hf_ga.run.adapters import is_lora
 from hf_ga.run.run import Progress, Run
 
@@ -59,18 +56,6 @@ def save(run: Run, progress: Progress) -> None:
     )
 
 
-def save_best(run: Run) -> None:
-    """Write the current model to `best/`.
-
-    Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
-    """
-    weights = full_state_dict(run.accelerator, run.model) if is_sharded(run.accelerator) else None  # a collective
-    with raise_on_all_ranks(run.accelerator):
-        if run.accelerator.is_main_process:
-            outputs.save_best(run, run.model, weights)
-
-
 def resume(run: Run, folder: Path) -> Progress:
     """Restore a run from a checkpoint. With `resume_with_changes`, other settings or data are printed and recorded in
     `Progress.changes`.
@@ -82,7 +67,9 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    _print_other_machine(run, state.get("machine", {}))
+    here, saved = machine() | versions(), state.get("machine", {})
+    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
         raise CheckpointError(f"{folder / 'state.json'} is not a checkpoint of a run: it lacks {', '.join(sorted(missing))}.")
     changes = _changes(folder, state["identity"], run.identity, run.config.resume_with_changes)
@@ -101,12 +88,6 @@ def resume(run: Run, folder: Path) -> Progress:
         progress.best_metric, progress.evaluations_since_best = None, 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
-
-
-def _print_other_machine(run: Run, saved: dict[str, Any]) -> None:
-    here = machine() | versions()
-    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
-        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:

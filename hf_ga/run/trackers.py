@@ -21,7 +21,7 @@ def tracker_names(report_to: str) -> list[str]:
     >>> tracker_names("none")
     []
     """
-    installed = [str(getattr(name, "value", name)) for name in get_available_trackers()]
+    installed = [str(name) for name in get_available_trackers()]
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     if missing := [name for name in names if name not in ("all", *installed)]:
         raise ConfigError(

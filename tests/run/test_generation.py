@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from runs import job_config, lines_of, train_job
 
-from hf_ga import FinetuneConfig
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.data import prepare_data
+from hf_ga.run.build import prepare_setup
 from hf_ga.run.metrics import TEXT_METRICS
-from hf_ga.run.models import load_tokenizer
 from hf_ga.run.readers import generated_targets
 
 NAME, NOISE = "translations", 0.5
@@ -36,9 +35,10 @@ def model(trained):
     return model.eval()
 
 
-def samples_of(place, sources=SOURCES):
-    data = prepare_data(job_config(place, place / "unused", NAME), load_tokenizer(job_config(place, place / "unused", NAME)))
-    return data.tokenizer, [{"input_ids": data.tokenizer(text)["input_ids"]} for text in sources]
+def setup_and_samples(place, num_beams=1):
+    config = job_config(place, place / "unused", NAME, max_new_tokens=6, num_beams=num_beams)
+    setup = prepare_setup(config, Accelerator(cpu=True))
+    return setup, [{"input_ids": setup.data.tokenizer(text)["input_ids"]} for text in SOURCES]
 
 
 @torch.no_grad()
@@ -53,27 +53,29 @@ def by_hand(model, ids, count):
 
 def test_a_generated_text_is_that_of_its_source_alone(place, model):
     """In batches of every size; the control: without the mask, padding would change it."""
-    tokenizer, samples = samples_of(place)
+    setup, samples = setup_and_samples(place)
+    tokenizer = setup.data.tokenizer
     expected = [tokenizer.decode(by_hand(model, s["input_ids"], 6), skip_special_tokens=True).strip() for s in samples]
     for size in (1, 4):
         made, unmasked = [], []
         for start in range(0, len(samples), size):
             batch = collate_ids(samples[start : start + size], tokenizer.pad_token_id)
-            made += generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1))
+            made += generated_targets(setup, model, batch)
             batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-            unmasked += generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1))
+            unmasked += generated_targets(setup, model, batch)
         assert made == expected and len(set(made)) > 3
         assert size == 1 or unmasked != expected
 
 
 def test_beams_reach_the_search(place, model):
     """Against `generate` with as many; the control: greedy search finds other texts."""
-    tokenizer, samples = samples_of(place)
+    greedy, samples = setup_and_samples(place)
+    tokenizer = greedy.data.tokenizer
     batch = collate_ids(samples, tokenizer.pad_token_id)
     made = model.generate(**batch, max_new_tokens=6, num_beams=8, do_sample=False)
     expected = [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
-    assert generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=8)) == expected
-    assert generated_targets(model, tokenizer, batch, FinetuneConfig(max_new_tokens=6, num_beams=1)) != expected
+    assert generated_targets(setup_and_samples(place, num_beams=8)[0], model, batch) == expected
+    assert generated_targets(greedy, model, batch) != expected
 
 
 def test_metrics_of_generated_texts(place, trained, tmp_path):
@@ -84,7 +86,6 @@ def test_metrics_of_generated_texts(place, trained, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     texts, targets = [row["prediction"]["text"] for row in rows], [row["target"] for row in rows]
     for name, metric in TEXT_METRICS.items():
-        computed = metric(keep_in_memory=True).compute(predictions=texts, references=targets)
-        assert computed == {name: pytest.approx(results[f"eval_{name}"])}
+        assert metric(targets, texts) == pytest.approx(results[f"eval_{name}"])
     assert 0 < results["eval_rougeL"] < 1  # the control: neither is what any text would give
     assert lines_of(trained)[-1]["eval_rougeL"] == pytest.approx(results["eval_rougeL"], rel=1e-6)

@@ -55,8 +55,8 @@ def test_early_stopping(name, monkeypatch):
     config = hf_ga.FinetuneConfig(task="text-classification", early_stopping_patience=patience, metric_for_best_model=metric)
     left, kept, progress = iter(values), [], Progress()
     accelerator = SimpleNamespace(is_main_process=False)
-    run = SimpleNamespace(config=config, accelerator=accelerator, evaluate=lambda: {f"eval_{metric}": next(left)})
-    monkeypatch.setattr(loop, "save_best", lambda run: kept.append(progress.step))
+    run = SimpleNamespace(config=config, accelerator=accelerator, model=None, evaluate=lambda: {f"eval_{metric}": next(left)})
+    monkeypatch.setattr(loop, "save_best", lambda run, model: kept.append(progress.step))
     while progress.step < len(values) and not loop.stopped_early(run, progress):
         progress.step += 1
         loop._evaluate(run, progress)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from matplotlib.figure import Figure
 from runs import saved_weights, small_config, train_job
 from safetensors.torch import load_file
@@ -44,8 +45,8 @@ def test_a_model_that_was_saved_in_another_type_is_what_it_was(place, tmp_path):
     model = tf.AutoModelForMaskedLM.from_pretrained(place / "job-bert", dtype=torch.float32)
     before = [(p, p.detach().clone()) for p in model.parameters()]
     tokenizer = tf.AutoTokenizer.from_pretrained(place / "job-bert")
-    setup = SimpleNamespace(output_dir=tmp_path, data=SimpleNamespace(tokenizer=tokenizer), dtype=torch.bfloat16)
-    save_best(setup, model)
+    own = {"accelerator": Accelerator(cpu=True), "output_dir": tmp_path, "dtype": torch.bfloat16}
+    save_best(SimpleNamespace(data=SimpleNamespace(tokenizer=tokenizer), **own), model)
     assert dtypes(tmp_path / "best") == {torch.bfloat16}
     assert all(p is q and torch.equal(p, value) for p, (q, value) in zip(model.parameters(), before, strict=True))
     assert model.dtype == model.config.dtype == torch.float32
