@@ -6,7 +6,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).parent / "support"  # what tests of several rooms share; the programs that tests start find it, too
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
     os.environ[name] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

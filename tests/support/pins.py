@@ -156,7 +156,7 @@ def runs() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for setting in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    for setting in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ[setting] = "1"
     torch.set_num_threads(1)
     floats = json.loads(FILE.read_text())["floats"]
