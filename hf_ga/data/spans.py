@@ -5,26 +5,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, List, Value
+from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.checks import check_values
-from hf_ga.data.tokenization import check_fast, check_room
+from hf_ga.data.tokenization import check_fast, encode
 
 Rows = dict[str, list]
 
 
-def encode_answers(rows: DatasetDict) -> DatasetDict:
+def encode_answers(dataset: Dataset, split: str) -> Dataset:
     """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty if there is no answer.
 
     Raises:
         DataError: another format, or a text that is not in its context at its answer_start.
     """
-    return DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
-
-
-def _encoded(dataset: Dataset, split: str) -> Dataset:
     rows, remedy = list(dataset), "Choose the column with --label_column, or fix these rows."
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
     check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, remedy)
@@ -65,17 +61,12 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
-    check_room(tokenizer, max_length, is_pair=True)
-    whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
-    truncation = "only_second" if max_length else False
-    encoded = tokenizer(
-        questions, contexts, return_offsets_mapping=True, truncation=truncation, max_length=max_length, verbose=False
-    )
+    encoded, was_cut = encode(tokenizer, max_length, questions, contexts, truncation="only_second", return_offsets_mapping=True)
     columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
         answer = _first_answer(rows, i) if ids else None
-        sample = _sample(ids, *_characters(encoded, i), answer, tokenizer.cls_token_id, was_cut=0 < len(ids) < len(whole[i]))
+        sample = _sample(ids, *_characters(encoded, i), answer, tokenizer.cls_token_id, was_cut=bool(ids) and was_cut[i])
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
     columns["context"] = contexts
