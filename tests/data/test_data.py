@@ -490,12 +490,17 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
     other = write(tmp_path / "v.jsonl", [{"text": "a b", "label": "pos"}, {"text": "c", "label": "pos"}])
     test = write(tmp_path / "t.jsonl", [{"text": "d", "label": "neg"}])
     config = FinetuneConfig(
-        eval_only=True, model_name_or_path="m", task="text-classification", validation_file=other, test_file=test
+        eval_only=True,
+        model_name_or_path="m",
+        task="text-classification",
+        validation_file=other,
+        test_file=test,
+        max_eval_samples=1,
     )
     data = prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
-    assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0, 0], "test": [1]}
+    assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0], "test": [1]}
     assert data.labels == ["pos", "neg"] and data.facts == [] and data.content_hash == ""
-    assert data.description == f"{other}, {test}: 2 validation, 1 test rows"
+    assert data.description == f"{other}, {test}: 1 validation, 1 test rows"
     config.validation_file = None
     assert set(prepare_data(config, letter_tokenizer(), known=["pos", "neg"]).splits) == {"test"}
     config.test_file = write(tmp_path / "u.jsonl", [{"text": "d", "label": -1}])
