@@ -62,8 +62,11 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
     """
     first = next(iter(rows.values()))
     chosen = _inputs(first, options, task)
-    if needs_label and task.labels != "none":
-        chosen |= _learned(first, options, task, chosen)
+    if needs_label and task.labels == "target":
+        chosen["target"] = options.target_column or _target(first, chosen["text"])
+    elif needs_label and task.labels != "none":
+        role = "answers" if task.labels == "answers" else "label"
+        chosen[role] = options.label_column or _first(first, LABELS[task.labels])
     check_columns(rows, chosen)
     if len(set(chosen.values())) < len(chosen):
         listed = " and ".join(FLAGS.get(role, role) for role in chosen)
@@ -140,12 +143,6 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
         pair = options.text_pair_column or (known.get(text) if options.text_column is None else None)
         return {"text": text, "text_pair": pair} if pair else {"text": text}
     return {"text": options.text_column or _default_text(dataset, options)}
-
-
-def _learned(dataset: Dataset, options: DataOptions, task: Task, inputs: dict[str, str]) -> dict[str, str]:
-    if task.labels == "target":
-        return {"target": options.target_column or _target(dataset, inputs["text"])}
-    return {"answers" if task.labels == "answers" else "label": options.label_column or _first(dataset, LABELS[task.labels])}
 
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:

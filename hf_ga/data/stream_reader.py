@@ -100,11 +100,11 @@ class WindowReader(IterableDataset):
             ids = np.array(list(held.samples), np.int64)
             lengths = np.array([self.length_of(sample) for sample in held.samples.values()], np.int64)
             request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
-            fetcher = self.fetcher.of(held)
-            batches = fetcher[request]
-            self.fetcher.is_repeatable, self.fetcher.sample_entries = fetcher.is_repeatable, fetcher.sample_entries
+            self.fetcher.dataset = held
+            batches = self.fetcher[request]
+            self.fetcher.dataset = None
             yield request, held, batches
-            del held, fetcher, request, batches  # free the window while the next one is read
+            del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
         size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed
