@@ -160,7 +160,7 @@ class Diagnosis:
         subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
             for switch in off.values():
-                stack.enter_context(switch.off(subject.model))
+                stack.enter_context(switch.off())
             window = self.window.padded_to_window() if "padding width" in off else self.window
             keyed = "dropout" not in off
             whole = window.split([np.arange(window.num_samples)])

@@ -36,10 +36,7 @@ class CheckedLayout:
 
     def window(self, subject: Subject) -> Window:
         """All micro-batches of the window, on every process."""
-        size = sum(self.sizes)
-        return subject.window(
-            size, per_device_batch_size=size, planner=lambda lengths, processes: [self.offsets, *[[]] * (processes - 1)]
-        ).split(self.offsets)
+        return subject.window(sum(self.sizes)).split(self.offsets)
 
 
 def own_share(window: Window, accelerator: Accelerator) -> Window:

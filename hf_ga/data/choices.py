@@ -10,10 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.checks import check_values
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.tokenization import encode, without_empty
+from hf_ga.data.tokenization import Rows, encode, without_empty
 from hf_ga.errors import DataError
-
-Rows = dict[str, list]
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:

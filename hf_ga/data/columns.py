@@ -54,11 +54,11 @@ FLAGS = {
 
 
 def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_label: bool = True) -> dict[str, str]:
-    """Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`,
-    `choices` (or `choice0`, `choice1`, ...), `target`, or the names of conversation columns.
+    """Role -> column; `rename_columns` checks them. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`,
+    `answers`, `choices` (or `choice0`, `choice1`, ...), `target`, or the names of conversation columns.
 
     Raises:
-        DataError: a named or required column is missing in a split; one column for two roles.
+        DataError: one column for two roles; blocks of conversations.
     """
     first = next(iter(rows.values()))
     chosen = _inputs(first, options, task)
@@ -67,29 +67,24 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_la
     elif needs_label and task.labels != "none":
         role = "answers" if task.labels == "answers" else "label"
         chosen[role] = options.label_column or _first(first, LABELS[task.labels])
-    check_columns(rows, chosen)
     if len(set(chosen.values())) < len(chosen):
         listed = " and ".join(FLAGS.get(role, role) for role in chosen)
         raise DataError(f"{listed} must be different columns, got {', '.join(map(repr, chosen.values()))}: name one for each.")
     return chosen
 
 
-def check_columns(rows: DatasetDict, roles: dict[str, str]) -> None:
-    """Raise DataError if a column is missing in a split."""
+def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
+    """Select the chosen columns and rename them to their roles.
+
+    Raises:
+        DataError: a column is missing in a split; texts that are not strings, or not valid UTF-8.
+    """
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
                 has = ", ".join(dataset.column_names)
                 remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
                 raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
-
-
-def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
-    """Select the chosen columns and rename them to their roles.
-
-    Raises:
-        DataError: texts that are not strings, or not valid UTF-8.
-    """
     rows = rows.select_columns(list(roles.values()))
     rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
     for split, dataset in rows.items():

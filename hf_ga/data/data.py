@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
-from hf_ga.data.columns import check_columns, choose_columns, rename_columns
+from hf_ga.data.columns import choose_columns, rename_columns
 from hf_ga.data.corpus import SPLITS
 from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
@@ -123,7 +123,6 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if not data.columns:  # no other rows were read
         data.columns = choose_columns(columns, options, data.task, needs_label=False)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
-    check_columns(columns, roles)
     named = rename_columns(columns, roles)["predict"]
     inputs = named
     if data.task.labels == "choice":

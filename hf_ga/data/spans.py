@@ -10,9 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.checks import check_values
-from hf_ga.data.tokenization import check_fast, encode
-
-Rows = dict[str, list]
+from hf_ga.data.tokenization import Rows, check_fast, encode
 
 
 def encode_answers(dataset: Dataset, split: str) -> Dataset:
