@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data.checks import check_values
+from hf_ga.data.checks import FIX_LABELS, check_values
 from hf_ga.data.collation import collate_ids
 from hf_ga.data.tokenization import Rows, encode, without_empty
 from hf_ga.errors import DataError
@@ -43,8 +43,10 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in of_row] for row, of_row in pairs]
     if "label" in dataset.column_names:
         labels = [{"label": row["label"], "choices": len(of_row)} for row, of_row in pairs]
-        rule, remedy = "a label must be the 0-based index of a choice", "Choose the column with --label_column, or fix these rows."
-        check_values(split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, remedy)
+        rule = "a label must be the 0-based index of a choice"
+        check_values(
+            split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, FIX_LABELS
+        )
         dataset = dataset.remove_columns("label").add_column("label", [int(row["label"]) for row in labels])
     columns += ["text_pair"] if "text_pair" in dataset.column_names else []
     return dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))

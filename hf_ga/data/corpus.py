@@ -72,15 +72,14 @@ def load_stdlib() -> DatasetDict:
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
     """
-    by_split: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
-    for row in stdlib_rows():
-        by_split[split_of(row["name"])].append(row)
-    if not all(by_split.values()):
+    rows = list(stdlib_rows())
+    splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
+    if not all(splits.values()):
         raise DataError(
             f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to lack "
             "the sources of its library. Use a Python with them, or another dataset."
         )
-    return DatasetDict({split: Dataset.from_list(rows) for split, rows in by_split.items()})
+    return DatasetDict({split: Dataset.from_list(of_split) for split, of_split in splits.items()})
 
 
 def load(task: str) -> DatasetDict:
