@@ -55,18 +55,15 @@ class StreamFetcher(Fetcher):
     """Collates samples of one window; a proof uses the first samples of the stream."""
 
     def __init__(self, collate_fn: Collate) -> None:
-        super().__init__(HeldSamples([]), collate_fn)
+        super().__init__(None, collate_fn)  # a window's samples, while they are collated
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of one window."""
+        """The fetcher of one window, which the reader has collated; also keeps what came with the first window."""
+        self.first, self.is_repeatable = samples.first or self.first, True
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
-
-    def keep_first(self, samples: HeldSamples) -> None:
-        """Keep the samples that came with the first window."""
-        self.first, self.is_repeatable = samples.first or self.first, True
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
         """Samples from the beginning of the stream, over the whole range of lengths."""
