@@ -121,7 +121,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
     columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
     if not data.columns:  # no other rows were read
-        data.columns = choose_columns(columns, options, data.task, needs_label=False)
+        data.columns = choose_columns(columns, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
     named = rename_columns(columns, roles)["predict"]
     inputs = named

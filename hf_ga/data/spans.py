@@ -60,13 +60,13 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
     encoded, was_cut = encode(tokenizer, max_length, questions, contexts, truncation="only_second", return_offsets_mapping=True)
-    cls, columns = tokenizer.cls_token_id, {}
+    columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
         starts, ends = _characters(encoded, i)
         answer = _first_answer(rows, i) if ids else None
         found = _tokens_of(answer, starts, ends, was_cut[i]) if answer else None
-        no_answer = ids.index(cls) if cls in ids else 0
+        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first, last = found or (no_answer, no_answer)
         sample = {
             "input_ids": ids,
