@@ -34,7 +34,6 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
     columns = [name for name in dataset.column_names if name.startswith("choice")]
-    columns.sort(key=lambda name: int(name.removeprefix("choice")) if name != "choices" else 0)
     rows = list(dataset)
     choices = [row["choices"] if "choices" in row else [row[name] for name in columns] for row in rows]
     rule = "choices must be lists of strings"

@@ -108,7 +108,7 @@ def tokenize_targets(
     whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, most)
     filled = [target and ids for target, ids in zip(targets, columns["input_ids"], strict=True)]
     labels = without_empty(cut, filled)
-    was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
+    was_cut = [source or target for source, target in zip(columns["was_cut"], _shortened(whole, cut), strict=True)]
     return {**columns, "labels": labels, "num_targets": list(map(len, labels)), "was_cut": was_cut, "target": targets}
 
 
