@@ -91,6 +91,7 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
 
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
+        ConfigError: options or a tokenizer that do not fit the data or the task.
     """
     task = TASKS[options.task]
     rows, stream = load_rows(options)
@@ -119,14 +120,14 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
         DataError: a file cannot be read, or lacks a column.
     """
     rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
-    columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
+    splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
     if not data.columns:  # no other rows were read
-        data.columns = choose_columns(columns, options, data.task)
+        data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
-    named = rename_columns(columns, roles)["predict"]
-    inputs = named
+    splits = rename_columns(splits, roles)
+    named = inputs = splits["predict"]
     if data.task.labels == "choice":
-        inputs = encode_choices(DatasetDict(predict=named))["predict"]
+        inputs = encode_choices(splits)["predict"]
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
     tokenize = _tokenizing(named.column_names, options, data)

@@ -344,7 +344,6 @@ def test_rows_are_counted_and_said(tmp_path):
     other = write(tmp_path / "v.jsonl", [{"text": "a b"}])
     data = prepared(file, validation_file=other, max_length=4)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 6], [3, 4, 5, 6], [1]]
-    assert data.splits["train"]["length"][:] == [3, 4, 4, 4, 1]
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
     assert data.facts == [
         "train: 2 of 7 rows truncated to 4 tokens",
