@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
 from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, half_precision, hypotheses, relative_error
-from hf_ga.check.layouts import CheckedLayout, own_share
+from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
-from hf_ga.check.subjects import Step, Subject, run_ours, run_step
+from hf_ga.check.subjects import Step, Subject
 from hf_ga.check.switches import SWITCHES, Switch
 from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
@@ -166,7 +166,7 @@ class Diagnosis:
             keyed = "dropout" not in off
             whole = window.split([np.arange(window.num_samples)])
             reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
-            arm = reference if self.refused else self._arm(window)
+            arm = reference if self.refused else self.layout.run(subject, self.step, window)[1]
             sizes = norms(reference)
             frozen = [name for name, size in sizes.items() if size > 1e-6 * total(sizes) and not arm[name].any()]
             names = [name for name in reference if name not in frozen]
@@ -178,11 +178,6 @@ class Diagnosis:
                 counted.append(count)
         counts = _counts(window) if counted[0] is None else {"loss_fn": np.array(counted)}
         return Trial(_flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen)
-
-    def _arm(self, window: Window) -> Gradients:
-        if self.step is None:
-            return run_ours(self.subject, own_share(window, self.subject.accelerator))[1]
-        return run_step(self.step, self.subject, window, self.layout.accumulation_steps)[1]
 
 
 def _unevenness(row: Row) -> int:
