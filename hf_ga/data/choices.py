@@ -60,7 +60,7 @@ def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
 
     `input_ids` and `token_type_ids` have one list per choice; `length` is the length of the longest.
     """
-    num_choices = len(rows["choices"][0])  # of all rows
+    num_choices = len(rows["choices"][0])  # the same in all rows, see `encode_choices`
 
     def by_row(values: list) -> list[list]:
         return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
