@@ -11,21 +11,12 @@ from tqdm.auto import tqdm
 
 from hf_ga.check.diagnosis import explain
 from hf_ga.check.judging import Reference, compute_reference, judge
-from hf_ga.check.layouts import CheckedLayout, choose_layouts, own_share
+from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
 from hf_ga.check.same_bits import bits_row
-from hf_ga.check.subjects import (
-    DTYPES,
-    Step,
-    Subject,
-    make_accelerator,
-    own_accelerate_state,
-    run_ours,
-    run_step,
-    working_copy,
-)
+from hf_ga.check.subjects import DTYPES, Step, Subject, make_accelerator, own_accelerate_state, working_copy
 from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import check_supported
 from hf_ga.exact.batches import sample_length
@@ -132,11 +123,7 @@ def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, r
         row.refused = subject.refused
         return row
     try:
-        window = layout.window(subject)
-        if step is None:
-            outcome = run_ours(subject, own_share(window, subject.accelerator))
-        else:
-            outcome = run_step(step, subject, window, layout.accumulation_steps)
+        outcome = layout.run(subject, step, layout.window(subject))
     except (LossNotAdditive, UnkeyedRandomness) as error:
         row.refused = str(error)
     except Exception as error:

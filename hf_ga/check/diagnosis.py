@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
 from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, half_precision, hypotheses, relative_error
-from hf_ga.check.layouts import CheckedLayout, own_share
+from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
-from hf_ga.check.subjects import Step, Subject, run_ours, run_step
+from hf_ga.check.subjects import Step, Subject
 from hf_ga.check.switches import SWITCHES, Switch
 from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
@@ -91,8 +91,8 @@ class Diagnosis:
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
         rule = min(quiet.counts, key=quiet.additivity)
         residual = quiet.additivity(rule)
-        match, error, by_numbers = self._weights(quiet, rule)
-        found = [*self._not_additive(residual), *by_numbers, *self._reduced_in(quiet, error)]
+        match, error = self._weights(quiet, rule)
+        found = [*self._not_additive(residual), *match.causes, *self._reduced_in(quiet, error)]
         if quiet.frozen:
             found.append(Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}"))
         for suspect in self.suspects:
@@ -113,28 +113,29 @@ class Diagnosis:
                 return []
         return [Cause(suspect.name, suspect.text, f"relative error with it {error:.1e}, without {before:.1e}")]
 
-    def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float, list[Cause]]:
-        """The weights that the arm gave its micro-batches, their residual relative error, and the causes."""
+    def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+        """The weights that the arm gave its micro-batches, with the causes, and their residual relative error."""
         processes = self.subject.accelerator.num_processes
         candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, processes)
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
-            return match, error, list(match.causes)
+            return match, error
         norm = float(trial.arm.double().norm())
         clipped, left = best_match(trial.arm, trial.parts, [candidate.clipped(norm) for candidate in candidates])
         if left <= self.match:
-            return clipped, left, list(clipped.causes)
+            return clipped, left
         weights, left = fitted_weights(trial.arm, trial.parts)
-        n = trial.counts[rule]
         if left <= self.match:
+            n = trial.counts[rule]
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
-            return Hypothesis(weights), left, [Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")]
-        if error <= MATCH["bf16"] and self._reduced_in(trial, error):
-            return match, error, list(match.causes)
-        if error <= MATCH["bf16"]:
-            text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
-            return match, error, [*match.causes, Cause("precision", text)]
-        return match, error, []
+            cause = Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")
+            return Hypothesis(weights, (cause,)), left
+        if error > MATCH["bf16"]:
+            return replace(match, causes=()), error
+        if self._reduced_in(trial, error):
+            return match, error
+        text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
+        return replace(match, causes=(*match.causes, Cause("precision", text))), error
 
     def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
         """Processes that add up their gradients in half precision leave a sum that half precision can hold."""
@@ -160,12 +161,12 @@ class Diagnosis:
         subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
             for switch in off.values():
-                stack.enter_context(switch.off(subject.model))
+                stack.enter_context(switch.off())
             window = self.window.padded_to_window() if "padding width" in off else self.window
             keyed = "dropout" not in off
             whole = window.split([np.arange(window.num_samples)])
             reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
-            arm = reference if self.refused else self._arm(window)
+            arm = reference if self.refused else self.layout.run(subject, self.step, window)[1]
             sizes = norms(reference)
             frozen = [name for name, size in sizes.items() if size > 1e-6 * total(sizes) and not arm[name].any()]
             names = [name for name in reference if name not in frozen]
@@ -177,11 +178,6 @@ class Diagnosis:
                 counted.append(count)
         counts = _counts(window) if counted[0] is None else {"loss_fn": np.array(counted)}
         return Trial(_flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen)
-
-    def _arm(self, window: Window) -> Gradients:
-        if self.step is None:
-            return run_ours(self.subject, own_share(window, self.subject.accelerator))[1]
-        return run_step(self.step, self.subject, window, self.layout.accumulation_steps)[1]
 
 
 def _unevenness(row: Row) -> int:

@@ -106,7 +106,7 @@ def _usual(counts: dict[str, np.ndarray], right: str, accumulation_steps: int, n
 def best_match(vector: Tensor, parts: Sequence[Tensor], candidates: Sequence[Hypothesis]) -> tuple[Hypothesis, float]:
     """The hypothesis with the smallest relative error; if several are about as close, the first."""
     errors = [relative_error(candidate.gradient(parts), vector) for candidate in candidates]
-    near = next(i for i, error in enumerate(errors) if error <= 3 * min(errors) + 1e-7 or error == min(errors))
+    near = next(i for i, error in enumerate(errors) if error <= 3 * min(errors) + 1e-7)
     return candidates[near], errors[near]
 
 

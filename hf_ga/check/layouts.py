@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from accelerate import Accelerator
 
-from hf_ga.check.subjects import Subject
+from hf_ga.check.gradients import Gradients
+from hf_ga.check.subjects import Step, Subject, run_ours, run_step
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
@@ -36,10 +37,13 @@ class CheckedLayout:
 
     def window(self, subject: Subject) -> Window:
         """All micro-batches of the window, on every process."""
-        size = sum(self.sizes)
-        return subject.window(
-            size, per_device_batch_size=size, planner=lambda lengths, processes: [self.offsets, *[[]] * (processes - 1)]
-        ).split(self.offsets)
+        return subject.window(sum(self.sizes)).split(self.offsets)
+
+    def run(self, subject: Subject, step: Step | None, window: Window) -> tuple[float | None, Gradients]:
+        """Mean loss and gradients of hf_ga (step None) on this process's share of a window, or of a step on all of it."""
+        if step is None:
+            return run_ours(subject, own_share(window, subject.accelerator))
+        return run_step(step, subject, window, self.accumulation_steps)
 
 
 def own_share(window: Window, accelerator: Accelerator) -> Window:

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class EquivalenceReport:
 
     def arm(self, name: str) -> "EquivalenceReport":
         """The report of one arm."""
-        rows = [row for row in self.rows if row.arm == name]
-        return EquivalenceReport(self.model, rows, self.facts, self.settings, self.versions)
+        return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
         """Why an arm differs -> the layouts with this cause; empty if it passed."""

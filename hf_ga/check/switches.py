@@ -19,7 +19,7 @@ _DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_d
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout() -> Iterator[None]:
     """Disable torch's dropout functions."""
     attention = F.scaled_dot_product_attention
 
@@ -34,12 +34,12 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def without_batch_statistics(model: nn.Module) -> AbstractContextManager:
+def without_batch_statistics() -> AbstractContextManager:
     """BatchNorm normalises by its running statistics without updating them."""
     return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
 
 
-def without_clipping(model: nn.Module) -> AbstractContextManager:
+def without_clipping() -> AbstractContextManager:
     """Make torch's clipping by norm, which Accelerate and Trainer also call, return the norm without clipping."""
     original = nn.utils.clip_grad_norm_
     return patch.object(nn.utils, "clip_grad_norm_", lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf))
@@ -55,7 +55,7 @@ class Switch(NamedTuple):
     name: str
     text: str
     applies: Callable[[Subject, Window], bool]
-    off: Callable[[nn.Module], AbstractContextManager]
+    off: Callable[[], AbstractContextManager]
 
 
 def _has_unequal_widths(window: Window) -> bool:

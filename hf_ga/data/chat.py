@@ -19,14 +19,13 @@ Message = dict[str, str]
 Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether rendered by a template
 
 KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
-OPTIONAL = {"instruction": ("input",)}
 
 
 def chat_columns(columns: Collection[str]) -> list[str]:
     """The conversation columns of a dataset; empty if it has none."""
     for needed in KINDS:
         if set(needed) <= set(columns):
-            return [*needed, *(c for c in OPTIONAL.get(needed[0], ()) if c in columns)]
+            return [*needed, "input"] if "instruction" in needed and "input" in columns else list(needed)
     return []
 
 

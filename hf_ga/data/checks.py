@@ -6,6 +6,7 @@ from typing import Any
 from hf_ga.errors import DataError
 
 NUM_SHOWN = 3
+FIX_LABELS = "Choose the column with --label_column, or fix these rows."  # a remedy
 
 
 def check_values(split: str, values: Collection[Any], is_valid: Callable[[Any], bool], rule: str, remedy: str) -> None:

@@ -8,12 +8,10 @@ from datasets import Dataset, DatasetDict, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data.checks import check_values
+from hf_ga.data.checks import FIX_LABELS, check_values
 from hf_ga.data.collation import collate_ids
-from hf_ga.data.tokenization import check_room
+from hf_ga.data.tokenization import Rows, encode, without_empty
 from hf_ga.errors import DataError
-
-Rows = dict[str, list]
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
@@ -36,7 +34,6 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
 
 def _encoded(dataset: Dataset, split: str) -> Dataset:
     columns = [name for name in dataset.column_names if name.startswith("choice")]
-    columns.sort(key=lambda name: int(name.removeprefix("choice")) if name != "choices" else 0)
     rows = list(dataset)
     choices = [row["choices"] if "choices" in row else [row[name] for name in columns] for row in rows]
     rule = "choices must be lists of strings"
@@ -45,8 +42,10 @@ def _encoded(dataset: Dataset, split: str) -> Dataset:
     texts = [[f"{row.get('text_pair') or ''} {text or ''}".removeprefix(" ") for text in of_row] for row, of_row in pairs]
     if "label" in dataset.column_names:
         labels = [{"label": row["label"], "choices": len(of_row)} for row, of_row in pairs]
-        rule, remedy = "a label must be the 0-based index of a choice", "Choose the column with --label_column, or fix these rows."
-        check_values(split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, remedy)
+        rule = "a label must be the 0-based index of a choice"
+        check_values(
+            split, labels, lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"], rule, FIX_LABELS
+        )
         dataset = dataset.remove_columns("label").add_column("label", [int(row["label"]) for row in labels])
     columns += ["text_pair"] if "text_pair" in dataset.column_names else []
     return dataset.remove_columns(columns).add_column("choices", texts, feature=List(Value("string")))
@@ -61,21 +60,21 @@ def tokenize_choices(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length:
 
     `input_ids` and `token_type_ids` have one list per choice; `length` is the length of the longest.
     """
-    check_room(tokenizer, max_length, is_pair=True)
-    columns: Rows = {name: [] for name in ("input_ids", "length", "num_targets", "was_cut", "token_type_ids")}
-    for text, choices in zip(rows["text"], rows["choices"], strict=True):
-        is_empty = not text or not any(choices)
-        pairs = ([], []) if is_empty else ([text] * len(choices), choices)
-        whole = {} if is_empty else tokenizer(*pairs, verbose=False)
-        cut = {} if is_empty else tokenizer(*pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
-        ids = cut.get("input_ids", [])
-        columns["input_ids"].append(ids)
-        columns["length"].append(max(map(len, ids), default=0))
-        columns["num_targets"].append(int(not is_empty))
-        columns["was_cut"].append(ids != whole.get("input_ids", []))
-        columns["token_type_ids"].append(cut.get("token_type_ids", []))
-    if not any(columns["token_type_ids"]):  # the tokenizer does not use them
-        del columns["token_type_ids"]
+    num_choices = len(rows["choices"][0])  # the same in all rows, see `encode_choices`
+
+    def by_row(values: list) -> list[list]:
+        return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
+
+    texts = [text or "" for text in rows["text"] for _ in range(num_choices)]
+    encoded, was_cut = encode(tokenizer, max_length, texts, [choice for choices in rows["choices"] for choice in choices])
+    filled = [bool(text) and any(choices) for text, choices in zip(rows["text"], rows["choices"], strict=True)]
+    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    columns = {name: without_empty(by_row(encoded[name]), filled) for name in names}
+    columns |= {
+        "length": [max(map(len, ids), default=0) for ids in columns["input_ids"]],
+        "num_targets": list(map(int, filled)),
+        "was_cut": list(map(any, without_empty(by_row(was_cut), filled))),
+    }
     return columns | ({"label": rows["label"]} if "label" in rows else {})
 
 

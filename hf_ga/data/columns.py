@@ -53,40 +53,38 @@ FLAGS = {
 }
 
 
-def choose_columns(rows: DatasetDict, options: DataOptions, task: Task, needs_label: bool = True) -> dict[str, str]:
-    """Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`,
-    `choices` (or `choice0`, `choice1`, ...), `target`, or the names of conversation columns.
+def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[str, str]:
+    """Role -> column, as the flags say or as the first split suggests; `rename_columns` checks them.
+
+    Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`, `choices` (or `choice0`, `choice1`, ...),
+    `target`, or the names of conversation columns.
 
     Raises:
-        DataError: a named or required column is missing in a split; one column for two roles.
+        DataError: conversations that would be cut into blocks.
     """
     first = next(iter(rows.values()))
     chosen = _inputs(first, options, task)
-    if needs_label and task.labels != "none":
-        chosen |= _learned(first, options, task, chosen)
-    check_columns(rows, chosen)
-    if len(set(chosen.values())) < len(chosen):
-        listed = " and ".join(FLAGS.get(role, role) for role in chosen)
-        raise DataError(f"{listed} must be different columns, got {', '.join(map(repr, chosen.values()))}: name one for each.")
+    if task.labels in LABELS:
+        role = "answers" if task.labels == "answers" else "label"
+        chosen[role] = options.label_column or _first(first, LABELS[task.labels])
     return chosen
-
-
-def check_columns(rows: DatasetDict, roles: dict[str, str]) -> None:
-    """Raise DataError if a column is missing in a split."""
-    for split, dataset in rows.items():
-        for role, column in roles.items():
-            if column not in dataset.column_names:
-                has = ", ".join(dataset.column_names)
-                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
-                raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
 
 
 def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     """Select the chosen columns and rename them to their roles.
 
     Raises:
-        DataError: texts that are not strings, or not valid UTF-8.
+        DataError: a column is missing in a split; one column for two roles; texts that are not strings, or not valid UTF-8.
     """
+    for split, dataset in rows.items():
+        for role, column in roles.items():
+            if column not in dataset.column_names:
+                has = ", ".join(dataset.column_names)
+                remedy = f"Name it with --{FLAGS[role]}." if role in FLAGS else "Add it, or rename a column."
+                raise DataError(f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: {has}. {remedy}")
+    if len(set(roles.values())) < len(roles):
+        listed = " and ".join(FLAGS.get(role, role) for role in roles)
+        raise DataError(f"{listed} must be different columns, got {', '.join(map(repr, roles.values()))}: name one for each.")
     rows = rows.select_columns(list(roles.values()))
     rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
     for split, dataset in rows.items():
@@ -125,7 +123,7 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
     if task.labels == "choice":
         return _question_and_choices(dataset, options)
     if task.labels == "target":
-        return {"text": options.text_column or _source(dataset)}
+        return _source_and_target(dataset, options)
     chat = chat_columns(dataset.column_names)
     if task.pipeline == "text-generation" and options.text_column is None and chat:
         if options.block_size:
@@ -142,12 +140,6 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
     return {"text": options.text_column or _default_text(dataset, options)}
 
 
-def _learned(dataset: Dataset, options: DataOptions, task: Task, inputs: dict[str, str]) -> dict[str, str]:
-    if task.labels == "target":
-        return {"target": options.target_column or _target(dataset, inputs["text"])}
-    return {"answers" if task.labels == "answers" else "label": options.label_column or _first(dataset, LABELS[task.labels])}
-
-
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Columns of the text, of the beginning of each choice, and of the choices: one of lists, or one per choice."""
     names = dataset.column_names
@@ -161,19 +153,15 @@ def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, s
     return {**roles, **{f"choice{i}": name for i, name in enumerate(numbered)}}
 
 
-def _source(dataset: Dataset) -> str:
-    """The first text of a well-known pair, or the first language of (flattened) translations."""
+def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]:
+    """The texts of a well-known pair, or the first two languages of (flattened) translations."""
     names = dataset.column_names
     languages = [name for name in names if name.startswith("translation.")]
-    known = [source for source, target in SOURCES.items() if {source, target} <= set(names)]
-    return [*known, *languages, *(source for source in SOURCES if source in names), "source"][0]
-
-
-def _target(dataset: Dataset, source: str) -> str:
-    languages = [name for name in dataset.column_names if name.startswith("translation.") and name != source]
-    known = [SOURCES[source]] if SOURCES.get(source) in dataset.column_names else []
-    others = [target for target in SOURCES.values() if target in dataset.column_names]
-    return [*known, *languages, *others, "target"][0]
+    pairs = [source for source, target in SOURCES.items() if {source, target} <= set(names)]
+    source = options.text_column or [*pairs, *languages, *(name for name in SOURCES if name in names), "source"][0]
+    partner = [SOURCES[source]] if SOURCES.get(source) in names else []
+    others = [name for name in (*languages, *SOURCES.values()) if name in names and name != source]
+    return {"text": source, "target": options.target_column or [*partner, *others, "target"][0]}
 
 
 def _default_text(dataset: Dataset, options: DataOptions) -> str:

@@ -23,10 +23,6 @@ from hf_ga.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")  # ids 0 to 5
-# The tokenizer's model_max_length in tokens: above the longest string (1,567 tokens in Python 3.11), as transformers warns about
-# longer ones. max_length limits the samples.
-MODEL_MAX_LENGTH = 2048
-
 # Installed packages, generated files, and tests of the library.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 FEWEST_ROWS = 100  # training rows that make a package a label of text-classification
@@ -76,15 +72,14 @@ def load_stdlib() -> DatasetDict:
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
     """
-    by_split: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
-    for row in stdlib_rows():
-        by_split[split_of(row["name"])].append(row)
-    if not all(by_split.values()):
+    rows = list(stdlib_rows())
+    splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
+    if not all(splits.values()):
         raise DataError(
             f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to lack "
             "the sources of its library. Use a Python with them, or another dataset."
         )
-    return DatasetDict({split: Dataset.from_list(rows) for split, rows in by_split.items()})
+    return DatasetDict({split: Dataset.from_list(of_split) for split, of_split in splits.items()})
 
 
 def load(task: str) -> DatasetDict:
@@ -145,7 +140,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
         cls_token="<cls>",
         sep_token="<sep>",
         unk_token="<unk>",
-        model_max_length=MODEL_MAX_LENGTH,
         # Without token_type_ids: GPT-2 embeds them with its word embeddings and would add <pad>'s to every token.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,

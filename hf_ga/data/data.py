@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.choices import encode_choices
-from hf_ga.data.columns import check_columns, choose_columns, rename_columns
+from hf_ga.data.columns import choose_columns, rename_columns
 from hf_ga.data.corpus import SPLITS
 from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
@@ -27,11 +27,9 @@ from hf_ga.data.tasks import TASKS, Task
 from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
 from hf_ga.errors import ConfigError, DataError
 
-# Columns of samples that only metrics and predictions need; see `tokenization`.
-FOR_METRICS = ("starts", "ends", "no_answer", "context", "answers", "answer_is_lost", "target")
 # Roles of columns that rows to predict do not need.
 LEARNED = {"label", "answers", "target"}
-# Numeric columns of a sample that determine what a model learns.
+# Numeric columns of a sample that determine what a model learns; the others are for metrics, predictions and the log.
 _LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
 _FORMAT = 5  # part of the cache key: increment when tokenization changes
 # Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
@@ -80,9 +78,8 @@ class PreparedData:
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
-        """A split as a dataset for a window loader: without columns that only metrics need, and for a masked LM with mask keys."""
-        dataset = self.splits[split]
-        dataset = dataset.remove_columns([name for name in FOR_METRICS if name in dataset.column_names])
+        """A split as a dataset for a window loader: only what a model learns from, and for a masked LM with mask keys."""
+        dataset = _learned_from(self.splits[split])
         return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
@@ -94,6 +91,7 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
 
     Raises:
         DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
+        ConfigError: options or a tokenizer that do not fit the data or the task.
     """
     task = TASKS[options.task]
     rows, stream = load_rows(options)
@@ -122,15 +120,14 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
         DataError: a file cannot be read, or lacks a column.
     """
     rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
-    columns = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
+    splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
     if not data.columns:  # no other rows were read
-        data.columns = choose_columns(columns, options, data.task, needs_label=False)
+        data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
-    check_columns(columns, roles)
-    named = rename_columns(columns, roles)["predict"]
-    inputs = named
+    splits = rename_columns(splits, roles)
+    named = inputs = splits["predict"]
     if data.task.labels == "choice":
-        inputs = encode_choices(DatasetDict(predict=named))["predict"]
+        inputs = encode_choices(splits)["predict"]
     if data.task.labels == "tags":
         inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
     tokenize = _tokenizing(named.column_names, options, data)
@@ -161,7 +158,7 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
     if kind in ("none", "target"):
         return rows
     if kind == "answers":
-        return encode_answers(rows)
+        return DatasetDict({split: encode_answers(dataset, split) for split, dataset in rows.items()})
     unlabelled = (-1, "", None) if kind == "choice" else (-1,)
     if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
@@ -226,10 +223,13 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
     return [f"{split}: {count:,} of {len(dataset):,} rows {what}" for what, count in counts.items() if count]
 
 
+def _learned_from(samples: Dataset) -> Dataset:
+    return samples.select_columns([name for name in _LEARNED_FROM if name in samples.column_names])
+
+
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
     """Hash of what a model learns from: numeric columns of the training samples and label names, independent of the source."""
     digest = hashlib.sha256(json.dumps(labels).encode())
-    learned = train.select_columns([name for name in _LEARNED_FROM if name in train.column_names])
-    for rows in learned.iter(batch_size=1000):
+    for rows in _learned_from(train).iter(batch_size=1000):
         digest.update(json.dumps(rows).encode())
     return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import load_dataset
 from datasets.utils import logging
 
-from hf_ga.errors import DataError
+from hf_ga.errors import DataError, HfGaError
 
 FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
 
@@ -34,30 +34,20 @@ def load_files(files: Sequence[str], *, streaming: bool = False) -> Any:
         DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a match; files of different
             types or columns.
     """
-    kind, paths = _readable_files(files)
-    with reading(", ".join(files)):
-        return load_dataset(kind, data_files=paths, split="train", streaming=streaming)
-
-
-def _readable_files(files: Sequence[str]) -> tuple[str, list[str]]:
-    """Type and paths of files, checked before they are parsed. Raises DataError as `load_files`."""
     paths = [path for file in files for path in _matches(file)]
-    kinds = {path: _readable_file(path) for path in paths}
+    kinds = {path: _checked_kind(path) for path in paths}
     if len(set(kinds.values())) > 1:
         first = {kind: path for path, kind in reversed(kinds.items())}
         found = ", ".join(f"{Path(path).name} ({kind})" for kind, path in first.items())
         raise DataError(f"the files of {', '.join(files)} are of different types: {found}. Give files of one type.")
     if len(paths) > 1:
         check_same_columns([(path, _columns(kind, path)) for path, kind in kinds.items()])
-    return kinds[paths[0]], paths
+    with reading(", ".join(files)):
+        return load_dataset(kinds[paths[0]], data_files=paths, split="train", streaming=streaming)
 
 
-def _readable_file(file: str) -> str:
-    """Type of a file, checked before it is parsed.
-
-    Raises:
-        DataError: it is missing, empty or of an unknown type.
-    """
+def _checked_kind(file: str) -> str:
+    """Type of a file, checked before it is parsed."""
     path = Path(file)
     kind = _file_kind(path)
     if not path.is_file():
@@ -93,12 +83,12 @@ def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log message."""
+    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log message; pass our own on."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except DataError:
+    except HfGaError:
         raise
     except Exception as error:
         raise unreadable(name, error) from error

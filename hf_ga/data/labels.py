@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict
 
-from hf_ga.data.checks import NUM_SHOWN, check_values
+from hf_ga.data.checks import FIX_LABELS, NUM_SHOWN, check_values
 from hf_ga.errors import DataError
 from hf_ga.exact.batches import IGNORED_LABEL
 
 LARGEST = float(np.finfo(np.float32).max)
-CHOOSE = "Choose the column with --label_column, or fix these rows."
 
 
 def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> tuple[DatasetDict, list[str]]:
@@ -62,17 +61,17 @@ def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
     """The labels of each row as a list, with their types checked."""
     values = dataset["label"][:]
     if kind == "class":
-        check_values(split, values, _is_label, "labels must be names or whole numbers", CHOOSE)
+        check_values(split, values, _is_label, "labels must be names or whole numbers", FIX_LABELS)
         return [[value] for value in values]
     rule = "labels must be lists of names or whole numbers"
-    check_values(split, values, lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))), rule, CHOOSE)
+    check_values(split, values, lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))), rule, FIX_LABELS)
     lists = [row or [] for row in values]
     if kind == "tags":
         pairs = list(zip(dataset["tokens"][:], lists, strict=True))
-        check_values(split, pairs, lambda pair: len(pair[0] or []) == len(pair[1]), "every word needs one tag", CHOOSE)
+        check_values(split, pairs, lambda pair: len(pair[0] or []) == len(pair[1]), "every word needs one tag", FIX_LABELS)
     elif _class_label(dataset) is None:
         rule = "a list must contain each label that applies once (not a 0 or 1 for every label)"
-        check_values(split, lists, lambda row: len(set(row)) == len(row) or isinstance(row[0], str), rule, CHOOSE)
+        check_values(split, lists, lambda row: len(set(row)) == len(row) or isinstance(row[0], str), rule, FIX_LABELS)
     return lists
 
 
@@ -108,7 +107,7 @@ def _name(value: Any, feature: ClassLabel | None) -> str:
 def _numbers(dataset: Dataset, split: str) -> list[float]:
     """One number per row, finite in float32 (the dtype of the loss)."""
     values = dataset["label"][:]
-    check_values(split, values, _is_finite, "labels of a regression must be finite float32 numbers", CHOOSE)
+    check_values(split, values, _is_finite, "labels of a regression must be finite float32 numbers", FIX_LABELS)
     return [float(value) for value in values]
 
 

@@ -44,10 +44,9 @@ def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None
     files = {"validation": options.validation_file, "test": options.test_file}
     extra = {split: load_files(as_list(file)) for split, file in files.items() if file}
     has_own_rows = bool(extra) or options.predict_file is not None
-    if options.eval_only and has_own_rows and options.dataset_name == "stdlib":
-        return DatasetDict(extra), None
+    files_only = options.eval_only and has_own_rows and options.dataset_name == "stdlib"
+    named, stream = ({} if files_only else _named_rows(options)), None
     limits = {"train": options.max_train_samples, "validation": options.max_eval_samples, "test": options.max_predict_samples}
-    named, stream = _named_rows(options), None
     if options.streaming:
         name, stream, ahead = ", ".join(as_list(options.dataset_name)), named.get("train"), {**limits, "train": NUM_READ_AHEAD}
         named = {split: _read(name, rows, ahead[split]) for split, rows in named.items() if split not in extra}
@@ -163,7 +162,7 @@ def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
     return [([name], next(of_each) if name in of_hub else None) for name in names]
 
 
-def _joined(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None = None) -> Any:
+def _joined(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> Any:
     """One dataset (or stream) of several: one after the other, or mixed.
 
     Args:

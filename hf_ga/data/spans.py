@@ -5,29 +5,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, List, Value
+from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.data.checks import check_values
-from hf_ga.data.tokenization import check_fast, check_room
-
-Rows = dict[str, list]
+from hf_ga.data.checks import FIX_LABELS, check_values
+from hf_ga.data.tokenization import Rows, check_fast, encode
 
 
-def encode_answers(rows: DatasetDict) -> DatasetDict:
+def encode_answers(dataset: Dataset, split: str) -> Dataset:
     """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty if there is no answer.
 
     Raises:
         DataError: another format, or a text that is not in its context at its answer_start.
     """
-    return DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
-
-
-def _encoded(dataset: Dataset, split: str) -> Dataset:
-    rows, remedy = list(dataset), "Choose the column with --label_column, or fix these rows."
+    rows = list(dataset)
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, remedy)
+    check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, FIX_LABELS)
     answers = [_answers(row["answers"]) or [] for row in rows]
     found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
     rule = "answers must be in their contexts at the 0-based character answer_start"
@@ -65,43 +59,33 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
     """
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
-    check_room(tokenizer, max_length, is_pair=True)
-    whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
-    truncation = "only_second" if max_length else False
-    encoded = tokenizer(
-        questions, contexts, return_offsets_mapping=True, truncation=truncation, max_length=max_length, verbose=False
-    )
+    encoded, was_cut = encode(tokenizer, max_length, questions, contexts, truncation="only_second", return_offsets_mapping=True)
     columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
+        starts, ends = _characters(encoded, i)
         answer = _first_answer(rows, i) if ids else None
-        sample = _sample(ids, *_characters(encoded, i), answer, tokenizer.cls_token_id, was_cut=0 < len(ids) < len(whole[i]))
+        found = _tokens_of(answer, starts, ends, was_cut[i]) if answer else None
+        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
+        first, last = found or (no_answer, no_answer)
+        sample = {
+            "input_ids": ids,
+            "starts": starts[: len(ids)],
+            "ends": ends[: len(ids)],
+            "start_positions": first,
+            "end_positions": last,
+            "no_answer": no_answer,
+            "answer_is_lost": answer is not None and found is None,
+            "was_cut": bool(ids) and was_cut[i],
+            "length": len(ids),
+            "num_targets": int(bool(ids)),
+        }
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
     columns["context"] = contexts
     if "token_type_ids" in encoded:
         columns["token_type_ids"] = [kinds[:n] for kinds, n in zip(encoded["token_type_ids"], columns["length"], strict=True)]
     return columns | ({"answers": rows["answer_texts"]} if "answer_texts" in rows else {})
-
-
-def _sample(
-    ids: list[int], starts: np.ndarray, ends: np.ndarray, answer: tuple[int, int] | None, cls_token_id: int | None, was_cut: bool
-) -> dict[str, Any]:
-    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
-    found = _tokens_of(answer, starts, ends, was_cut) if answer else None
-    first, last = found or (no_answer, no_answer)
-    return {
-        "input_ids": ids,
-        "starts": starts[: len(ids)],
-        "ends": ends[: len(ids)],
-        "start_positions": first,
-        "end_positions": last,
-        "no_answer": no_answer,
-        "answer_is_lost": answer is not None and found is None,
-        "was_cut": was_cut,
-        "length": len(ids),
-        "num_targets": int(bool(ids)),
-    }
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:

@@ -98,7 +98,6 @@ class StreamLoader(BaseLoader):
         for request, samples, batches in load_items(reader, self.num_workers, self.accelerator.device):
             self._check_same(request.index, samples)
             self.num_consumed += 1
-            reader.fetcher.keep_first(samples)
             window = Window(request, reader.fetcher.of(samples), batches, self.state, self.splitter.padded)
             del request, samples, batches  # free them when the caller does
             yield window

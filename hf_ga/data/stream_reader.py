@@ -55,18 +55,15 @@ class StreamFetcher(Fetcher):
     """Collates samples of one window; a proof uses the first samples of the stream."""
 
     def __init__(self, collate_fn: Collate) -> None:
-        super().__init__(HeldSamples([]), collate_fn)
+        super().__init__(None, collate_fn)  # a window's samples, while they are collated
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of one window."""
+        """The fetcher of one window, which the reader has collated; also keeps what came with the first window."""
+        self.first, self.is_repeatable = samples.first or self.first, True
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
-
-    def keep_first(self, samples: HeldSamples) -> None:
-        """Keep the samples that came with the first window."""
-        self.first, self.is_repeatable = samples.first or self.first, True
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
         """Samples from the beginning of the stream, over the whole range of lengths."""
@@ -100,11 +97,11 @@ class WindowReader(IterableDataset):
             ids = np.array(list(held.samples), np.int64)
             lengths = np.array([self.length_of(sample) for sample in held.samples.values()], np.int64)
             request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
-            fetcher = self.fetcher.of(held)
-            batches = fetcher[request]
-            self.fetcher.is_repeatable, self.fetcher.sample_entries = fetcher.is_repeatable, fetcher.sample_entries
+            self.fetcher.dataset = held
+            batches = self.fetcher[request]
+            self.fetcher.dataset = None
             yield request, held, batches
-            del held, fetcher, request, batches  # free the window while the next one is read
+            del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
         size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed

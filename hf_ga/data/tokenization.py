@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.data.chat import rendered
 from hf_ga.errors import ConfigError
@@ -23,9 +23,9 @@ Rows = dict[str, list]
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text, then the end-of-text token. Every token except the first is a target."""
     texts = [text or "" for text in rows["text"]]
-    whole = _without_empty(_ended(tokenizer(texts, verbose=False)["input_ids"], tokenizer.eos_token_id), texts)
+    whole = without_empty(_ended(tokenizer(texts, verbose=False)["input_ids"], tokenizer.eos_token_id), texts)
     cut = [ids[:max_length] for ids in whole]
-    return _columns(whole, cut, [max(0, len(ids) - 1) for ids in cut])
+    return _columns(cut, [max(0, len(ids) - 1) for ids in cut], _shortened(whole, cut))
 
 
 def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -50,9 +50,10 @@ def tokenize_completions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_len
             is_target[-1] = True
         whole.append(ids)
         labels.append(np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist())
-    cut = [row[:max_length] for row in labels]
-    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in cut]
-    return {**_columns(whole, [ids[:max_length] for ids in whole], num_targets), "labels": cut}
+    cut = [ids[:max_length] for ids in whole]
+    labels = [row[:max_length] for row in labels]
+    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
+    return {**_columns(cut, num_targets, _shortened(whole, cut)), "labels": labels}
 
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -64,34 +65,27 @@ def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text, or a pair of texts, with special tokens, which truncation keeps. One target per sample."""
-    texts = [text or "" for text in rows["text"]]
-    pairs = [text or "" for text in rows["text_pair"]] if "text_pair" in rows else None
-    check_room(tokenizer, max_length, is_pair=pairs is not None)
-    whole = tokenizer(texts, pairs, verbose=False)["input_ids"]
-    encoded = tokenizer(texts, pairs, truncation=max_length is not None, max_length=max_length, verbose=False)
-    filled = texts if pairs is None else [a + b for a, b in zip(texts, pairs, strict=True)]
-    cut = _without_empty(encoded["input_ids"], filled)
-    columns = _columns(_without_empty(whole, filled), cut, [int(bool(ids)) for ids in cut])
-    if pairs is not None and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
-        columns["token_type_ids"] = _without_empty(encoded["token_type_ids"], filled)
+    texts = [[text or "" for text in rows[name]] for name in ("text", "text_pair") if name in rows]
+    encoded, was_cut = encode(tokenizer, max_length, *texts)
+    filled = list(map(any, zip(*texts, strict=True)))
+    columns = _columns(without_empty(encoded["input_ids"], filled), list(map(int, filled)), was_cut)
+    if len(texts) == 2 and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
+        columns["token_type_ids"] = without_empty(encoded["token_type_ids"], filled)
     return columns | ({"label": rows["label"]} if "label" in rows else {})
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Words with one tag each. If a word has several tokens, the first has the tag and the others are ignored."""
     check_fast(tokenizer)
-    check_room(tokenizer, max_length, is_pair=False)
     words = [row or [] for row in rows["tokens"]]
-    whole = tokenizer(words, is_split_into_words=True, verbose=False)["input_ids"]
-    encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
-    cut = encoded["input_ids"]
+    encoded, was_cut = encode(tokenizer, max_length, words, is_split_into_words=True)
     word_of = [np.array([-1 if word is None else word for word in encoded.word_ids(i)], np.int64) for i in range(len(words))]
     first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_of]
-    columns = _columns(_without_empty(whole, words), _without_empty(cut, words), [int(mask.sum()) for mask in first])
+    columns = _columns(without_empty(encoded["input_ids"], words), [int(mask.sum()) for mask in first], was_cut)
     if "label" in rows:
         tags = [np.array(row or [IGNORED_LABEL], np.int64) for row in rows["label"]]
         labels = [np.where(mask, row[ids], IGNORED_LABEL) for row, ids, mask in zip(tags, word_of, first, strict=True)]
-        columns["label"] = _without_empty([row.tolist() for row in labels], words)
+        columns["label"] = without_empty([row.tolist() for row in labels], words)
     return columns
 
 
@@ -113,8 +107,8 @@ def tokenize_targets(
     )
     whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, most)
     filled = [target and ids for target, ids in zip(targets, columns["input_ids"], strict=True)]
-    labels = _without_empty(cut, filled)
-    was_cut = [a or len(short) < len(full) for a, short, full in zip(columns["was_cut"], cut, whole, strict=True)]
+    labels = without_empty(cut, filled)
+    was_cut = [source or target for source, target in zip(columns["was_cut"], _shortened(whole, cut), strict=True)]
     return {**columns, "labels": labels, "num_targets": list(map(len, labels)), "was_cut": was_cut, "target": targets}
 
 
@@ -170,6 +164,23 @@ def _characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndar
     return np.where(starts == ends, before, starts), ends
 
 
+def encode(
+    tokenizer: PreTrainedTokenizerBase, max_length: int | None, *texts: list, truncation: str | bool = True, **options: Any
+) -> tuple[BatchEncoding, list[bool]]:
+    """Encode texts or (two lists) pairs of texts with special tokens; also returns which of them were truncated.
+
+    Raises:
+        ConfigError: special tokens alone fill a sample.
+    """
+    special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
+    if max_length is not None and max_length <= special:
+        raise ConfigError(f"max_length {max_length} leaves no room besides the {special} special tokens of every sample: use more.")
+    whole = tokenizer(*texts, verbose=False, **options)["input_ids"]
+    truncation = truncation if max_length else False
+    encoded = tokenizer(*texts, truncation=truncation, max_length=max_length, verbose=False, **options)
+    return encoded, _shortened(whole, encoded["input_ids"])
+
+
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
@@ -179,27 +190,19 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> None:
-    """Raise ConfigError if special tokens alone fill a sample."""
-    special = tokenizer.num_special_tokens_to_add(pair=is_pair)
-    if max_length is not None and max_length <= special:
-        raise ConfigError(f"max_length {max_length} leaves no room besides the {special} special tokens of every sample: use more.")
-
-
 def _ended(rows: Sequence[list[int]], end: int | None, max_length: int | None = None) -> list[list[int]]:
     """Rows with an end-of-text token (most decoder tokenizers add none), within `max_length` tokens."""
     return [ids if end is None or ids[-1:] == [end] else [*(ids[: max_length - 1] if max_length else ids), end] for ids in rows]
 
 
-def _without_empty(ids: Sequence[list[int]], contents: Sequence[Any]) -> list[list[int]]:
+def without_empty(ids: Sequence[list], contents: Sequence[Any]) -> list[list]:
     """Remove the special tokens of rows without content."""
     return [row if content else [] for row, content in zip(ids, contents, strict=True)]
 
 
-def _columns(whole: list[list[int]], cut: list[list[int]], num_targets: list[int]) -> Rows:
-    return {
-        "input_ids": cut,
-        "length": [len(ids) for ids in cut],
-        "num_targets": num_targets,
-        "was_cut": [len(short) < len(full) for short, full in zip(cut, whole, strict=True)],
-    }
+def _shortened(whole: Sequence[list[int]], cut: Sequence[list[int]]) -> list[bool]:
+    return [len(short) < len(full) for short, full in zip(cut, whole, strict=True)]
+
+
+def _columns(input_ids: list[list[int]], num_targets: list[int], was_cut: list[bool]) -> Rows:
+    return {"input_ids": input_ids, "length": list(map(len, input_ids)), "num_targets": num_targets, "was_cut": was_cut}

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.data import corpus, tasks
 from hf_ga.data.collation import collate_causal, collate_samples
-from hf_ga.data.columns import choose_columns
+from hf_ga.data.columns import choose_columns, rename_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
 from hf_ga.data.tasks import TASKS
@@ -271,11 +271,12 @@ def empty(columns: list[str]) -> Dataset:
 
 def chosen(task: str, words: str) -> dict[str, str]:
     """The columns chosen from a dataset that has the given ones, under the given flags."""
-    words = words.split()
-    flags = dict(word.split("=") for word in words if "=" in word)
-    flags = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
-    rows = DatasetDict(train=empty([word for word in words if "=" not in word]))
-    return choose_columns(rows, FinetuneConfig(dataset_name="x", task=task, **flags), TASKS[task])
+    pairs = (word.split("=") for word in words.split() if "=" in word)
+    flags = {name: int(value) if value.isdigit() else value for name, value in pairs}
+    rows = DatasetDict(train=empty([word for word in words.split() if "=" not in word]))
+    columns = choose_columns(rows, FinetuneConfig(dataset_name="x", task=task, **flags), TASKS[task])
+    rename_columns(rows, columns)  # which checks that they are there
+    return columns
 
 
 @pytest.mark.parametrize("case", COLUMNS)
@@ -329,11 +330,11 @@ def test_columns_that_one_split_lacks():
     config = FinetuneConfig(dataset_name="x")
     rows = DatasetDict(train=empty(["instruction", "output", "input"]), test=empty(["instruction", "output"]))
     with pytest.raises(DataError, match=r"column 'input' is not in the test rows.*Add it, or rename a column") as error:
-        choose_columns(rows, config, TASKS["causal-lm"])
+        rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
     assert "--" not in str(error.value)
     rows = DatasetDict(train=empty(["text"]), validation=empty(["body"]))
     with pytest.raises(DataError, match="text_column 'text' is not in the validation rows, which have: body"):
-        choose_columns(rows, config, TASKS["causal-lm"])
+        rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
 
 
 def test_rows_are_counted_and_said(tmp_path):
@@ -343,7 +344,6 @@ def test_rows_are_counted_and_said(tmp_path):
     other = write(tmp_path / "v.jsonl", [{"text": "a b"}])
     data = prepared(file, validation_file=other, max_length=4)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 6], [3, 4, 5, 6], [1]]
-    assert data.splits["train"]["length"][:] == [3, 4, 4, 4, 1]
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
     assert data.facts == [
         "train: 2 of 7 rows truncated to 4 tokens",
@@ -489,13 +489,12 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "load", lambda *_: pytest.fail("the embedded corpus was read"))
     other = write(tmp_path / "v.jsonl", [{"text": "a b", "label": "pos"}, {"text": "c", "label": "pos"}])
     test = write(tmp_path / "t.jsonl", [{"text": "d", "label": "neg"}])
-    config = FinetuneConfig(
-        eval_only=True, model_name_or_path="m", task="text-classification", validation_file=other, test_file=test
-    )
+    more = {"validation_file": other, "test_file": test, "max_eval_samples": 1}
+    config = FinetuneConfig(eval_only=True, model_name_or_path="m", task="text-classification", **more)
     data = prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
-    assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0, 0], "test": [1]}
+    assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {"validation": [0], "test": [1]}
     assert data.labels == ["pos", "neg"] and data.facts == [] and data.content_hash == ""
-    assert data.description == f"{other}, {test}: 2 validation, 1 test rows"
+    assert data.description == f"{other}, {test}: 1 validation, 1 test rows"
     config.validation_file = None
     assert set(prepare_data(config, letter_tokenizer(), known=["pos", "neg"]).splits) == {"test"}
     config.test_file = write(tmp_path / "u.jsonl", [{"text": "d", "label": -1}])

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from test_data import letter_tokenizer
 from test_tokenization import byte_level, encoder_tokenizer, metaspace, piece_tokenizer
 
@@ -105,7 +105,7 @@ def test_batches():
 
 
 def encoded(*rows):
-    return encode_answers(DatasetDict(train=Dataset.from_list(list(rows))))["train"]
+    return encode_answers(Dataset.from_list(list(rows)), "train")
 
 
 def test_answers_of_all_shapes():

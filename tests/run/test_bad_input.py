@@ -157,6 +157,7 @@ CASES = {
     "label column is the text column": (f"{CLASSIFY} --label_column text", ["label_column", "text_column", "'text'"]),
     "all texts empty": ("--dataset_name {d}/blank_texts.jsonl", ["rows are empty", "rows are empty"]),
     "no targets": ("--dataset_name {d}/one_token.jsonl", ["none of the 8 train rows has a target", "at least 2 tokens"]),
+    "no room for a text": (f"{CLASSIFY} --max_length 2", ["error: max_length 2 leaves no room besides the 2 special tokens"]),
     "validation folder": ("--validation_file {d}/gpt", ["gpt is a folder"]),
     "window larger than the data": (
         "--drop_last_window --global_batch_size 64",
