@@ -85,8 +85,9 @@ class WindowSampler(Sampler):
 
     def __len__(self) -> int:
         """Items of this rank in an epoch, which Trainer counts: as many on all ranks."""
-        size, num_samples = self.windows.layout.window_size, self.windows.num_samples
-        return sum(self._num_items(min(size, num_samples - size * i)) for i in range(len(self.windows)))
+        layout, num_full = self.windows.layout, len(self.windows) - 1
+        rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
+        return num_full * layout.accumulation_steps + self._num_items(rest)
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():

@@ -5,7 +5,6 @@ import pickle
 from itertools import pairwise
 
 import helpers as h
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,7 @@ from torch.utils.data import IterableDataset
 from trainers import LAYOUTS, distance, mixed, weight_error, word_tokenizer
 
 from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.length_plan import CPU_OVERHEAD, ByLength, padded_tokens
-from hf_ga.exact.plan import check_plan, plan_by_sizes
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.trainer.batches import InSteps
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
 
@@ -90,19 +86,6 @@ def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     assert sorted(i for batch in batches[:4] for i in positions(batch)) == list(range(WINDOW))
     assert {"lean forward", "packing"} <= {speed_up.name for speed_up in trainer._window_loss.proven.speed_ups}
     assert trainer.model(**batches[0]).loss.item() > 0
-
-
-@pytest.mark.parametrize("steps", [1, 4, 16])
-@pytest.mark.parametrize("in_step", [False, True])
-def test_plans_have_at_most_as_many_micro_batches_as_trainer(steps, in_step):
-    """Those that take least time have more. One long sample among short ones: split by number."""
-    lengths = np.clip(np.random.default_rng(steps).lognormal(6, 1, 2 * 8 * steps), 1, 4096).astype(np.int64)
-    planner = InSteps(8, 8 * int(lengths.max()), CPU_OVERHEAD, in_step)
-    plan = planner(lengths, 2)
-    check_plan(plan, len(lengths), 2)
-    assert max(map(len, plan)) <= steps < max(map(len, ByLength.__call__(planner, lengths, 2)))
-    assert padded_tokens(plan, lengths) < padded_tokens(plan_by_sizes(lengths, 2, [8]), lengths)
-    assert [m.tolist() for m in planner(np.array([100, *[1] * 7]), 1)[0]] == [[*range(1, 8), 0]]
 
 
 def test_trainer_counts_micro_batches_that_a_plan_does_not_need(case):
