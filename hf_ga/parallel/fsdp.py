@@ -99,7 +99,7 @@ class ShardedBackend(Backend):
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
         if missing := window.request.most_micro_batches - len(calls):
-            calls = [*[replace(calls[0] if calls else stand_in(window, loss), weight=0)] * missing, *calls]
+            calls = [*[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing, *calls]
         return calls
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
@@ -135,7 +135,7 @@ class ShardedBackend(Backend):
         return not sum_over_ranks(self.accelerator, [float(not value)])[0]
 
 
-def stand_in(window: Window, loss: Loss) -> Call:
+def _stand_in(window: Window, loss: Loss) -> Call:
     """The window's first sample with targets (its loss is finite), or the last sample if none has targets."""
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]

@@ -5,38 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.length_plan import ByLength, plan_by_length
-from hf_ga.exact.plan import Plan, plan_by_sizes
 from hf_ga.exact.window_loader import WindowLoader
 
 Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-batches
-MAX_DOUBLINGS = 8
-
-
-class InSteps(ByLength):
-    """By length, in at most as many micro-batches per process as Trainer has. Raises the cost of a micro-batch until they are few
-    enough; splits by number if that does not help (lengths that differ too much).
-    """
-
-    def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
-        num_steps = -(-len(lengths) // (self.micro_batch_size * num_processes))
-        for doubling in range(MAX_DOUBLINGS):
-            overhead = self.overhead << doubling
-            plan = plan_by_length(lengths, num_processes, self.max_tokens, overhead=overhead, in_step=self.in_step)
-            if max(map(len, plan)) <= num_steps:
-                return plan
-        return plan_by_sizes(lengths, num_processes, [self.micro_batch_size])
 
 
 class WindowBatch(dict):
     """A micro-batch: a dict of the model's arguments, with its window and its index in it as attributes.
 
-    Where the plan has fewer micro-batches than Trainer, the others are placeholders without samples.
+    An index beyond the window's micro-batches on this rank: it repeats samples, and is not computed.
     """
 
     def __init__(self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)) -> None:
@@ -57,11 +38,12 @@ class MicroBatches(Dataset):
     def __getitem__(self, item: Item) -> WindowBatch:
         request, index = item
         if index >= len(request.micro_batches):
-            nothing = torch.empty(0, 0, dtype=torch.int64)
-            return WindowBatch({"input_ids": nothing, "attention_mask": nothing}, item)  # Trainer counts their tokens
-        if request.whole_window:
+            offsets = np.array([0])
+        elif request.whole_window:
             return WindowBatch(self._whole(request)[index], item)
-        return WindowBatch(self.fetcher[replace(request, micro_batches=[request.micro_batches[index]])][0], item)
+        else:
+            offsets = request.micro_batches[index]
+        return WindowBatch(self.fetcher[replace(request, micro_batches=[offsets])][0], item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
         """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the others are requested next."""
@@ -84,19 +66,15 @@ class WindowSampler(Sampler):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Items of this rank in an epoch, which Trainer counts: as many on all ranks."""
+        """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
         layout, num_full = self.windows.layout, len(self.windows) - 1
         rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
-        return num_full * layout.accumulation_steps + self._num_items(rest)
+        return num_full * layout.accumulation_steps + -(-rest // (layout.micro_batch_size * layout.num_processes))
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():
-            for index in range(self._num_items(len(request.positions))):
+            for index in range(request.most_micro_batches):
                 yield [(request, index)]
-
-    def _num_items(self, window_size: int) -> int:
-        """Trainer's micro-batches per process for a window of this size."""
-        return -(-window_size // (self.windows.layout.micro_batch_size * self.windows.layout.num_processes))
 
 
 class WindowedDataLoader(DataLoader):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -25,17 +24,19 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import RankStatus, added
+from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.forward import callable_module, module_modes
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call
-from hf_ga.exact.length_plan import ByLength
+from hf_ga.exact.lengths import find_lengths
+from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import backend_for, is_sharded, stand_in
+from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import configure_fsdp
 from hf_ga.proof.precision import full_precision
-from hf_ga.trainer.batches import InSteps, WindowBatch, WindowedDataLoader
+from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
 from hf_ga.trainer.loss import TrainerLoss
 from hf_ga.trainer.pairs import collate_pairs, gather_uneven, has_pairs
@@ -48,8 +49,8 @@ class WindowLoss:
     """The proven loss of a trainer: each micro-batch's term of the mean loss over all targets of its window.
 
     Attributes:
-        forward, batches, totals, status: of the current window. calls: its forwards, with weight 0 for one that adds nothing (no
-            targets, or computed only because another rank computes one). num_begun: batches begun; None: no window.
+        forward, batches, totals, status: of the current window. calls: of its batches, with weight 0 for one that adds nothing: it
+            has no targets, or repeats samples. num_begun: number of its micro-batches begun; None: no window.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
@@ -81,18 +82,17 @@ class WindowLoss:
             raise ConfigError("an overridden training_step must call super().training_step once for each micro-batch.")
         request, loss = replace(batches[0].request, seed=self.trainer.args.seed), self.proven.loss
         window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
-        calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in window.micro_batches]
-        self.status = RankStatus(torch.zeros((), device=self.device), added((0,) * loss.num_means, *(c.counts for c in calls)))
+        repeated = [MicroBatch(b, request.positions[:1], request.sample_ids[:1]) for b in batches[len(request.micro_batches) :]]
+        calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in (*window.micro_batches, *repeated)]
+        own = [call.counts for call in calls[: len(request.micro_batches)]]
+        self.status = RankStatus(torch.zeros((), device=self.device), added((0,) * loss.num_means, *own))
         self.totals = self.backend.all_reduce_status(self.status).counts
-        adds = [any(self.totals) and loss.contributes(call.counts) for call in calls]
+        adds = [any(self.totals) and loss.contributes(counts) for counts in own] + [False] * len(repeated)
         planned = [call for call, weight in zip(calls, adds, strict=True) if weight]
         if any(self.totals):
             planned = self.backend.equalize(window, planned, loss)
         rest = [replace(call, weight=0) for call, weight in zip(calls, adds, strict=True) if not weight]
-        num_forwards = len(batches) if self.backend.is_sharded else request.most_micro_batches  # FSDP reduces in the last one
-        if (missing := num_forwards - len(planned) - len(rest)) > 0:
-            rest += [replace(stand_in(window, loss), weight=0)] * missing
-        self.calls = [*planned, *rest][:num_forwards]
+        self.calls = [*planned, *rest][: len(batches)]
         self.batches = batches
         self.forward = Forward(self.trainer.accelerator, self.module, window, (loss, *self.proven.hooks))
         self.num_begun = 0
@@ -117,11 +117,11 @@ class WindowLoss:
 
     def part(self, model: nn.Module, inputs: dict[str, Any], *, index: int, num_items_in_batch: None = None) -> Tensor:
         """Replaces `compute_loss` in a training step: the term of micro-batch `index` in the window's mean loss."""
+        loss, planned = self.proven.loss, self.calls[index]
         if index == 0:
             self._begin_forwards()
-        loss, planned = self.proven.loss, self.calls[index] if index < len(self.calls) else None
-        if planned is None or not (planned.weight or (self.backend.is_sharded and any(self.totals))):
-            if planned is not None and self.trainer.args.world_size > 1:  # compute_loss may be a collective (TRL's gathers metrics)
+        if not planned.weight and not (self.backend.is_sharded and any(self.totals)):
+            if self.trainer.args.world_size > 1:  # compute_loss may be a collective (TRL's gathers metrics)
                 with torch.no_grad():
                     call, outputs = self.forward(planned)
                     loss.sums(outputs, call)
@@ -214,9 +214,9 @@ class ExactTrainerMixin:
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
+            planner=partial(plan_by_sizes, sizes=[args.per_device_train_batch_size]),  # as many micro-batches as Trainer's
+            lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
-        if isinstance(planner := windows.splitter.planner, ByLength):
-            windows.splitter = replace(windows.splitter, planner=InSteps(**vars(planner)))
         self._window_loss = WindowLoss(self, windows)
         if self.is_world_process_zero() and not args.disable_tqdm:
             print(f"ExactTrainer: {windows.layout}; targets {self._window_loss.proven}")
@@ -224,7 +224,7 @@ class ExactTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The micro-batches of one window, without a number of items: each loss is weighted by its own targets."""
-        batches = list(islice(epoch_iterator, num_batches))
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window_loss.begin_window(batches)
         return batches, None
 
