@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import OptimizerNames
@@ -84,6 +85,9 @@ def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
         yield f"Accelerate runs {processes} processes under {kind.value}: use DDP or FSDP2"
     if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
         yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
+    classes = {type(module).__name__ for module in trainer.model.modules()}
+    if kind == DistributedType.FSDP and trainer.label_smoother and classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        yield "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift the labels: use DDP"
     if kind != DistributedType.FSDP and (trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
         yield f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under {kind.value}: omit it"
     if processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1:

@@ -202,17 +202,6 @@ def test_global_random_states_do_not_move(num_workers):
     assert h.global_random_states() != before
 
 
-def test_split_again_keeps_samples_and_draws():
-    def by_sample(window):
-        return dict(zip(flat(ids_of(window)), zip(rows_of(window, "draws"), rows_of(window, "noise"), strict=True), strict=True))
-
-    for window in make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=4):
-        parts = [np.arange(window.num_samples)[i::3] for i in range(3)]
-        again = window.split(parts)
-        assert by_sample(again) == by_sample(window)
-        assert [m.positions.tolist() for m in again.micro_batches] == [window.request.positions[part].tolist() for part in parts]
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "message"),
     [

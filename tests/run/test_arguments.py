@@ -130,9 +130,11 @@ def test_defaults_of_scripts(line, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_mixed_precision_of_the_flag(launched):
+def test_flags_that_set_the_accelerator(launched):
     launched("no")
-    assert precision_name(make_accelerator(parse_config(["--bf16"]))).startswith("bf16 autocast")
+    accelerator = make_accelerator(parse_config(["--bf16", "--fsdp_reduce_each_micro_batch"]))
+    assert precision_name(accelerator).startswith("bf16 autocast")
+    assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
 
 
 def test_a_file_takes_the_same_names(tmp_path):

@@ -184,9 +184,6 @@ def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
     assert h.relative_error(plain.gradients[0], reference) > 0.1
 
 
-# --- refusals ---
-
-
 REFUSED_ARGUMENTS = {
     "train_sampling_strategy 'group_by_length'": {"train_sampling_strategy": "group_by_length"},
     "train_sampling_strategy 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
@@ -219,6 +216,15 @@ def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType(kind))
     with pytest.raises(ConfigError, match=words):
         trainer.train()
+
+
+@pytest.mark.parametrize(("build", "make", "named"), [(h.gpt2, h.token_samples, True), (h.bert_classifier, h.class_samples, False)])
+def test_label_smoothing_of_a_causal_lm_under_fsdp2_is_refused(case, build, make, named, monkeypatch):
+    """FSDP2 swaps the class for FSDPGPT2LMHeadModel, which is not in Trainer's list: it would not shift the labels."""
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ConfigError) as raised:
+        case(build, make(4)).make(label_smoothing_factor=0.1).train()
+    assert ("renames the class" in str(raised.value)) == named
 
 
 def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(case, monkeypatch):
