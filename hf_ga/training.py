@@ -111,6 +111,8 @@ def backward_window(
         result = backward_window(accelerator, model, window)
         result.loss, result.num_targets
     """
+    if not isinstance(window, Window):
+        raise ConfigError(f"a window of a WindowLoader is needed, got a {type(window).__name__}: iterate over a WindowLoader.")
     check_supported(accelerator)
     check_precision(accelerator)
     proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)

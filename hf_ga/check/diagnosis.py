@@ -101,7 +101,10 @@ class Diagnosis:
 
     def _with_one(self, suspect: Switch, rule: str, match: Hypothesis, before: float) -> list[Cause]:
         """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
-        trial = self._trial(suspect.name)
+        try:
+            trial = self._trial(suspect.name)
+        except ValueError as failure:  # BatchNorm of a single sample
+            return [Cause(suspect.name, suspect.text, f"a micro-batch fails with it: {failure}")]
         error = max(relative_error(match.gradient(trial.parts), trial.arm), trial.additivity(rule))
         if not error > max(self.effect, 5 * before):
             return []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_ga.check.rows import Cause
 
-_UNDIVIDED = "the loss is divided by the micro-batch's own count and not by GA"
+_UNDIVIDED = "the loss is divided by the micro-batch's own count and not by the accumulation steps"
 
 
 @dataclass(frozen=True)

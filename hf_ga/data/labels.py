@@ -52,7 +52,7 @@ def label_ids(values: Sequence[Sequence[Any]], feature: ClassLabel | None, names
         listed = ", ".join(map(repr, sorted(unknown)[:NUM_SHOWN]))
         raise DataError(
             f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, such as {', '.join(names[:5])}. "
-            "Every label must occur in the training rows: remove the other rows."
+            "Remove the rows with other labels, or add training rows with them."
         )
     return [[ids[name] for name in row] for row in named]
 
@@ -61,7 +61,9 @@ def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
     """The labels of each row as a list, with their types checked."""
     values = dataset["label"][:]
     if kind == "class":
-        check_values(split, values, _is_label, "labels must be names or whole numbers", FIX_LABELS)
+        rule = "labels must be names or whole numbers"
+        check_values(split, values, lambda value: value is not None, rule, FIX_LABELS)  # a null makes a CSV's 0 and 1 floats
+        check_values(split, values, _is_label, rule, FIX_LABELS)
         return [[value] for value in values]
     rule = "labels must be lists of names or whole numbers"
     check_values(split, values, lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))), rule, FIX_LABELS)

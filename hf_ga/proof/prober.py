@@ -122,9 +122,11 @@ class Prober:
             try:
                 loss, number = self._value(self._outputs(call), call, totals)
             except IndexError as error:
+                if self.loss_fn is not None:  # no label was masked for it
+                    raise
                 raise LossNotAdditive(
-                    f"the model fails on labels of {IGNORED_LABEL}, which mark ignored targets ({error}). If its "
-                    "loss ignores another value, pass loss_fn."
+                    f"the model's loss fails ({error}). Correct labels that are not among its classes. If it ignores another value "
+                    f"than {IGNORED_LABEL}, pass loss_fn."
                 ) from error
             if loss.requires_grad:  # a constant if there is no target
                 loss.backward()

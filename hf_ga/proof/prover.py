@@ -239,7 +239,7 @@ class Prover(Prober):
             cause = _likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over no targets"
             raise LossNotAdditive(
                 f"the loss or its gradient depends on the order of the samples in a batch (relative error {rounding:.1e}, limit "
-                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}, or low precision."
+                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}. Low precision can be a cause, too."
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
@@ -252,7 +252,7 @@ def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return (
-                f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch: freeze them with "
+                f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch: freeze it with "
                 "module.eval(), or use GroupNorm instead"
             )
     config = getattr(model, "config", None)
@@ -274,10 +274,10 @@ def _no_single_rule(
         )
     remedy = "pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)"
     if "loss_fn" in residuals:
-        remedy = "let loss_fn return the sum of the loss over the targets, not their mean"
+        remedy = "make sure that loss_fn returns the sum of the loss over the targets, not their mean"
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}" for rule in residuals)
     return (
-        f"the loss of a batch is not the mean over its targets by any counting rule ({numbers}; losses "
-        f"{shown}). Likely cause: {_likely_cause(model, losses)}. Remedy: {remedy}."
+        f"the loss of a batch is not the mean over its targets by any counting rule. Likely cause: {_likely_cause(model, losses)}. "
+        f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; {numbers}.)"
     )

@@ -70,6 +70,8 @@ class ProvenLoss:
             raise ConfigError(
                 "loss_fn differs from the one of the proof, and would not be used: pass it to prove_targets, or omit `targets`."
             )
+        if not model.training:
+            raise ConfigError("the model is in evaluation mode: call model.train() before a training step.")
         if self.modes != module_modes(model):
             raise ConfigError(
                 "the training modes (or the modules) of the model differ from those of the proof: a frozen BatchNorm may be "
@@ -85,7 +87,7 @@ class ProvenLoss:
         width = {
             True: "micro-batches padded to the window's width (the loss depends on it)",
             False: "loss independent of padding",
-            None: "micro-batches padded to the window's width (effect unknown)",
+            None: "micro-batches padded to the window's width (effect of padding not tested)",
         }[self.width_matters]
         used = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
         return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{used}"

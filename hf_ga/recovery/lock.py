@@ -21,16 +21,13 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     The main process has the lock. File systems without locks are not protected.
 
     Raises:
-        ConfigError: another run uses the folder; on all processes.
+        ConfigError: another run uses the folder, or it cannot be created; on all processes.
     """
     is_main = accelerator.is_main_process
     missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    if not broadcast_from_main(accelerator, _take(lock, folder) if is_main else None):
-        raise ConfigError(
-            f"output_dir {folder} is in use by another run, and two would overwrite each other's checkpoints and metrics: wait "
-            "until it ends, stop it, or choose another output_dir."
-        )
+    if problem := broadcast_from_main(accelerator, _take(lock, folder) if is_main else None):
+        raise ConfigError(f"output_dir {folder} {problem}")
     try:
         yield
     finally:
@@ -47,15 +44,18 @@ def is_empty_folder(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def _take(lock: FileLock, folder: Path) -> bool:
-    """Acquire the lock; False if another run has it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _take(lock: FileLock, folder: Path) -> str:
+    """Create the folder and acquire the lock; returns why that is not possible, "" if it is."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        return False
+        return (
+            "is in use by another run, and two would overwrite each other's checkpoints and metrics: wait until it ends, stop it, "
+            "or choose another output_dir."
+        )
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK):
-            raise
+            return f"cannot be used ({error}): choose another output_dir."
         (folder / LOCK).unlink(missing_ok=True)
-    return True
+    return ""

@@ -55,7 +55,7 @@ class FinetuneConfig(DataOptions):
     per_device_train_batch_size: int = option(8, "Samples of maximum length in one micro-batch; every value gives the same update.")
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens in one micro-batch, padding included (samples x longest sample); of shorter samples, more fit. "
+        "Maximum tokens in one micro-batch, padding included (samples x longest sample), so shorter samples make larger ones. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
@@ -66,8 +66,8 @@ class FinetuneConfig(DataOptions):
     )
     same_bits: int | None = option(
         None,
-        "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: samples of maximum "
-        "length per forward, such as the largest number that fits, at most per_device_train_batch_size. A CPU process "
+        "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: number of samples of "
+        "maximum length in each forward, the largest that fits into memory, at most per_device_train_batch_size. A CPU process "
         "uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")

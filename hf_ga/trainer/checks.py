@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
@@ -75,6 +76,8 @@ def _of_arguments(args: Any) -> Iterator[str]:
         yield "torch_compile hides the model's dropout sites: omit it"
     if args.use_liger_kernel:
         yield "use_liger_kernel replaces the loss by an unproven one that computes gradients in the forward: omit it"
+    if args.neftune_noise_alpha:
+        yield "neftune_noise_alpha draws noise that cannot be tied to a sample: omit it"
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         yield f"optim={str(args.optim.value)!r} updates inside each backward, before the window is complete: use another optimizer"
 
@@ -100,5 +103,7 @@ def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
         for owner in type(trainer).__mro__:
             if name in vars(owner) and owner not in (mixin, Trainer):
                 yield f"{owner.__name__}.{name} overrides the order of samples: remove it, or train with {owner.__name__}"
+    if isinstance(trainer.train_dataset, IterableDataset):
+        yield "a streaming train_dataset has no fixed order: load it without streaming"
     if getattr(trainer, "padding_free", False):  # TRL
         yield "padding_free (or packing) joins samples into one row, so masks cannot be tied to samples: omit it"

@@ -34,7 +34,7 @@ from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
-from hf_ga.parallel.prepare import configure_fsdp
+from hf_ga.parallel.prepare import configure_fsdp, enable_fp16_on_cpu
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
@@ -187,6 +187,7 @@ class ExactTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
+        enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
         if is_sharded(self.accelerator):
             configure_fsdp(self.accelerator.state.fsdp_plugin, self.model)
@@ -219,7 +220,7 @@ class ExactTrainerMixin:
         )
         self._window_loss = WindowLoss(self, windows)
         if self.is_world_process_zero() and not args.disable_tqdm:
-            print(f"ExactTrainer: {windows.layout}; targets {self._window_loss.proven}")
+            print(f"ExactTrainer: {windows.layout}; {self._window_loss.proven}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:

@@ -176,7 +176,7 @@ REFUSED = {
     "contrastive": (
         lambda: head(contrastive),
         h.class_samples,
-        r"targets in A, B, A\+B.*losses A .*in-batch.*Remedy: pass loss_fn",
+        r"in-batch.*Remedy: pass loss_fn.*losses A .*targets in A, B, A\+B",
     ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),

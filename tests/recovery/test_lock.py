@@ -27,6 +27,8 @@ def test_the_second_run_is_refused(tmp_path):
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     with only_run_in(out, ALONE):  # it is free again
         pass
+    with pytest.raises(hf_ga.ConfigError, match=r"cannot be used .*: choose another"), only_run_in(out / "metrics.jsonl/x", ALONE):
+        pytest.fail("below a file")
 
 
 def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
@@ -114,12 +116,12 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 def test_all_processes_hear_the_refusal(tmp_path, monkeypatch):
     """The others take no lock; all raise where the main process could not."""
     heard = []
-    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value))
+    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value) or "in use")
     for is_main in (True, False):
         process = SimpleNamespace(is_main_process=is_main, num_processes=2)
         with pytest.raises(hf_ga.ConfigError, match="in use"), only_run_in(tmp_path / str(is_main), process):
             pytest.fail("goes on")
-    assert heard == [True, None] and not (tmp_path / "False").exists()
+    assert heard == ["", None] and not (tmp_path / "False").exists()
 
 
 def test_configuration_is_checked_before_the_folder_is_touched(place, tmp_path):
