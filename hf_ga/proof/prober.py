@@ -62,13 +62,23 @@ class Prober:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Run the block in training mode and full precision; then restore random states, buffers and modes."""
+        """Run the block in training mode and full precision; then restore random states, buffers and modes.
+
+        Raises:
+            LossNotAdditive: an index is out of range: a token, a label, or the label that marks ignored targets.
+        """
         with preserved_random_states(), restored_buffers(self.model), restored_modes(self.model), full_precision(self.model):
             # A model in training mode keeps its submodules in evaluation mode: it will be trained this way.
             if not self.model.training:
                 self.model.train()
             self.entries = entries_of_samples(self.collate, self.by_length[-1])
-            yield
+            try:
+                yield
+            except IndexError as error:
+                raise LossNotAdditive(
+                    f"the model fails on the samples ({error}): a token is not in its vocabulary, or a label not a class. "
+                    f"If its loss ignores another label than {IGNORED_LABEL}, pass loss_fn."
+                ) from error
 
     @contextmanager
     def keyed(self, allow_split_dependent_randomness: bool) -> Iterator[None]:
@@ -119,15 +129,7 @@ class Prober:
     def _probe(self, call: Call, totals: Counts | None = None) -> Probe:
         """Loss, targets that loss_fn counts, gradients. totals: compute the call's term in a window with so many targets."""
         with gradients_apart(self.parameters):  # not autograd.grad: reentrant checkpointing supports backward() only
-            try:
-                loss, number = self._value(self._outputs(call), call, totals)
-            except IndexError as error:
-                if self.loss_fn is not None:  # no label was masked for it
-                    raise
-                raise LossNotAdditive(
-                    f"the model's loss fails ({error}). Correct labels that are not among its classes. If it ignores another value "
-                    f"than {IGNORED_LABEL}, pass loss_fn."
-                ) from error
+            loss, number = self._value(self._outputs(call), call, totals)
             if loss.requires_grad:  # a constant if there is no target
                 loss.backward()
             self.unused -= {name for name, p in self.model.named_parameters() if p.grad is not None}

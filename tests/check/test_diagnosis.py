@@ -113,7 +113,6 @@ def mistakes():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_weights_are_named(mistake, mistakes):
-    """And other wrong numbers."""
     _, cause, says = MISTAKES[mistake]
     assert_only(mistakes, mistake, cause, says=says)
 

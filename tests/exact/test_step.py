@@ -345,13 +345,16 @@ def test_loss_fn_with_a_nan_for_no_targets():
     assert grads["weight"].item() == pytest.approx(expected)
 
 
-def test_another_loss_fn_than_that_of_the_proof_is_refused():
-    """It would not be used."""
+def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
     model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
     (window,) = make_loader(samples)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     with pytest.raises(hf_ga.ConfigError, match=r"loss_fn differs from the one of the proof.* pass it to prove_targets"):
         hf_ga.backward_window(Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss)
+    with pytest.raises(hf_ga.ConfigError, match="got a dict: iterate over a WindowLoader"):
+        hf_ga.backward_window(Accelerator(), model, h.pad_right(samples))
+    with pytest.raises(hf_ga.ConfigError, match=r"in evaluation mode: call model.train\(\)"):
+        hf_ga.backward_window(Accelerator(), model.eval(), window)
 
 
 def test_step_after_an_interrupted_accumulation():
