@@ -103,7 +103,9 @@ class Diagnosis:
         """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
         try:
             trial = self._trial(suspect.name)
-        except ValueError as failure:  # BatchNorm of a single sample
+        except ValueError as failure:
+            if suspect.name != "BatchNorm":  # which has no statistics of a single sample
+                raise
             return [Cause(suspect.name, suspect.text, f"a micro-batch fails with it: {failure}")]
         error = max(relative_error(match.gradient(trial.parts), trial.arm), trial.additivity(rule))
         if not error > max(self.effect, 5 * before):
@@ -118,8 +120,7 @@ class Diagnosis:
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
         """The weights that the arm gave its micro-batches, with the causes, and their residual relative error."""
-        processes = self.subject.accelerator.num_processes
-        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, processes)
+        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, self.subject.accelerator.num_processes)
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
             return match, error
@@ -131,8 +132,7 @@ class Diagnosis:
         if left <= self.match:
             n = trial.counts[rule]
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
-            cause = Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N")
-            return Hypothesis(weights, (cause,)), left
+            return Hypothesis(weights, (Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N"),)), left
         if error > MATCH["bf16"]:
             return replace(match, causes=()), error
         if self._reduced_in(trial, error):

@@ -76,8 +76,8 @@ class Prober:
                 yield
             except IndexError as error:
                 raise LossNotAdditive(
-                    f"the model fails on the samples ({error}): a token is not in its vocabulary, or a label not a class. "
-                    f"If its loss ignores another label than {IGNORED_LABEL}, pass loss_fn."
+                    f"the model or its loss fails on the samples ({error}). Likely causes: a token outside of the vocabulary, a "
+                    f"label that is not a class, or a loss that ignores another label than {IGNORED_LABEL}: for that, pass loss_fn."
                 ) from error
 
     @contextmanager

@@ -149,7 +149,6 @@ def bag_samples(count):
 
 
 def loop(model, micro_batches):
-    """Right for any mean over samples."""
     total = sum(len(batch["labels"]) for batch in micro_batches)
     for batch in micro_batches:
         (model(**batch)["loss"] * len(batch["labels"]) / total).backward()
@@ -161,6 +160,7 @@ def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused and not report.passed
+    assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {"BatchNorm"}  # torch fails on one sample
     norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
 

@@ -189,7 +189,7 @@ REFUSED = {
         "depends on the order of the samples",
     ),
     "no samples": (h.gpt2, lambda n: [], "needs samples"),
-    "no such class": (h.bert_classifier, lambda n: [{**s, "labels": 9} for s in h.class_samples(n)], "or a label not a class"),
+    "no such class": (h.bert_classifier, lambda n: [{**s, "labels": 9} for s in h.class_samples(n)], "label that is not a class"),
 }
 
 
