@@ -1,4 +1,6 @@
-"""Writes docs/cli.md and docs/flags.md from the options of the configuration: `python docs/generate_cli.py`."""
+"""Writes docs/cli.md and docs/flags.md from the options of the configuration: `python
+docs/generate_cli.py`.
+"""
 
 import inspect
 import re
@@ -67,7 +69,8 @@ The fields of TrainingArguments and the flags of the scripts:
 """
 OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size
     validation_split_percentage text_column max_length max_target_length source_prefix mlm_probability num_beams max_train_samples
-    max_eval_samples max_predict_samples"""  # flags of the scripts that hf_ga has under the same name
+    # flags of the scripts that hf_ga has under the same name
+    max_eval_samples max_predict_samples"""
 CHECKER = """
 ## Flags of the checker
 
@@ -76,17 +79,24 @@ CHECKER = """
 
 
 def groups() -> dict[str, list[Field]]:
-    """The options of a run under the comments that stand above them in `FinetuneConfig`; those of the data come first."""
+    """The options of a run under the comments that stand above them in `FinetuneConfig`; those of
+    the data come first.
+    """
     by_name = {field.name: field for field in fields(FinetuneConfig)}
     result, group = {"data": list(fields(DataOptions))}, "data"
-    for comment, name in re.findall(r"^    (?:# (.+)|(\w+): .+ = option\()", inspect.getsource(FinetuneConfig), re.MULTILINE):
+    for comment, name in re.findall(
+        r"^    (?:# (.+)|(\w+): .+ = option\()", inspect.getsource(FinetuneConfig), re.MULTILINE
+    ):
         group = comment or group
         result.setdefault(group, []).extend([by_name[name]] if name else [])
     return result
 
 
 def table(options: list[Field]) -> str:
-    rows = [f"| `{flag(option)}` | {default(option)} | {option.metadata['help']} |" for option in options]
+    rows = [
+        f"| `{flag(option)}` | {default(option)} | {option.metadata['help']} |"
+        for option in options
+    ]
     return "\n".join(["", "| flag | default | meaning |", "|---|---|---|", *rows, ""])
 
 
@@ -104,7 +114,11 @@ def default(option: Field) -> str:
 def same_names() -> list[str]:
     """Flags that need no table: TrainingArguments or the scripts have them, too."""
     of_training = {option.name for option in fields(Seq2SeqTrainingArguments)}
-    return [option.name for option in fields(FinetuneConfig) if option.name in of_training | set(OF_SCRIPTS.split())]
+    return [
+        option.name
+        for option in fields(FinetuneConfig)
+        if option.name in of_training | set(OF_SCRIPTS.split())
+    ]
 
 
 def flags_page() -> str:
@@ -112,11 +126,23 @@ def flags_page() -> str:
     rows = dict.fromkeys(same_names(), ("same", ""))
     rows |= {name: (f"`--{option}`", "") for name, option in arguments.RENAMED.items()}
     rows |= {name: ("converted", meaning) for name, meaning in arguments.CONVERTED.items()}
-    rows |= {name: ("no effect", reason) for reason, names in arguments.NO_EFFECT.items() for name in names.split()}
+    rows |= {
+        name: ("no effect", reason)
+        for reason, names in arguments.NO_EFFECT.items()
+        for name in names.split()
+    }
     rows |= {name: ("printed", reason) for name, reason in arguments.DIFFERENT.items()}
-    rows |= {name: ("refused", remedy) for remedy, names in arguments.REFUSED.items() for name in names.split()}
-    lines = [f"| `--{name}` | {effect} | {meaning} |" for name, (effect, meaning) in sorted(rows.items())]
-    return "\n".join([SCRIPTS + "| flag | effect | meaning, reason or remedy |", "|---|---|---|", *lines, ""])
+    rows |= {
+        name: ("refused", remedy)
+        for remedy, names in arguments.REFUSED.items()
+        for name in names.split()
+    }
+    lines = [
+        f"| `--{name}` | {effect} | {meaning} |" for name, (effect, meaning) in sorted(rows.items())
+    ]
+    return "\n".join(
+        [SCRIPTS + "| flag | effect | meaning, reason or remedy |", "|---|---|---|", *lines, ""]
+    )
 
 
 def page() -> str:

@@ -1,4 +1,6 @@
-"""What `mkdocs build` does beside its configuration: README and CONTRIBUTING become pages, and the API page must be complete."""
+"""What `mkdocs build` does beside its configuration: README and CONTRIBUTING become pages, and the
+API page must be complete.
+"""
 
 import logging
 from pathlib import Path
@@ -9,12 +11,18 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 log = logging.getLogger("mkdocs.hooks")  # with `strict` a warning fails the build
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The Markdown files of the top level, with links as from docs/, and the notebooks, for links to them."""
+    """The Markdown files of the top level, with links as from docs/, and the notebooks, for links
+    to them.
+    """
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for source, target in PAGES.items():

@@ -1,4 +1,6 @@
-"""Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full batch."""
+"""Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full
+batch.
+"""
 
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.report import EquivalenceReport

@@ -14,7 +14,9 @@ class DataError(HfGaError, ValueError):
 
 
 class LossNotAdditive(HfGaError, RuntimeError):
-    """No counting rule (or more than one) makes the loss of a batch the weighted sum of its parts."""
+    """No counting rule (or more than one) makes the loss of a batch the weighted sum of its
+    parts.
+    """
 
 
 class UnkeyedRandomness(HfGaError, RuntimeError):
@@ -42,4 +44,6 @@ class UploadFailed(HfGaError, RuntimeError):
 
 
 class RunStopped(HfGaError):
-    """A signal stopped the run after it saved a checkpoint to resume from. Scripts exit with code 75."""
+    """A signal stopped the run after it saved a checkpoint to resume from. Scripts exit with code
+    75.
+    """

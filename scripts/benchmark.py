@@ -1,4 +1,6 @@
-"""Benchmarks hf_ga against Trainer, without each speed-up, and on two ranks: `python scripts/benchmark.py --help`."""
+"""Benchmarks hf_ga against Trainer, without each speed-up, and on two ranks: `python
+scripts/benchmark.py --help`.
+"""
 
 import sys
 

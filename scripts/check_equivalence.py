@@ -1,4 +1,6 @@
-"""Checks that every split of a window gives the full batch's gradient: `python scripts/check_equivalence.py --help`."""
+"""Checks that every split of a window gives the full batch's gradient: `python
+scripts/check_equivalence.py --help`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -30,11 +32,20 @@ MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "s
 
 @dataclass
 class CheckConfig(FinetuneConfig):
-    """The flags of the check, besides those of `FinetuneConfig` (flags of training and output files have no effect)."""
+    """The flags of the check, besides those of `FinetuneConfig` (flags of training and output files
+    have no effect).
+    """
 
-    output_dir: str = option("outputs/check", "Folder for report.json and report.html; other files in it are unchanged.")
-    compare: str = option("trainer,accelerate", f"Comma-separated steps to compare, of: {', '.join(ARMS)}; or none (faster).")
-    check_layouts: str = option("auto", f"Comma-separated layouts, of: {', '.join(NAMES)}; or auto (all that apply).")
+    output_dir: str = option(
+        "outputs/check", "Folder for report.json and report.html; other files in it are unchanged."
+    )
+    compare: str = option(
+        "trainer,accelerate",
+        f"Comma-separated steps to compare, of: {', '.join(ARMS)}; or none (faster).",
+    )
+    check_layouts: str = option(
+        "auto", f"Comma-separated layouts, of: {', '.join(NAMES)}; or auto (all that apply)."
+    )
     quick: bool = option(False, "Check a window of 16 samples, in three layouts.")
     assert_passed: bool = field(
         default=False,
@@ -53,7 +64,9 @@ class CheckConfig(FinetuneConfig):
         super().check()
         for name, known in (("compare", ARMS), ("check_layouts", NAMES)):
             if unknown := [value for value in self.listed(name) if value not in known]:
-                raise ConfigError(f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}.")
+                raise ConfigError(
+                    f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}."
+                )
 
     def check_output_dir(self) -> None:
         """Allow any content of the folder, as only the two report files are written."""
@@ -71,7 +84,9 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
         setup = prepare_setup(config, accelerator)
     loss_fn = chosen_loss_fn(config)
     # They compute the head's own loss, so they cannot be compared under another one.
-    steps: dict[str, Step] = {TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None}
+    steps: dict[str, Step] = {
+        TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None
+    }
     report = check_equivalence(
         build_model(setup),
         window_samples(config, setup.data, accelerator.num_processes),
@@ -85,15 +100,23 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
         same_bits=config.same_bits,
     )
     if loss_fn is not None and config.listed("compare"):
-        report.facts.append("no other step is compared: label_smoothing_factor changes the loss, and they compute the head's own")
+        report.facts.append(
+            "no other step is compared: label_smoothing_factor changes the loss, and they compute "
+            "the head's own"
+        )
     return report
 
 
 def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) -> list[Any]:
-    """A window as large as in training (8 to 64 samples) over the whole range of lengths, in hash order."""
+    """A window as large as in training (8 to 64 samples) over the whole range of lengths, in hash
+    order.
+    """
     samples = list(proof_samples(data, "train"))
     most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
-    count = min(len(samples), max(least_samples(num_processes), min(config.layout(num_processes).window_size, most)))
+    count = min(
+        len(samples),
+        max(least_samples(num_processes), min(config.layout(num_processes).window_size, most)),
+    )
     picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
     return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
 
@@ -112,7 +135,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one line."""
+    """Returns the exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one
+    line.
+    """
     return guarded(_run, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -1,6 +1,8 @@
-"""Measure on a GPU, unattended and in less than ten minutes, what should be known there: `python scripts/gpu_report.py --help`.
+"""Measure on a GPU, unattended and in less than ten minutes, what should be known there: `python
+scripts/gpu_report.py --help`.
 
-Each part is a command with a time limit; the report is written after each. Without CUDA sizes are small, and some parts skipped.
+Each part is a command with a time limit; the report is written after each. Without CUDA sizes are
+small, and some parts skipped.
 """
 
 import argparse
@@ -20,15 +22,26 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 590  # of all parts together
-LARGE = "--size base --mixed_precision bf16 --max_length 512 --num_samples 2048 --window 512 --micro_batch 32 --epochs 2"
-SMALL = "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 --micro_batch 4 --epochs 1"
-BENCHMARK = f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT --sections"
+LARGE = (
+    "--size base --mixed_precision bf16 --max_length 512 --num_samples 2048 --window 512 "
+    "--micro_batch 32 --epochs 2"
+)
+SMALL = (
+    "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 "
+    "--micro_batch 4 --epochs 1"
+)
+BENCHMARK = (
+    f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT "
+    "--sections"
+)
 PYTEST = "-m pytest -n 0 -q -s --tb=short -p no:cacheprovider"
 LARGE_MODELS = f"{PYTEST} -m report tests/promises/test_large_models.py -k"
 
 
 class Part(NamedTuple):
-    """arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped without CUDA, or empty."""
+    """arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped
+    without CUDA, or empty.
+    """
 
     title: str
     arguments: str
@@ -38,14 +51,33 @@ class Part(NamedTuple):
 
 PARTS = {
     "environment": Part("Environment", "-W ignore -m torch.utils.collect_env", 40),
-    "tests": Part("Tests marked gpu", f"{PYTEST} -m gpu tests/promises tests/parallel", 150, "these tests run on a GPU only"),
+    "tests": Part(
+        "Tests marked gpu",
+        f"{PYTEST} -m gpu tests/promises tests/parallel",
+        150,
+        "these tests run on a GPU only",
+    ),
     "promises": Part("Promises 1 to 3, and the same bits", f"{LARGE_MODELS} promise_", 170),
-    "packed": Part("Packed layers and kernels", f"{LARGE_MODELS} packed", 60, "a CPU packs by default, and has no such kernels"),
-    "speed-ups": Part("Keyed and native dropout, constants, each speed-up left out", f"{BENCHMARK} dropout cost ablation", 200),
-    "waits": Part("Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"),
+    "packed": Part(
+        "Packed layers and kernels",
+        f"{LARGE_MODELS} packed",
+        60,
+        "a CPU packs by default, and has no such kernels",
+    ),
+    "speed-ups": Part(
+        "Keyed and native dropout, constants, each speed-up left out",
+        f"{BENCHMARK} dropout cost ablation",
+        200,
+    ),
+    "waits": Part(
+        "Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"
+    ),
     "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
     "small_cost": Part(
-        "Constants of the cost model, small models", f"{BENCHMARK} cost --size small", 40, "on a CPU the model above is small"
+        "Constants of the cost model, small models",
+        f"{BENCHMARK} cost --size small",
+        40,
+        "on a CPU the model above is small",
     ),
 }
 
@@ -53,30 +85,53 @@ PARTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if a part failed or ran out of time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu_report"), help="folder for report.md and report.json")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=Path("outputs/gpu_report"),
+        help="folder for report.md and report.json",
+    )
     folder: Path = parser.parse_args(arguments).output_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results, began = {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()}, time.monotonic()
+    results, began = (
+        {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()},
+        time.monotonic(),
+    )
     for name, part in PARTS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         try:
-            run_part(part, folder / name, min(part.seconds, began + MOST_SECONDS - time.monotonic()), results[name])
+            run_part(
+                part,
+                folder / name,
+                min(part.seconds, began + MOST_SECONDS - time.monotonic()),
+                results[name],
+            )
         finally:
             write_report(folder, results)
         print(f"{part.title}: {results[name]['status']}", flush=True)
-    return int(any(result["status"].startswith(("failed", "timed out")) for result in results.values()))
+    return int(
+        any(result["status"].startswith(("failed", "timed out")) for result in results.values())
+    )
 
 
 def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
-    """Run a command; its outcome, output and figures go to `result`. Python 3.11's forkserver preloads from PYTHONPATH only."""
+    """Run a command; its outcome, output and figures go to `result`. Python 3.11's forkserver
+    preloads from PYTHONPATH only.
+    """
     if part.needs_cuda and not torch.cuda.is_available():
         result["status"] = f"skipped: needs CUDA, as {part.needs_cuda}"
         return
     figures, began, result["status"] = folder / "benchmark.json", time.monotonic(), "interrupted"
     figures.unlink(missing_ok=True)
-    command = [sys.executable, *(str(folder) if word == "OUT" else word for word in part.arguments.split())]
+    command = [
+        sys.executable,
+        *(str(folder) if word == "OUT" else word for word in part.arguments.split()),
+    ]
     with (folder / "output.txt").open("w") as output:
-        env = os.environ | {"TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *sys.path])}
+        env = os.environ | {
+            "TQDM_DISABLE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *sys.path]),
+        }
         options = {"cwd": ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, start_new_session=True, **options)
         try:
@@ -89,27 +144,53 @@ def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> 
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
             process.wait()
-            result |= {"seconds": time.monotonic() - began, "output": (folder / "output.txt").read_text(errors="replace")}
-            result["sections"] = json.loads(figures.read_text())["sections"] if figures.exists() else []
+            result |= {
+                "seconds": time.monotonic() - began,
+                "output": (folder / "output.txt").read_text(errors="replace"),
+            }
+            result["sections"] = (
+                json.loads(figures.read_text())["sections"] if figures.exists() else []
+            )
 
 
 def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     """Write report.json, report.md and the plot."""
     (folder / "report.json").write_text(json.dumps(results, indent=1))
     outputs = "\n".join(result.get("output", "") for result in results.values())
-    lines = ["# Report", "", *(f"- {result['title']}: {result['status']}" for result in results.values()), ""]
-    lines += ["## Targets and defaults" if torch.cuda.is_available() else "## Targets and defaults of a GPU (this is a CPU)", ""]
-    lines += [f"- {line}" for line in re.findall(r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)", outputs, re.MULTILINE)]
+    lines = [
+        "# Report",
+        "",
+        *(f"- {result['title']}: {result['status']}" for result in results.values()),
+        "",
+    ]
+    lines += [
+        "## Targets and defaults"
+        if torch.cuda.is_available()
+        else "## Targets and defaults of a GPU (this is a CPU)",
+        "",
+    ]
+    lines += [
+        f"- {line}"
+        for line in re.findall(
+            r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)", outputs, re.MULTILINE
+        )
+    ]
     for result in results.values():
         text = result.get("output", "").strip()
-        shown = text.replace("\n## ", "\n### ") if result.get("sections") else f"```text\n{text}\n```"
+        shown = (
+            text.replace("\n## ", "\n### ") if result.get("sections") else f"```text\n{text}\n```"
+        )
         lines += ["", f"## {result['title']}", "", result["status"], *(["", shown] if text else [])]
     peers = results.get("peers", {}).get("sections", [])
-    rates = {f"{row[0]}, {section['title'][:4]}": row[1] for section in peers for row in section["rows"]}
+    rates = {
+        f"{row[0]}, {section['title'][:4]}": row[1] for section in peers for row in section["rows"]
+    }
     figure = Figure(figsize=(9, 5), layout="constrained")
     figure.subplots(subplot_kw={"xlabel": "real tokens/s"}).barh([*rates], [*rates.values()])
     figure.savefig(folder / "peers.png", dpi=120)
-    (folder / "report.md").write_text("\n".join([*lines, "", "![Real tokens per second](peers.png)", ""]))
+    (folder / "report.md").write_text(
+        "\n".join([*lines, "", "![Real tokens per second](peers.png)", ""])
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Split a global batch exactly over nodes and devices: `python scripts/plan_batch.py --help`.
 
-    python scripts/plan_batch.py --global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10
+    python scripts/plan_batch.py --global_batch_size 3072 --nodes 30 --devices_per_node 8
+    --per_device_train_batch_size 10
 
 Prints the samples of each process and the command for this layout.
 """
@@ -20,10 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--global_batch_size", type=int, required=True, help="samples in one optimizer step")
+    parser.add_argument(
+        "--global_batch_size", type=int, required=True, help="samples in one optimizer step"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--devices_per_node", type=int, default=1, help="GPUs, or processes, on each machine (default: 1)")
-    parser.add_argument("--per_device_train_batch_size", type=int, required=True, help="maximum samples in one micro-batch")
+    parser.add_argument(
+        "--devices_per_node",
+        type=int,
+        default=1,
+        help="GPUs, or processes, on each machine (default: 1)",
+    )
+    parser.add_argument(
+        "--per_device_train_batch_size",
+        type=int,
+        required=True,
+        help="maximum samples in one micro-batch",
+    )
     print(plan_batch(**vars(parser.parse_args(arguments))))
 
 

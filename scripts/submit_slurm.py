@@ -1,10 +1,13 @@
 """Submit a run to SLURM, with one `accelerate launch` per node, through submitit.
 
-    python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu --dry_run -- \
-        scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir outputs/gpt2
+    python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu
+    --dry_run -- \
+        scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir
+        outputs/gpt2
 
-Needs the extra `slurm`. Every start uses `--resume_from_checkpoint auto`, which resumes from the newest checkpoint in output_dir,
-if any. A preempted job saves and is requeued, and so is a job at its time limit, up to --max_timeouts times.
+Needs the extra `slurm`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
+newest checkpoint in output_dir, if any. A preempted job saves and is requeued, and so is a job at
+its time limit, up to --max_timeouts times.
 """
 
 import argparse
@@ -29,13 +32,16 @@ from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.plan_batch import launch_flags
 
 GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
-SIGNAL_SECONDS = 120  # at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL
+# at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL
+SIGNAL_SECONDS = 120
 RESUME = ("--resume_from_checkpoint", "auto")
 
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The task that submitit runs once on each node. `launch_options`: further flags of `accelerate launch`."""
+    """The task that submitit runs once on each node. `launch_options`: further flags of `accelerate
+    launch`.
+    """
 
     command: tuple[str, ...]
     nodes: int
@@ -50,48 +56,75 @@ class NodeJob:
             HfGaError: the launched command failed.
         """
         environment = JobEnvironment()
-        port = 20000 + int(environment.job_id) % 10000  # the same on all nodes; two jobs on one node rarely share it
+        port = (
+            20000 + int(environment.job_id) % 10000
+        )  # the same on all nodes; two jobs on one node rarely share it
         words = self.launch_words(environment.node, environment.hostnames[0], port)
         print(shlex.join(words), flush=True)
-        variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # the venv may not be activated
+        variables = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        }  # the venv may not be activated
         variables |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS)}  # default: 30 s
         variables |= {"ACCELERATE_USE_CPU": "true"} if self.use_cpu else {}
         terminated: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
-        code = run_to_end(words, os.environ | variables, getattr(signal, f"SIG{environment.USR_SIG}"))
-        if code and terminated:  # SIGTERM also ended the launched processes: a failure now would prevent the requeue
+        code = run_to_end(
+            words, os.environ | variables, getattr(signal, f"SIG{environment.USR_SIG}")
+        )
+        if (
+            code and terminated
+        ):  # SIGTERM also ended the launched processes: a failure now would prevent the requeue
             time.sleep(SIGNAL_SECONDS)
         if code:
             raise HfGaError(f"node {environment.node}: exit code {code} of {shlex.join(words)}")
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit at preemption and at the time limit, to requeue the job. SIGTERM follows, and the run saves."""
+        """Called by submitit at preemption and at the time limit, to requeue the job. SIGTERM
+        follows, and the run saves.
+        """
         return DelayedSubmission(self)
 
     def launch_words(self, rank: int | str, host: str, port: int | str) -> list[str]:
-        """The launch command of node `rank`; node 0 is `host` and listens on `port`. With one node, Accelerate picks a port."""
+        """The launch command of node `rank`; node 0 is `host` and listens on `port`. With one node,
+        Accelerate picks a port.
+        """
         flags = [*launch_flags(self.nodes, self.processes_per_node), *self.launch_options]
         if "--config_file" in self.launch_options and "--multi_gpu" in flags:
-            flags.remove("--multi_gpu")  # it would override the file's distributed_type: DDP instead of FSDP
+            flags.remove(
+                "--multi_gpu"
+            )  # it would override the file's distributed_type: DDP instead of FSDP
         if self.nodes > 1:
-            flags += ["--machine_rank", str(rank), "--main_process_ip", host, "--main_process_port", str(port)]
+            flags += [
+                "--machine_rank",
+                str(rank),
+                "--main_process_ip",
+                host,
+                "--main_process_port",
+                str(port),
+            ]
         elif self.processes_per_node > 1:
             flags += ["--main_process_port", "0"]
         return ["accelerate", "launch", *flags, *self.command, *RESUME]
 
 
 def run_to_end(words: Sequence[str], variables: dict[str, str], ignored: signal.Signals) -> int:
-    """Run a command and return its exit code. If this process ends first, end the command with SIGTERM, later with SIGKILL.
+    """Run a command and return its exit code. If this process ends first, end the command with
+    SIGTERM, later with SIGKILL.
 
-    The command ignores the signal with which SLURM announces a preemption: SLURM sends it to all processes of a job.
+    The command ignores the signal with which SLURM announces a preemption: SLURM sends it to all
+        processes of a job.
     """
     ignore = lambda: signal.signal(ignored, signal.SIG_IGN)  # noqa: E731
-    launcher = subprocess.Popen(list(words), env=variables, start_new_session=True, preexec_fn=ignore)
+    launcher = subprocess.Popen(
+        list(words), env=variables, start_new_session=True, preexec_fn=ignore
+    )
     try:
         return launcher.wait()
     finally:
         if launcher.poll() is None:
-            processes = psutil.Process(launcher.pid).children(recursive=True)  # may outlive the launcher, to save
+            processes = psutil.Process(launcher.pid).children(
+                recursive=True
+            )  # may outlive the launcher, to save
             os.killpg(launcher.pid, signal.SIGTERM)
             for process in psutil.wait_procs(processes, GRACE_SECONDS)[1]:
                 process.kill()
@@ -106,7 +139,9 @@ def minutes_of(text: str) -> int:
     [90, 1440, 1441]
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    days, hours, minutes, seconds = (int(number or 0) for number in found.groups()) if found else (0, 0, int(text), 0)
+    days, hours, minutes, seconds = (
+        (int(number or 0) for number in found.groups()) if found else (0, 0, int(text), 0)
+    )
     return days * 1440 + hours * 60 + minutes + -(-seconds // 60)
 
 
@@ -115,26 +150,77 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("command", nargs="+", help="the script and its flags, after --")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--gpus_per_node", type=int, default=8, help="one process per GPU; 0: processes on CPUs (default: 8)")
-    parser.add_argument("--processes_per_node", type=int, default=1, help="without GPUs: processes per node (default: 1)")
-    parser.add_argument("--time", type=minutes_of, default="24:00:00", help="[days-]hours:minutes:seconds (default: 24:00:00)")
+    parser.add_argument(
+        "--gpus_per_node",
+        type=int,
+        default=8,
+        help="one process per GPU; 0: processes on CPUs (default: 8)",
+    )
+    parser.add_argument(
+        "--processes_per_node",
+        type=int,
+        default=1,
+        help="without GPUs: processes per node (default: 1)",
+    )
+    parser.add_argument(
+        "--time",
+        type=minutes_of,
+        default="24:00:00",
+        help="[days-]hours:minutes:seconds (default: 24:00:00)",
+    )
     parser.add_argument("--partition", help="queue to submit to (default: the cluster's)")
-    parser.add_argument("--cpus_per_task", type=int, help="CPU cores per node (default: the cluster's)")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="other option of sbatch; repeatable")
-    parser.add_argument("--setup", action="append", default=[], help="shell line to run first, such as a module load; repeatable")
+    parser.add_argument(
+        "--cpus_per_task", type=int, help="CPU cores per node (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other option of sbatch; repeatable",
+    )
+    parser.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        help="shell line to run first, such as a module load; repeatable",
+    )
     parser.add_argument("--job_name", default="hf_ga", help="name in the queue (default: hf_ga)")
-    parser.add_argument("--max_timeouts", type=int, default=3, help="restarts after the time limit (default: 3)")
-    parser.add_argument("--accelerate_config", help="file from accelerate_configs/, for FSDP (default: DDP)")
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="overrides the file (default: no)")
-    parser.add_argument("--folder", default="outputs/slurm", help="folder for logs, shared by all nodes (default: outputs/slurm)")
-    parser.add_argument("--cluster", choices=["slurm", "local"], default="slurm", help="local: this machine (default: slurm)")
-    parser.add_argument("--wait", action="store_true", help="wait for the end; exit code 1 if the run failed")
-    parser.add_argument("--dry_run", action="store_true", help="print the batch script and the launch commands, submit nothing")
+    parser.add_argument(
+        "--max_timeouts", type=int, default=3, help="restarts after the time limit (default: 3)"
+    )
+    parser.add_argument(
+        "--accelerate_config", help="file from accelerate_configs/, for FSDP (default: DDP)"
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=["no", "fp16", "bf16"], help="overrides the file (default: no)"
+    )
+    parser.add_argument(
+        "--folder",
+        default="outputs/slurm",
+        help="folder for logs, shared by all nodes (default: outputs/slurm)",
+    )
+    parser.add_argument(
+        "--cluster",
+        choices=["slurm", "local"],
+        default="slurm",
+        help="local: this machine (default: slurm)",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for the end; exit code 1 if the run failed"
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the batch script and the launch commands, submit nothing",
+    )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse flags, print or submit. Returns the exit code: 2 for bad input, explained in one line."""
+    """Parse flags, print or submit. Returns the exit code: 2 for bad input, explained in one
+    line.
+    """
     return guarded(submit, sys.argv[1:] if arguments is None else arguments)
 
 
@@ -152,17 +238,35 @@ def node_job(flags: argparse.Namespace) -> NodeJob:
         config.layout(flags.nodes * processes)
     options = {"--config_file": flags.accelerate_config, "--mixed_precision": flags.mixed_precision}
     words = tuple(word for name, value in options.items() if value for word in (name, value))
-    return NodeJob(tuple(flags.command), flags.nodes, processes, use_cpu=not flags.gpus_per_node, launch_options=words)
+    return NodeJob(
+        tuple(flags.command),
+        flags.nodes,
+        processes,
+        use_cpu=not flags.gpus_per_node,
+        launch_options=words,
+    )
 
 
 def sbatch_parameters(flags: argparse.Namespace) -> dict:
     """submitit's parameters of the batch script."""
     srun = ["--kill-on-bad-exit=1"]  # the other nodes would wait for a failed one
     if flags.cpus_per_task:
-        srun.append(f"--cpus-per-task={flags.cpus_per_task}")  # srun does not inherit it from sbatch since SLURM 22.05
+        srun.append(
+            f"--cpus-per-task={flags.cpus_per_task}"
+        )  # srun does not inherit it from sbatch since SLURM 22.05
     more = {"requeue": True} | dict(text.split("=", 1) for text in flags.sbatch)
-    named = {name: value for name in ("partition", "cpus_per_task", "gpus_per_node") if (value := getattr(flags, name))}
-    parameters = {"job_name": flags.job_name, "time": flags.time, "nodes": flags.nodes, "ntasks_per_node": 1, **named}
+    named = {
+        name: value
+        for name in ("partition", "cpus_per_task", "gpus_per_node")
+        if (value := getattr(flags, name))
+    }
+    parameters = {
+        "job_name": flags.job_name,
+        "time": flags.time,
+        "nodes": flags.nodes,
+        "ntasks_per_node": 1,
+        **named,
+    }
     return {**parameters, "setup": flags.setup, "srun_args": srun, "additional_parameters": more}
 
 
@@ -171,18 +275,30 @@ def submit(arguments: Sequence[str]) -> int:
     flags = make_parser().parse_args(arguments)
     job = node_job(flags)
     if flags.dry_run:
-        print(_make_sbatch_string("python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)))
+        print(
+            _make_sbatch_string(
+                "python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)
+            )
+        )
         for node in range(flags.nodes):
             print(f"# node {node}: {shlex.join(job.launch_words(node, 'HOST', 'PORT'))}")
         return 0
     try:
-        executor = AutoExecutor(flags.folder, flags.cluster, **{f"{flags.cluster}_max_num_timeout": flags.max_timeouts})
+        executor = AutoExecutor(
+            flags.folder, flags.cluster, **{f"{flags.cluster}_max_num_timeout": flags.max_timeouts}
+        )
     except RuntimeError as error:
-        raise ConfigError(f"SLURM is not available on this machine ({error}). Use --cluster local or --dry_run.") from error
+        raise ConfigError(
+            f"SLURM is not available on this machine ({error}). Use --cluster local or --dry_run."
+        ) from error
     if flags.cluster == "local":
-        executor.update_parameters(nodes=flags.nodes, timeout_min=flags.time, gpus_per_node=flags.gpus_per_node)
+        executor.update_parameters(
+            nodes=flags.nodes, timeout_min=flags.time, gpus_per_node=flags.gpus_per_node
+        )
     else:
-        executor.update_parameters(**{f"slurm_{name}": value for name, value in sbatch_parameters(flags).items()})
+        executor.update_parameters(
+            **{f"slurm_{name}": value for name, value in sbatch_parameters(flags).items()}
+        )
     submitted = executor.submit(job)
     print(f"job {submitted.job_id}, log: {submitted.paths.stdout}", flush=True)
     failure = submitted.exception() if flags.wait else None

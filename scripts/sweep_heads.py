@@ -1,4 +1,5 @@
-"""Builds every head of the installed transformers small, and checks the gradients of hf_ga and Trainer, without and with dropout.
+"""Builds every head of the installed transformers small, and checks the gradients of hf_ga and
+Trainer, without and with dropout.
 
     python scripts/sweep_heads.py                  # about 40 heads, evenly spread
     python scripts/sweep_heads.py --full           # all of them
@@ -27,34 +28,50 @@ from heads.one_head import Head, Verdict, all_heads, examine
 from heads.report import line, summary, write_report
 from tqdm import tqdm
 
-SERVER = multiprocessing.get_context("forkserver")  # imports once; each head still has a process of its own
+SERVER = multiprocessing.get_context(
+    "forkserver"
+)  # imports once; each head still has a process of its own
 PRELOAD = ["hf_ga", "hf_ga.check.arms", "transformers.models.auto.modeling_auto"]
 TIME_LIMIT = 60.0  # seconds per head
 WRITE_EVERY = 50  # heads
 
 
 def sweep(
-    heads: list[Head], jobs: int = 1, time_limit: float = TIME_LIMIT, send: Callable[[Connection, Head], None] | None = None
+    heads: list[Head],
+    jobs: int = 1,
+    time_limit: float = TIME_LIMIT,
+    send: Callable[[Connection, Head], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Verdicts in the order of the heads, each from a separate process: one that dies or hangs costs its own head only.
+    """Verdicts in the order of the heads, each from a separate process: one that dies or hangs
+    costs its own head only.
 
     Args:
         jobs: processes at once. time_limit: seconds per head.
         send: what a process runs (default: `send_verdict`).
     """
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(partial(examine_apart, time_limit=time_limit, send=send or send_verdict), heads)
+        yield from pool.map(
+            partial(examine_apart, time_limit=time_limit, send=send or send_verdict), heads
+        )
 
 
-def examine_apart(head: Head, time_limit: float, send: Callable[[Connection, Head], None]) -> Verdict:
-    """The verdict of a new process; "not built" with the reason if the process dies or takes too long."""
+def examine_apart(
+    head: Head, time_limit: float, send: Callable[[Connection, Head], None]
+) -> Verdict:
+    """The verdict of a new process; "not built" with the reason if the process dies or takes too
+    long.
+    """
     receiver, sender = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=send, args=(sender, head), daemon=True)
     process.start()
     sender.close()
     begin = time.perf_counter()
     try:
-        verdict = receiver.recv() if receiver.poll(time_limit) else Verdict(head, reason=f"took longer than {time_limit:.0f} s")
+        verdict = (
+            receiver.recv()
+            if receiver.poll(time_limit)
+            else Verdict(head, reason=f"took longer than {time_limit:.0f} s")
+        )
     except EOFError:
         process.join()
         verdict = Verdict(head, reason=f"the process died ({process.exitcode})")
@@ -83,15 +100,23 @@ def evenly_spread(heads: list[Head], count: int) -> list[Head]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 1 if hf_ga is wrong for a head, 2 for a bad flag, otherwise 0."""
+    """Run the command line. Returns 1 if hf_ga is wrong for a head, 2 for a bad flag, otherwise
+    0.
+    """
     options = _options(arguments)
     heads = all_heads()
     if options.only:
-        heads = [head for head in heads if re.search(options.only, f"{head.name} {head.model_type}")]
+        heads = [
+            head for head in heads if re.search(options.only, f"{head.name} {head.model_type}")
+        ]
     elif not options.full:
         heads = evenly_spread(heads, options.sample)
     if not heads:
-        print(f"no head matches --only {options.only!r}: give a regular expression on 'Class (kind) model_type'", file=sys.stderr)
+        print(
+            f"no head matches --only {options.only!r}: give a regular expression on 'Class (kind) "
+            "model_type'",
+            file=sys.stderr,
+        )
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"  # of the processes
     SERVER.set_forkserver_preload(PRELOAD)
@@ -101,23 +126,40 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
-    """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the end."""
+    """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the
+    end.
+    """
     begin, verdicts = time.perf_counter(), []
-    bar = tqdm(sweep(heads, options.jobs, options.time_limit), total=len(heads), unit="head", dynamic_ncols=True)
+    bar = tqdm(
+        sweep(heads, options.jobs, options.time_limit),
+        total=len(heads),
+        unit="head",
+        dynamic_ncols=True,
+    )
     for verdict in bar:
         verdicts.append(verdict)
         bar.write(line(verdict), file=sys.stdout)
         sys.stdout.flush()
         if len(verdicts) % WRITE_EVERY == 0 or len(verdicts) == len(heads):
-            write_report(verdicts, len(heads), Path(options.output_dir), (time.perf_counter() - begin) / 60)
+            write_report(
+                verdicts, len(heads), Path(options.output_dir), (time.perf_counter() - begin) / 60
+            )
     return verdicts
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all heads")
-    parser.add_argument("--only", metavar="PATTERN", help="regular expression on 'Class (kind) model_type'")
-    parser.add_argument("--sample", type=int, default=40, metavar="N", help="without --full and --only: about N heads")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="regular expression on 'Class (kind) model_type'"
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=40,
+        metavar="N",
+        help="without --full and --only: about N heads",
+    )
     parser.add_argument("--output_dir", default="sweep", help="folder for heads.md and heads.json")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--time_limit", type=float, default=TIME_LIMIT, help="seconds per head")

@@ -1,16 +1,24 @@
-"""Set before anything else is imported: no network, one thread (the models are tiny, and threads would wait for each other)."""
+"""Set before anything else is imported: no network, one thread (the models are tiny, and threads
+would wait for each other).
+"""
 
 import os
 from pathlib import Path
 
-SUPPORT = Path(__file__).parent / "support"  # what tests of several rooms share; the programs that tests start find it, too
-os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+SUPPORT = (
+    Path(__file__).parent / "support"
+)  # what tests of several rooms share; the programs that tests start find it, too
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
     os.environ[name] = "1"
 os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: threads of several would wait for each other
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # of the processes that tests start: threads of several would wait for each other
 
 import hypothesis
 import pytest
@@ -27,8 +35,9 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests are spread evenly over the others: those start processes, and two of them seldom run beside each
-    other. They go from Z to A: the longest are in scripts/ and run/, and the last one should be short.
+    """Files with slow tests are spread evenly over the others: those start processes, and two of
+    them seldom run beside each other. They go from Z to A: the longest are in scripts/ and run/,
+    and the last one should be short.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     place = {}
@@ -54,7 +63,9 @@ def own_accelerator_state():
 
 @pytest.fixture
 def launched(own_accelerator_state, monkeypatch):
-    """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its change of the threads."""
+    """Function of a precision: as `accelerate launch --mixed_precision` hands it on, without its
+    change of the threads.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
 
     def launch(precision):

@@ -1,4 +1,6 @@
-"""The equivalence checker: does every split of a window give the full batch's gradient, with the user's model and training step?
+"""The equivalence checker: does every split of a window give the full batch's gradient, with the
+user's model and training step?
 
-`check_equivalence` compares gradients with one forward and backward of the whole window in float64; `arms` has ready-made steps.
+`check_equivalence` compares gradients with one forward and backward of the whole window in float64;
+`arms` has ready-made steps.
 """

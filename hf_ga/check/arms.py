@@ -1,10 +1,12 @@
 """Ready-made steps for `check_equivalence`: transformers' Trainer and a raw Accelerate loop.
 
-Both run the library's own code on the micro-batches of the window, on several processes too, under DDP or FSDP; this file
-reimplements none of it. They run bf16 natively; under fp16 they compute in float32.
+Both run the library's own code on the micro-batches of the window, on several processes too, under
+DDP or FSDP; this file reimplements none of it. They run bf16 natively; under fp16 they compute in
+float32.
 
 Example:
-    check_equivalence(model, samples, collate_fn, steps={"Trainer": trainer_arm(), "accelerate": accelerate_arm()})
+    steps = {"Trainer": trainer_arm(), "accelerate": accelerate_arm()}
+    check_equivalence(model, samples, collate_fn, steps=steps)
 """
 
 import tempfile
@@ -39,16 +41,20 @@ TRAINING_ARGUMENTS = {
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
-    """A step that runs `transformers.Trainer`'s own training loop on the window and takes the gradients before its optimizer step.
+    """A step that runs `transformers.Trainer`'s own training loop on the window and takes the
+    gradients before its optimizer step.
 
     Args:
-        trainer_class: Trainer, or a subclass that leaves micro-batches unchanged (a dataset item is a whole micro-batch here,
-            which excludes trainers that plan their own windows, such as `ExactTrainer`).
-        arguments: for `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and accumulation come from the check,
-            and clipping is off unless `max_grad_norm` is given.
+        trainer_class: Trainer, or a subclass that leaves micro-batches unchanged (a dataset item is
+            a whole micro-batch here, which excludes trainers that plan their own windows, such as
+            `ExactTrainer`).
+        arguments: for `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and
+            accumulation come from the check, and clipping is off unless `max_grad_norm` is given.
     """
 
-    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> tuple[float, Gradients]:
+    def step(
+        model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
+    ) -> tuple[float, Gradients]:
         on_cpu = device_of(model).type == "cpu"
         own = {
             "gradient_accumulation_steps": accumulation_steps,
@@ -89,13 +95,17 @@ class _Taken(TrainerCallback):
 
 
 def accelerate_arm(**arguments: Any) -> Step:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`.
+    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model):
+    accelerator.backward(loss)`.
 
     Args:
-        arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come from the check.
+        arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come
+            from the check.
     """
 
-    def step(model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str) -> tuple[None, Gradients]:
+    def step(
+        model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
+    ) -> tuple[None, Gradients]:
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",

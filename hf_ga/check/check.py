@@ -1,4 +1,6 @@
-"""check_equivalence(): does every split of a window give the full batch's gradient with this model, and if not, why?"""
+"""check_equivalence(): does every split of a window give the full batch's gradient with this model,
+and if not, why?
+"""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +18,14 @@ from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
 from hf_ga.check.same_bits import bits_row
-from hf_ga.check.subjects import DTYPES, Step, Subject, make_accelerator, own_accelerate_state, working_copy
+from hf_ga.check.subjects import (
+    DTYPES,
+    Step,
+    Subject,
+    make_accelerator,
+    own_accelerate_state,
+    working_copy,
+)
 from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import check_supported
 from hf_ga.exact.batches import sample_length
@@ -45,27 +54,37 @@ def check_equivalence(
     allow_split_dependent_randomness: bool = False,
     same_bits: int | None = None,
 ) -> EquivalenceReport:
-    """Compare the gradient of every layout of one window with that of the full batch in float64 (promise 1).
+    """Compare the gradient of every layout of one window with that of the full batch in float64
+    (promise 1).
 
-    Works on a copy of the model and restores all other state. On several processes all must call it with the same arguments: each
-    computes the reference, and process r takes micro-batches r, r + num_processes, ... of each layout, under DDP or FSDP.
+    Works on a copy of the model and restores all other state. On several processes all must call it
+        with the same arguments: each
+    computes the reference, and process r takes micro-batches r, r + num_processes, ... of each
+    layout, under DDP or FSDP.
 
     Args:
-        model: not wrapped, on any device; if it is in evaluation mode, the copy is put into training mode.
-        samples: one window of at least 8, ideally of very different lengths. collate_fn: list of samples -> model arguments.
-        layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of these names, or
-            {name: sizes of the micro-batches}.
-        steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the window's collated
-            micro-batches (dicts on the model's device), and leaves the window's gradient in `.grad`. It may return the window's
-            mean loss. If it declares the arguments `accumulation_steps` (micro-batches of a full window on one process) or
-            `precision`, it receives them too. On several processes it takes its own part of the micro-batches, as the loader that
-            Accelerate prepares does, and may return (loss or None, `take_gradients(prepared)`). See `hf_ga.check.arms`.
-        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own loss.
+        model: not wrapped, on any device; if it is in evaluation mode, the copy is put into
+            training mode.
+        samples: one window of at least 8, ideally of very different lengths. collate_fn: list of
+            samples -> model arguments.
+        layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of
+            these names, or {name: sizes of the micro-batches}.
+        steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the
+            window's collated micro-batches (dicts on the model's device), and leaves the window's
+            gradient in `.grad`. It may return the window's mean loss. If it declares the arguments
+            `accumulation_steps` (micro-batches of a full window on one process) or `precision`, it
+            receives them too. On several processes it takes its own part of the micro-batches, as
+            the loader that Accelerate prepares does, and may return (loss or None,
+            `take_gradients(prepared)`). See `hf_ga.check.arms`.
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own
+            loss.
         precision: "fp32", "bf16" or "fp16", by autocast.
         seed: of dropout masks and of a step's own random draws.
         max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
-        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the check switches them off.
-        same_bits: also compare the bits of gradients that are computed in chunks of so many samples.
+        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the
+            check switches them off.
+        same_bits: also compare the bits of gradients that are computed in chunks of so many
+            samples.
 
     Raises:
         ConfigError: bad arguments, or a full batch that cannot be computed in float64.
@@ -85,14 +104,28 @@ def check_equivalence(
         copied = working_copy(unwrapped(model))
         if accelerator.num_processes > 1:
             weights = state_sha256(copied.state_dict())[:12]
-            check_agreement(accelerator, "samples and weights", f"{len(lengths)} samples of length {lengths.sum()}, {weights}")
-        proof = {"loss_fn": loss_fn, "allow_split_dependent_randomness": allow_split_dependent_randomness}
-        subject = Subject(copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof)
+            check_agreement(
+                accelerator,
+                "samples and weights",
+                f"{len(lengths)} samples of length {lengths.sum()}, {weights}",
+            )
+        proof = {
+            "loss_fn": loss_fn,
+            "allow_split_dependent_randomness": allow_split_dependent_randomness,
+        }
+        subject = Subject(
+            copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof
+        )
         _prove(subject)
         rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
         if same_bits is not None and not subject.refused:
             rows.insert(len(checked), bits_row(subject, same_bits))
-    shown = {"precision": precision, "seed": seed, "max_grad_norm": max_grad_norm, "num_samples": len(samples)}
+    shown = {
+        "precision": precision,
+        "seed": seed,
+        "max_grad_norm": max_grad_norm,
+        "num_samples": len(samples),
+    }
     return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
 
 
@@ -101,7 +134,14 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
     found: dict[tuple[str, str], Row] = {}
     arms: dict[str, Step | None] = {OURS: None, **steps}
     hidden = not subject.accelerator.is_main_process
-    with tqdm(total=len(layouts) * len(arms), unit="layout", delay=5, leave=False, dynamic_ncols=True, disable=hidden) as bar:
+    with tqdm(
+        total=len(layouts) * len(arms),
+        unit="layout",
+        delay=5,
+        leave=False,
+        dynamic_ncols=True,
+        disable=hidden,
+    ) as bar:
         for num_samples in dict.fromkeys(sum(layout.sizes) for layout in layouts):
             members = [layout for layout in layouts if sum(layout.sizes) == num_samples]
             reference = compute_reference(subject, members[0].window(subject))
@@ -109,15 +149,24 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
                 for layout in members:
                     bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
                     row = _row(subject, arm, step, layout, reference)
-                    found[arm, layout.name] = broadcast_from_main(subject.accelerator, row)  # all processes explain the same rows
+                    found[arm, layout.name] = broadcast_from_main(
+                        subject.accelerator, row
+                    )  # all processes explain the same rows
                     bar.update()
     rows = [found[arm, layout.name] for arm in arms for layout in layouts]
     for arm, step in arms.items():
-        explain(subject, [row for row in rows if row.arm == arm], {layout.name: layout for layout in layouts}, step)
+        explain(
+            subject,
+            [row for row in rows if row.arm == arm],
+            {layout.name: layout for layout in layouts},
+            step,
+        )
     return rows
 
 
-def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, reference: Reference) -> Row:
+def _row(
+    subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, reference: Reference
+) -> Row:
     row = Row(arm, layout.name, layout.sizes, layout.accumulation_steps)
     if step is None and subject.refused:
         row.refused = subject.refused
@@ -136,9 +185,11 @@ def _row(subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, r
 
 
 def _prove(subject: Subject) -> None:
-    """Find the dropout sites and prove the loss; if the model is unsupported, store the reason in the subject.
+    """Find the dropout sites and prove the loss; if the model is unsupported, store the reason in
+    the subject.
 
-    Random draws that depend on the split cannot be compared: put their modules into evaluation mode.
+    Random draws that depend on the split cannot be compared: put their modules into evaluation
+        mode.
     """
     subject.dropout = find_dropout(subject)
     if subject.proof_arguments["allow_split_dependent_randomness"]:
@@ -146,13 +197,17 @@ def _prove(subject: Subject) -> None:
     several = subject.accelerator.num_processes > 1
     trained = copy.deepcopy(subject.model) if several else subject.model
     try:
-        subject.rule = prove_targets(trained, subject.samples, subject.collate_fn, **subject.proof_arguments)
+        subject.rule = prove_targets(
+            trained, subject.samples, subject.collate_fn, **subject.proof_arguments
+        )
     except (LossNotAdditive, UnkeyedRandomness) as error:
         subject.refused = str(error)
         _set_evaluation_mode(subject.dropout.unkeyed)
     else:
         optimizer = torch.optim.SGD(trained.parameters())  # FSDP2 needs one
-        subject.prepared = prepare(subject.accelerator, trained, optimizer)[0] if several else trained
+        subject.prepared = (
+            prepare(subject.accelerator, trained, optimizer)[0] if several else trained
+        )
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
@@ -164,12 +219,19 @@ def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
     num_sites, accelerator = len(subject.dropout.sites), subject.accelerator
-    wrapper = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
-    processes = f"{accelerator.num_processes} processes under {wrapper}: micro-batches are dealt out to them in turn"
+    wrapper = (
+        f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
+    )
+    processes = (
+        f"{accelerator.num_processes} processes under {wrapper}: micro-batches are dealt out to "
+        "them in turn"
+    )
     return [
-        f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with {sum(sizes):,} weights",
+        f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with "
+        f"{sum(sizes):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
-        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the same for each parameter",
+        "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the "
+        "same for each parameter",
         f"{counted}; keyed dropout at {num_sites} sites",
         *([processes] if accelerator.num_processes > 1 else []),
     ]

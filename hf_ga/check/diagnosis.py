@@ -1,4 +1,6 @@
-"""Why an arm differs: switch all suspects off, then on one at a time; match the remaining error against known mistakes."""
+"""Why an arm differs: switch all suspects off, then on one at a time; match the remaining error
+against known mistakes.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor
 
 from hf_ga.check.gradients import Gradients, norms, total
-from hf_ga.check.hypotheses import Hypothesis, best_match, fitted_weights, half_precision, hypotheses, relative_error
+from hf_ga.check.hypotheses import (
+    Hypothesis,
+    best_match,
+    fitted_weights,
+    half_precision,
+    hypotheses,
+    relative_error,
+)
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
@@ -20,7 +29,11 @@ from hf_ga.exact.window import Window
 from hf_ga.proof.probes import applicable_rules
 
 MOST_ELEMENTS = 16_000_000  # compared over all micro-batches' gradients; larger ones are strided
-MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}  # a hypothesis explains a gradient up to this relative error
+MATCH = {
+    "fp32": 1e-4,
+    "bf16": 3e-2,
+    "fp16": 4e-3,
+}  # a hypothesis explains a gradient up to this relative error
 EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}  # a switch with a smaller effect is not a cause
 
 
@@ -29,8 +42,10 @@ class Trial:
     """An arm in one window with some suspects on; gradients as flat vectors.
 
     Attributes:
-        reference: of the full batch. arm: the arm's gradient. parts: gradient of each micro-batch's own mean loss.
-        counts: rule -> targets of each micro-batch. frozen: parameters that should have a gradient but have none; excluded above.
+        reference: of the full batch. arm: the arm's gradient. parts: gradient of each micro-batch's
+            own mean loss.
+        counts: rule -> targets of each micro-batch. frozen: parameters that should have a gradient
+            but have none; excluded above.
     """
 
     reference: Tensor
@@ -45,9 +60,11 @@ class Trial:
         return relative_error(Hypothesis(n / n.sum()).gradient(self.parts), self.reference)
 
 
-def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None) -> None:
-    """Write the causes into some failed rows: the one with the fewest micro-batches, the most uneven, the short window, one whose
-    micro-batches cannot be dealt out evenly.
+def explain(
+    subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None
+) -> None:
+    """Write the causes into some failed rows: the one with the fewest micro-batches, the most
+    uneven, the short window, one whose micro-batches cannot be dealt out evenly.
     """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
     full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
@@ -55,9 +72,14 @@ def explain(subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayo
     simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
     uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
     odd = [row for row in full if len(row.micro_batches) % subject.accelerator.num_processes]
-    for row in {row.layout: row for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *odd[:1]]}.values():
+    for row in {
+        row.layout: row
+        for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *odd[:1]]
+    }.values():
         if row.refused is None and row.share <= 1:
-            text = "the gradient is correct, but the number that the step returns is not the mean loss"
+            text = (
+                "the gradient is correct, but the number that the step returns is not the mean loss"
+            )
             row.causes = [Cause("reported loss", text)]
         else:
             row.causes = Diagnosis(subject, layouts[row.layout], step, row.refused).causes()
@@ -67,17 +89,21 @@ class Diagnosis:
     """One arm in one layout.
 
     Args:
-        step: None for hf_ga's own. refused: the error message if hf_ga does not support the model; then the correctly weighted
-            sum of the micro-batches replaces its gradient.
+        step: None for hf_ga's own. refused: the error message if hf_ga does not support the model;
+            then the correctly weighted sum of the micro-batches replaces its gradient.
     """
 
-    def __init__(self, subject: Subject, layout: CheckedLayout, step: Step | None, refused: str | None) -> None:
+    def __init__(
+        self, subject: Subject, layout: CheckedLayout, step: Step | None, refused: str | None
+    ) -> None:
         self.subject, self.layout, self.step, self.refused = subject, layout, step, refused
         self.window = layout.window(subject)
         innocent = {"clipping"} if step is None else set()
         if step is None and not refused:
             innocent |= {"padding width", "dropout"}  # proven, and keyed
-        self.suspects = [s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent]
+        self.suspects = [
+            s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent
+        ]
         self.match, self.effect = MATCH[subject.precision], EFFECT[subject.precision]
 
     def causes(self) -> list[Cause]:
@@ -86,7 +112,13 @@ class Diagnosis:
             return [Cause("randomness", self.refused)]
         quiet = self._trial()
         if not quiet.arm.any():
-            return [Cause("no gradients", "the step left no gradient in any parameter: leave it in .grad, without updating")]
+            return [
+                Cause(
+                    "no gradients",
+                    "the step left no gradient in any parameter: leave it in .grad, without "
+                    "updating",
+                )
+            ]
         if not quiet.arm.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
         rule = min(quiet.counts, key=quiet.additivity)
@@ -94,12 +126,16 @@ class Diagnosis:
         match, error = self._weights(quiet, rule)
         found = [*self._not_additive(residual), *match.causes, *self._reduced_in(quiet, error)]
         if quiet.frozen:
-            found.append(Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}"))
+            found.append(
+                Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}")
+            )
         for suspect in self.suspects:
             found += self._with_one(suspect, rule, match, max(error, residual))
         return found or [Cause("unknown", _unknown(quiet))]
 
-    def _with_one(self, suspect: Switch, rule: str, match: Hypothesis, before: float) -> list[Cause]:
+    def _with_one(
+        self, suspect: Switch, rule: str, match: Hypothesis, before: float
+    ) -> list[Cause]:
         """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
         try:
             trial = self._trial(suspect.name)
@@ -116,47 +152,97 @@ class Diagnosis:
                 return list(clipped.causes)
             if self.subject.max_grad_norm:
                 return []
-        return [Cause(suspect.name, suspect.text, f"relative error with it {error:.1e}, without {before:.1e}")]
+        return [
+            Cause(
+                suspect.name,
+                suspect.text,
+                f"relative error with it {error:.1e}, without {before:.1e}",
+            )
+        ]
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
-        """The weights that the arm gave its micro-batches, with the causes, and their residual relative error."""
-        candidates = hypotheses(trial.counts, rule, self.layout.accumulation_steps, self.subject.accelerator.num_processes)
+        """The weights that the arm gave its micro-batches, with the causes, and their residual
+        relative error.
+        """
+        candidates = hypotheses(
+            trial.counts,
+            rule,
+            self.layout.accumulation_steps,
+            self.subject.accelerator.num_processes,
+        )
         match, error = best_match(trial.arm, trial.parts, candidates)
         if error <= self.match:
             return match, error
         norm = float(trial.arm.double().norm())
-        clipped, left = best_match(trial.arm, trial.parts, [candidate.clipped(norm) for candidate in candidates])
+        clipped, left = best_match(
+            trial.arm, trial.parts, [candidate.clipped(norm) for candidate in candidates]
+        )
         if left <= self.match:
             return clipped, left
         weights, left = fitted_weights(trial.arm, trial.parts)
         if left <= self.match:
             n = trial.counts[rule]
             factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
-            return Hypothesis(weights, (Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N"),)), left
+            return Hypothesis(
+                weights,
+                (Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N"),),
+            ), left
         if error > MATCH["bf16"]:
             return replace(match, causes=()), error
         if self._reduced_in(trial, error):
             return match, error
-        text = f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: computed in low precision"
+        text = (
+            f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
+            "computed in low precision"
+        )
         return replace(match, causes=(*match.causes, Cause("precision", text))), error
 
     def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
-        """Processes that add up their gradients in half precision leave a sum that half precision can hold."""
+        """Processes that add up their gradients in half precision leave a sum that half precision
+        can hold.
+        """
         name = half_precision(trial.arm)
         if self.subject.accelerator.num_processes == 1 or name is None:
             return []
-        text = f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a communication hook of DDP)"
-        return [Cause(f"{name} reduction", text, f"every element is a {name} number, relative error {error:.1e}")]
+        text = (
+            f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
+            "communication hook of DDP)"
+        )
+        return [
+            Cause(
+                f"{name} reduction",
+                text,
+                f"every element is a {name} number, relative error {error:.1e}",
+            )
+        ]
 
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:
             return []
-        text, seen = "the loss of the window is not a weighted mean of its micro-batches' losses", f"residual {residual:.1e}"
+        text, seen = (
+            "the loss of the window is not a weighted mean of its micro-batches' losses",
+            f"residual {residual:.1e}",
+        )
         if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
-            return [Cause("auxiliary loss", "the router's auxiliary loss is a product of means over the micro-batch", seen)]
+            return [
+                Cause(
+                    "auxiliary loss",
+                    "the router's auxiliary loss is a product of means over the micro-batch",
+                    seen,
+                )
+            ]
         if self.subject.rule is not None:
-            return [Cause("several means", f"{text}: it is a sum of several means, each over its own targets", seen)]
-        text += "even with all suspects switched off: it depends on pairs of samples (in-batch negatives)"
+            return [
+                Cause(
+                    "several means",
+                    f"{text}: it is a sum of several means, each over its own targets",
+                    seen,
+                )
+            ]
+        text += (
+            "even with all suspects switched off: it depends on pairs of samples (in-batch "
+            "negatives)"
+        )
         return [Cause("cross-batch loss", text, seen)]
 
     def _trial(self, on: str | None = None) -> Trial:
@@ -171,16 +257,29 @@ class Diagnosis:
             reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
             arm = reference if self.refused else self.layout.run(subject, self.step, window)[1]
             sizes = norms(reference)
-            frozen = [name for name, size in sizes.items() if size > 1e-6 * total(sizes) and not arm[name].any()]
+            frozen = [
+                name
+                for name, size in sizes.items()
+                if size > 1e-6 * total(sizes) and not arm[name].any()
+            ]
             names = [name for name in reference if name not in frozen]
-            stride = -(-len(self.layout.offsets) * sum(reference[name].numel() for name in names) // MOST_ELEMENTS) or 1
+            stride = (
+                -(
+                    -len(self.layout.offsets)
+                    * sum(reference[name].numel() for name in names)
+                    // MOST_ELEMENTS
+                )
+                or 1
+            )
             parts, counted = [], []
             for micro_batch in window.micro_batches:
                 _, gradients, count = plain_backward(subject, window, micro_batch, keyed=keyed)
                 parts.append(_flat(gradients, names, stride))
                 counted.append(count)
         counts = _counts(window) if counted[0] is None else {"loss_fn": np.array(counted)}
-        return Trial(_flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen)
+        return Trial(
+            _flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen
+        )
 
 
 def _unevenness(row: Row) -> int:
@@ -193,7 +292,10 @@ def _counts(window: Window) -> dict[str, np.ndarray]:
     rules = {name: COUNTING_RULES[name] for name in applicable_rules(first)}
     if isinstance(first.get("input_ids"), Tensor):
         rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
-    found = {name: np.array([rule(m.batch, len(m)) for m in window.micro_batches], dtype=float) for name, rule in rules.items()}
+    found = {
+        name: np.array([rule(m.batch, len(m)) for m in window.micro_batches], dtype=float)
+        for name, rule in rules.items()
+    }
     return {name: counts for name, counts in found.items() if counts.sum()}
 
 
@@ -201,9 +303,14 @@ def _unknown(trial: Trial) -> str:
     scale = float(trial.arm.double().norm() / trial.reference.double().norm())
     return (
         "no known cause: with all suspects switched off, the gradient has a relative error of "
-        f"{relative_error(trial.arm, trial.reference):.1e}, its norm is x{scale:.3g} of the reference's"
+        f"{relative_error(trial.arm, trial.reference):.1e}, its norm is x{scale:.3g} of the "
+        "reference's"
     )
 
 
 def _flat(gradients: Gradients, names: list[str], stride: int) -> Tensor:
-    return torch.cat([gradients[name].flatten()[::stride].float() for name in names]) if names else torch.empty(0)
+    return (
+        torch.cat([gradients[name].flatten()[::stride].float() for name in names])
+        if names
+        else torch.empty(0)
+    )

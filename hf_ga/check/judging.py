@@ -1,7 +1,8 @@
 """Promise 1: the reference of one window, and the verdict on an arm's gradient.
 
-The relative error of an arm's gradient, ||g - g64|| / ||g64|| over all parameters together, is at most twice that of the full batch
-in the same precision, plus 1e-6; the same for each parameter, with the floor relative to the norm over all parameters.
+The relative error of an arm's gradient, ||g - g64|| / ||g64|| over all parameters together, is at
+most twice that of the full batch in the same precision, plus 1e-6; the same for each parameter,
+with the floor relative to the norm over all parameters.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
 TIMES_OWN_ERROR, FLOOR = 2.0, 1e-6
-# Under autocast the gradient of each micro-batch is rounded: one rounding of the norm for a single parameter, and for the loss.
+# Under autocast the gradient of each micro-batch is rounded: one rounding of the norm for a single
+# parameter, and for the loss.
 PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
@@ -26,8 +28,10 @@ class Reference:
 
     Attributes:
         loss, gradients: of the full batch in float64.
-        own_error: relative error of the full batch in the checked precision, over all parameters together.
-        limits, loss_limit: of the relative error of each parameter, relative to the norm over all, and of the loss.
+        own_error: relative error of the full batch in the checked precision, over all parameters
+            together.
+        limits, loss_limit: of the relative error of each parameter, relative to the norm over all,
+            and of the loss.
     """
 
     loss: float
@@ -49,8 +53,10 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
         right_loss, right, _ = plain_backward(subject, whole, whole.micro_batches[0], "float64")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"the reference needs one forward and backward of all samples in float64, but this failed: "
-            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; convert a loss_fn's float32 tensors "
+            "the reference needs one forward and backward of all samples in float64, but this "
+            "failed: "
+            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; convert a "
+            "loss_fn's float32 tensors "
             "(.to(logits)); check on a CPU (ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
     for values in (gradients, right):
@@ -68,7 +74,9 @@ def judge(row: Row, loss: float | None, gradients: Gradients, reference: Referen
     row.parameter_errors = relative_errors(gradients, reference.gradients)
     row.error, row.own_error = total(row.parameter_errors), reference.own_error
     row.limit = TIMES_OWN_ERROR * row.own_error + FLOOR
-    shares = {name: ratio(error, reference.limits[name]) for name, error in row.parameter_errors.items()}
+    shares = {
+        name: ratio(error, reference.limits[name]) for name, error in row.parameter_errors.items()
+    }
     row.worst_parameter = max(shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf))
     row.worst_share = shares[row.worst_parameter]
     row.norm_ratio = ratio(total(norms(gradients)), total(norms(reference.gradients)))

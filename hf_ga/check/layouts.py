@@ -22,7 +22,8 @@ class CheckedLayout:
     """One window and its split.
 
     Attributes:
-        offsets: positions in the window of each micro-batch's samples; the window consists of the first samples.
+        offsets: positions in the window of each micro-batch's samples; the window consists of the
+            first samples.
         accumulation_steps: micro-batches of a full window; a short last window has fewer.
     """
 
@@ -39,18 +40,26 @@ class CheckedLayout:
         """All micro-batches of the window, on every process."""
         return subject.window(sum(self.sizes)).split(self.offsets)
 
-    def run(self, subject: Subject, step: Step | None, window: Window) -> tuple[float | None, Gradients]:
-        """Mean loss and gradients of hf_ga (step None) on this process's share of a window, or of a step on all of it."""
+    def run(
+        self, subject: Subject, step: Step | None, window: Window
+    ) -> tuple[float | None, Gradients]:
+        """Mean loss and gradients of hf_ga (step None) on this process's share of a window, or of a
+        step on all of it.
+        """
         if step is None:
             return run_ours(subject, own_share(window, subject.accelerator))
         return run_step(step, subject, window, self.accumulation_steps)
 
 
 def own_share(window: Window, accelerator: Accelerator) -> Window:
-    """This process's micro-batches of a window, which are dealt out in turn, as Accelerate's loaders do."""
+    """This process's micro-batches of a window, which are dealt out in turn, as Accelerate's
+    loaders do.
+    """
     own = slice(accelerator.process_index, None, accelerator.num_processes)
     most = -(-len(window.batches) // accelerator.num_processes)
-    request = replace(window.request, micro_batches=window.request.micro_batches[own], most_micro_batches=most)
+    request = replace(
+        window.request, micro_batches=window.request.micro_batches[own], most_micro_batches=most
+    )
     return replace(window, request=request, batches=window.batches[own])
 
 
@@ -65,24 +74,34 @@ def least_samples(num_processes: int) -> int:
 
 
 def choose_layouts(
-    layouts: str | Sequence[str] | Mapping[str, Sequence[int]], lengths: np.ndarray, num_processes: int = 1
+    layouts: str | Sequence[str] | Mapping[str, Sequence[int]],
+    lengths: np.ndarray,
+    num_processes: int = 1,
 ) -> list[CheckedLayout]:
-    """The layouts by name ("auto": all of `AUTO`, on several processes also `INDIVISIBLE`), or by the sizes of their micro-batches.
+    """The layouts by name ("auto": all of `AUTO`, on several processes also `INDIVISIBLE`), or by
+    the sizes of their micro-batches.
 
     Raises:
-        ConfigError: an unknown name, sizes that do not add up to the samples, or too few samples (8 on one process or two).
+        ConfigError: an unknown name, sizes that do not add up to the samples, or too few samples (8
+            on one process or two).
 
     >>> [layout.sizes for layout in choose_layouts(["even", "short last window"], np.ones(16))]
     [[4, 4, 4, 4], [2, 1]]
     """
     if len(lengths) < (least := least_samples(num_processes)):
-        raise ConfigError(f"a check needs at least {least} samples, got {len(lengths)}: a window of several micro-batches.")
+        raise ConfigError(
+            f"a check needs at least {least} samples, got {len(lengths)}: a window of several "
+            "micro-batches."
+        )
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
     known = AUTO if num_processes == 1 else NAMES
     names = known if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
     if not names or not set(names) <= set(known):
-        raise ConfigError(f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got {layouts!r}.")
+        raise ConfigError(
+            f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got "
+            f"{layouts!r}."
+        )
     return [_named(name, lengths, num_processes) for name in names]
 
 
@@ -98,12 +117,24 @@ def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
         shares = np.resize(UNEVEN, steps)
         sizes = [max(1, int(share * n / shares.sum())) for share in shares]
         return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
-    sizes = [len(part) for part in np.array_split(np.arange(n), 2 * num_processes - 1 if name == INDIVISIBLE else steps)]
-    return _of_sizes(name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None)
+    sizes = [
+        len(part)
+        for part in np.array_split(
+            np.arange(n), 2 * num_processes - 1 if name == INDIVISIBLE else steps
+        )
+    ]
+    return _of_sizes(
+        name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None
+    )
 
 
-def _of_sizes(name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None) -> CheckedLayout:
+def _of_sizes(
+    name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
+) -> CheckedLayout:
     if min(sizes, default=0) < 1 or sum(sizes) != num_samples:
-        raise ConfigError(f"the micro-batches of layout {name!r} have {sizes} samples, but must add up to {num_samples}.")
+        raise ConfigError(
+            f"the micro-batches of layout {name!r} have {sizes} samples, but must add up to "
+            f"{num_samples}."
+        )
     order = np.arange(num_samples) if order is None else order
     return CheckedLayout(name, np.split(order, np.cumsum(sizes)[:-1]), len(sizes))

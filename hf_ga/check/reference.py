@@ -1,4 +1,6 @@
-"""The slow, obviously correct gradient: one forward and one backward of the given samples, in float64 or as trained."""
+"""The slow, obviously correct gradient: one forward and one backward of the given samples, in
+float64 or as trained.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,9 +23,14 @@ from hf_ga.proof.sites import find_dropout_sites
 
 
 def plain_backward(
-    subject: Subject, window: Window, micro_batch: MicroBatch, precision: str | None = None, keyed: bool = True
+    subject: Subject,
+    window: Window,
+    micro_batch: MicroBatch,
+    precision: str | None = None,
+    keyed: bool = True,
 ) -> tuple[float, Gradients, float | None]:
-    """Mean loss of one batch and its gradient: `model(**batch).loss.backward()`, with keyed dropout.
+    """Mean loss of one batch and its gradient: `model(**batch).loss.backward()`, with keyed
+    dropout.
 
     Args:
         precision: "float64"; None: the check's. keyed: False keeps torch's own dropout.
@@ -36,14 +43,19 @@ def plain_backward(
     device = device_of(model)
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
-        batch = {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in batch.items()}
+        batch = {
+            name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for name, v in batch.items()
+        }
     with (
         in_float64(model) if precision == "float64" else nullcontext(),
         subject.dropout.scope(model) if keyed else nullcontext(),
         restored_buffers(model),
     ):
         keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions).to(device)
-        subject.dropout.set_keys(keys, window_key(window.request.seed, window.epoch, window.index).to(device))
+        subject.dropout.set_keys(
+            keys, window_key(window.request.seed, window.epoch, window.index).to(device)
+        )
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss, count = run_forward(model, batch, subject.loss_fn)
         mean = loss if count is None else loss / count
@@ -66,26 +78,39 @@ def find_dropout(subject: Subject) -> KeyedDropout:
 
 
 class _InFloat64(TorchFunctionMode):
-    """Replaces float32 by float64 in a model's own casts: many upcast logits, norms or softmax from half precision."""
+    """Replaces float32 by float64 in a model's own casts: many upcast logits, norms or softmax from
+    half precision.
+    """
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function is Tensor.float:
             function = Tensor.double
-        elif getattr(function, "__name__", "") == "_grouped_mm" and args[1].dim() == 3:  # torch has no float64 kernel
+        elif (
+            getattr(function, "__name__", "") == "_grouped_mm" and args[1].dim() == 3
+        ):  # torch has no float64 kernel
             return _grouped_product(args[0], args[1], (kwargs or {})["offs"])
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        return function(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+        return function(
+            *args,
+            **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()},
+        )
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of consecutive rows by its own matrix; group i ends at row `ends[i]`."""
     groups = torch.tensor_split(rows, ends.cpu().long())
-    return torch.cat([group @ matrix for group, matrix in zip(groups, [*matrices, 0 * matrices[0]], strict=True)])
+    return torch.cat(
+        [group @ matrix for group, matrix in zip(groups, [*matrices, 0 * matrices[0]], strict=True)]
+    )
 
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """Run the block with parameters, buffers and the model's own casts in float64; then restore the tensors."""
+    """Run the block with parameters, buffers and the model's own casts in float64; then restore the
+    tensors.
+    """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     with tensors_in(tensors, torch.float64), _InFloat64():
         yield

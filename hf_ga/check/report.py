@@ -14,7 +14,10 @@ import numpy as np
 from hf_ga.check.rows import OURS, Cause, Row
 from hf_ga.recovery.files import write_json, write_text
 
-HEAD = '<meta charset="utf-8"><meta name="color-scheme" content="light"><title>Equivalence report</title>'
+HEAD = (
+    '<meta charset="utf-8"><meta name="color-scheme" content="light"><title>Equivalence '
+    "report</title>"
+)
 COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
 SMALLEST, LARGEST = 1e-9, 1e3  # the range of the plot
 
@@ -51,7 +54,9 @@ class EquivalenceReport:
 
     @property
     def max_error(self) -> float:
-        """The largest relative error of a gradient over all parameters together; inf if an arm is unsupported."""
+        """The largest relative error of a gradient over all parameters together; inf if an arm is
+        unsupported.
+        """
         return max(row.error for row in self.rows)
 
     @property
@@ -77,16 +82,22 @@ class EquivalenceReport:
         failed = [row for row in part.rows if not row.passed]
         if not failed:
             error = f"largest relative error {part.max_error:.1e}"
-            return f"passed, same gradient as the full batch in all {len(part.rows)} layouts ({error})"
+            return (
+                f"passed, same gradient as the full batch in all {len(part.rows)} layouts ({error})"
+            )
         if refused := next((row.refused for row in failed if row.refused), None):
             return f"refused: {refused}"
-        worst = f"{part.worst.layout} has a relative error of {part.worst.error:.1e}, the limit is {part.worst.limit:.1e}"
+        worst = (
+            f"{part.worst.layout} has a relative error of {part.worst.error:.1e}, the limit is "
+            f"{part.worst.limit:.1e}"
+        )
         return f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst}"
 
     def reasons(self, arm: str) -> list[str]:
         """Why it differs, one line per cause, with its layouts."""
         return [
-            f"{cause.name}: {cause.text} ({'; '.join(filter(None, [', '.join(layouts), cause.seen]))})"
+            f"{cause.name}: {cause.text} "
+            f"({'; '.join(filter(None, [', '.join(layouts), cause.seen]))})"
             for cause, layouts in self.causes(arm).items()
         ]
 
@@ -108,34 +119,51 @@ class EquivalenceReport:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "report.json", self.to_dict())
-        page = f'<!DOCTYPE html><html lang="en"><head>{HEAD}</head><body>{self._repr_html_()}</body></html>\n'
+        page = (
+            "<!DOCTYPE html><html "
+            f'lang="en"><head>{HEAD}</head><body>{self._repr_html_()}</body></html>\n'
+        )
         write_text(folder / "report.html", page)
 
     def __repr__(self) -> str:
         lines = [self.model]
         for arm in self.arms:
-            lines += [f"{arm}: {self.verdict(arm)}", *(f"  cause: {reason}" for reason in self.reasons(arm))]
+            lines += [
+                f"{arm}: {self.verdict(arm)}",
+                *(f"  cause: {reason}" for reason in self.reasons(arm)),
+            ]
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
         ran = any(row.refused is None for row in self.rows)
         plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">' if ran else ""
-        return f'<div style="color: black; background: white; overflow-x: auto"><pre>{escape(str(self))}</pre>{plot}</div>'
+        return (
+            '<div style="color: black; background: white; overflow-x: '
+            f'auto"><pre>{escape(str(self))}</pre>{plot}</div>'
+        )
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """An aligned table for a terminal."""
     table = [list(rows[0].cells()), *(list(row.cells().values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def _plot(rows: Sequence[Row]) -> str:
     """Plot of the relative error of every arm in every layout, with the limits, as a data URL."""
-    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
+    from matplotlib.figure import (
+        Figure,
+    )  # imported late: takes 0.7 s, and most processes draw nothing
 
-    layouts, arms = (list(dict.fromkeys(names)) for names in zip(*((row.layout, row.arm) for row in rows), strict=True))
+    layouts, arms = (
+        list(dict.fromkeys(names))
+        for names in zip(*((row.layout, row.arm) for row in rows), strict=True)
+    )
     figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
     axes = figure.subplots()
     for index, arm in enumerate(arms):
@@ -144,12 +172,20 @@ def _plot(rows: Sequence[Row]) -> str:
         # A logarithmic axis cannot show 0 and non-finite values.
         errors = np.clip(np.nan_to_num([row.error for row in own], nan=LARGEST), SMALLEST, LARGEST)
         label = arm if own else f"{arm} (refused)"
-        axes.scatter(errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3)
+        axes.scatter(
+            errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3
+        )
     for height, layout in enumerate(layouts):
         if limits := [row.limit for row in rows if row.layout == layout and row.refused is None]:
             label = "limit" if height == 0 else None
-            axes.vlines(max(limits), height - 0.4, height + 0.4, color="black", linewidth=2, label=label)
-    axes.set(xscale="log", xlabel="relative error of the gradient (right of the black line: differs from the full batch)")
+            axes.vlines(
+                max(limits), height - 0.4, height + 0.4, color="black", linewidth=2, label=label
+            )
+    axes.set(
+        xscale="log",
+        xlabel="relative error of the gradient (right of the black line: differs from the full "
+        "batch)",
+    )
     axes.set_yticks(range(len(layouts)), layouts)
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x", which="major")

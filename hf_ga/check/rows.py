@@ -10,7 +10,9 @@ OURS = "hf_ga"  # the arm in every check
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an arm differs: a short `name`, `text`: what is wrong, `seen`: the figures that show it."""
+    """Why an arm differs: a short `name`, `text`: what is wrong, `seen`: the figures that show
+    it.
+    """
 
     name: str
     text: str
@@ -19,7 +21,8 @@ class Cause:
 
 @dataclass
 class Row:
-    """One arm in one layout, against the reference of its window. All errors and limits are relative to the reference's norm.
+    """One arm in one layout, against the reference of its window. All errors and limits are
+    relative to the reference's norm.
 
     Attributes:
         micro_batches: their sizes in samples. accumulation_steps: micro-batches of a full window.
@@ -64,7 +67,9 @@ class Row:
             "loss": f"{self.loss:.6f}" if ran and self.loss is not None else "-",
             "relative error": f"{self.error:.1e}" if ran else "-",
             "limit": f"{self.limit:.1e}" if ran else "-",
-            "norm ratio": f"{self.norm_ratio:.4f}" if ran and self.norm_ratio == self.norm_ratio else "-",
+            "norm ratio": f"{self.norm_ratio:.4f}"
+            if ran and self.norm_ratio == self.norm_ratio
+            else "-",
             "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
             "verdict": "refused" if not ran else "passed" if self.passed else "FAILED",
         }

@@ -1,4 +1,6 @@
-"""The steps under check, each run on one window: hf_ga's own `backward_window`, and any `step(model, micro_batches)`."""
+"""The steps under check, each run on one window: hf_ga's own `backward_window`, and any
+`step(model, micro_batches)`.
+"""
 
 import copy
 import inspect
@@ -34,13 +36,14 @@ FP16_SCALE = 1024.0  # keeps small gradients above fp16's smallest number; divid
 
 @dataclass
 class Subject:
-    """The input of every arm: the working copy of the model, what its windows are built from, and arguments of
-    `check_equivalence`.
+    """The input of every arm: the working copy of the model, what its windows are built from, and
+    arguments of `check_equivalence`.
 
     Attributes:
         rule: the proven loss; None if hf_ga does not support the model. refused: why it does not.
         dropout: the model's dropout sites, set in both cases.
-        prepared: what hf_ga trains: the model itself or, on several processes, a copy under DDP or FSDP.
+        prepared: what hf_ga trains: the model itself or, on several processes, a copy under DDP or
+            FSDP.
     """
 
     model: nn.Module
@@ -75,13 +78,16 @@ class Subject:
 
 
 def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
-    """Run `backward_window` on this process's part of a window, then clip once if `max_grad_norm` is set.
+    """Run `backward_window` on this process's part of a window, then clip once if `max_grad_norm`
+    is set.
 
     Returns the window's mean loss and its gradients.
     """
     model = subject.prepared
     with restored_buffers(model):
-        result = backward_window(subject.accelerator, model, window, targets=subject.rule, **subject.proof_arguments)
+        result = backward_window(
+            subject.accelerator, model, window, targets=subject.rule, **subject.proof_arguments
+        )
     gradients = take_gradients(model)
     if subject.accelerator.scaler is not None:
         torch._foreach_div_(list(gradients.values()), subject.accelerator.scaler.get_scale())
@@ -89,9 +95,11 @@ def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
     return result.loss, gradients
 
 
-def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: int) -> tuple[float | None, Gradients]:
-    """Run another step on a copy of the model and all micro-batches of a window. Returns its loss, averaged over the processes, if
-    it reports one, and its gradients (zeros if it left none).
+def run_step(
+    step: Step, subject: Subject, window: Window, accumulation_steps: int
+) -> tuple[float | None, Gradients]:
+    """Run another step on a copy of the model and all micro-batches of a window. Returns its loss,
+    averaged over the processes, if it reports one, and its gradients (zeros if it left none).
     """
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
@@ -101,12 +109,21 @@ def run_step(step: Step, subject: Subject, window: Window, accumulation_steps: i
     known = {"accumulation_steps": of_a_process, "precision": subject.precision}
     seed_generators(subject.seed)  # the step's own draws are the same in every check
     with own_accelerate_state(), torch.enable_grad():
-        returned = step(model, batches, **{k: v for k, v in known.items() if k in inspect.signature(step).parameters})
+        returned = step(
+            model,
+            batches,
+            **{k: v for k, v in known.items() if k in inspect.signature(step).parameters},
+        )
     loss, left = returned if isinstance(returned, tuple) else (returned, take_gradients(model))
     if loss is not None:
-        loss = sum_over_ranks(subject.accelerator, [float(torch.as_tensor(loss).detach())])[0] / subject.accelerator.num_processes
+        loss = (
+            sum_over_ranks(subject.accelerator, [float(torch.as_tensor(loss).detach())])[0]
+            / subject.accelerator.num_processes
+        )
     trainable = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
-    return loss, {name: left[name] if name in left else torch.zeros_like(p) for name, p in trainable.items()}
+    return loss, {
+        name: left[name] if name in left else torch.zeros_like(p) for name, p in trainable.items()
+    }
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
@@ -128,7 +145,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Run the block with an empty Accelerate state; then restore the caller's, and the environment variables."""
+    """Run the block with an empty Accelerate state; then restore the caller's, and the environment
+    variables.
+    """
     with patch.dict(os.environ), ExitStack() as stack:
         for kind in (AcceleratorState, PartialState, GradientState):
             stack.enter_context(patch.dict(kind._shared_state, clear=True))
@@ -138,9 +157,13 @@ def own_accelerate_state() -> Iterator[None]:
 def working_copy(model: nn.Module) -> nn.Module:
     """A copy in training mode, without gradients and without Accelerate's autocast."""
     model = copy.deepcopy(model)
-    if "_original_forward" in model.__dict__:  # prepared under mixed precision: the wrapper calls the caller's model
+    if (
+        "_original_forward" in model.__dict__
+    ):  # prepared under mixed precision: the wrapper calls the caller's model
         model.forward = model.__dict__.pop("_original_forward")
-    if not model.training:  # a model in training mode may keep some modules in evaluation mode on purpose
+    if (
+        not model.training
+    ):  # a model in training mode may keep some modules in evaluation mode on purpose
         model.train()
     model.zero_grad()
     return model

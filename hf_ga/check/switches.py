@@ -15,7 +15,14 @@ from hf_ga.check.subjects import Subject
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
 
-_DROPOUT_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUT_FUNCTIONS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
 
 
 @contextmanager
@@ -23,7 +30,15 @@ def without_dropout() -> Iterator[None]:
     """Disable torch's dropout functions."""
     attention = F.scaled_dot_product_attention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any) -> Tensor:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kw: Any,
+    ) -> Tensor:
         return attention(q, k, v, attn_mask, 0.0, *args, **kw)
 
     def keep(x: Tensor, *args: Any, **kw: Any) -> Tensor:
@@ -40,16 +55,23 @@ def without_batch_statistics() -> AbstractContextManager:
 
 
 def without_clipping() -> AbstractContextManager:
-    """Make torch's clipping by norm, which Accelerate and Trainer also call, return the norm without clipping."""
+    """Make torch's clipping by norm, which Accelerate and Trainer also call, return the norm
+    without clipping.
+    """
     original = nn.utils.clip_grad_norm_
-    return patch.object(nn.utils, "clip_grad_norm_", lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf))
+    return patch.object(
+        nn.utils,
+        "clip_grad_norm_",
+        lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf),
+    )
 
 
 class Switch(NamedTuple):
     """A suspected cause.
 
     Attributes:
-        name, text: of the cause. applies: whether it can affect a window. off: context manager that switches it off.
+        name, text: of the cause. applies: whether it can affect a window. off: context manager that
+            switches it off.
     """
 
     name: str
@@ -59,7 +81,10 @@ class Switch(NamedTuple):
 
 
 def _has_unequal_widths(window: Window) -> bool:
-    tensors = [{k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()} for m in window.micro_batches]
+    tensors = [
+        {k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()}
+        for m in window.micro_batches
+    ]
     return not all(same_shapes(tensors[0], other) for other in tensors)
 
 
@@ -74,7 +99,9 @@ SWITCHES = [
         "BatchNorm",
         "BatchNorm normalises by the statistics of the micro-batch, not of the window",
         # Including those in evaluation mode: a step may put them into training mode.
-        lambda subject, window: any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()),
+        lambda subject, window: any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()
+        ),
         without_batch_statistics,
     ),
     Switch(  # switched off by the window: all its micro-batches are padded to one width
@@ -85,7 +112,8 @@ SWITCHES = [
     ),
     Switch(  # the trial finds out whether it is the step or the reference that is wrong
         "clipping",
-        "the step correctly clips once per window, but the reference is not clipped: pass max_grad_norm",
+        "the step correctly clips once per window, but the reference is not clipped: pass "
+        "max_grad_norm",
         lambda subject, window: True,
         without_clipping,
     ),
@@ -93,8 +121,24 @@ SWITCHES = [
 
 
 def _frozen_batch_norm(
-    original: Callable, x: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any, **kwargs: Any
+    original: Callable,
+    x: Tensor,
+    mean: Any,
+    variance: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     if mean is None:  # a layer without running statistics
         mean, variance = torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x)
-    return original(x, mean, variance, weight, bias, False, 0.0, kwargs.get("eps", args[2] if len(args) > 2 else 1e-5))
+    return original(
+        x,
+        mean,
+        variance,
+        weight,
+        bias,
+        False,
+        0.0,
+        kwargs.get("eps", args[2] if len(args) > 2 else 1e-5),
+    )

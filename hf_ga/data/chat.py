@@ -1,9 +1,10 @@
-"""Conversations and prompts with completions -> text with the spans of characters that are completions.
+"""Conversations and prompts with completions -> text with the spans of characters that are
+completions.
 
 Three formats of columns; the first that the dataset has is used:
 
-    messages                      [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]
-    prompt, completion            two strings, or two lists of messages
+    messages                      [{"role": "user", "content": ...}, {"role": "assistant",
+    "content": ...}, ...] prompt, completion            two strings, or two lists of messages
     instruction, (input), output  three strings
 """
 
@@ -16,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import DataError
 
 Message = dict[str, str]
-Rendered = tuple[str, list[tuple[int, int]], bool]  # text, completions as [start, end), whether rendered by a template
+Rendered = tuple[
+    str, list[tuple[int, int]], bool
+]  # text, completions as [start, end), whether rendered by a template
 
 KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
 
@@ -25,18 +28,23 @@ def chat_columns(columns: Collection[str]) -> list[str]:
     """The conversation columns of a dataset; empty if it has none."""
     for needed in KINDS:
         if set(needed) <= set(columns):
-            return [*needed, "input"] if "instruction" in needed and "input" in columns else list(needed)
+            return (
+                [*needed, "input"]
+                if "instruction" in needed and "input" in columns
+                else list(needed)
+            )
     return []
 
 
 def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Iterator[Rendered]:
     """Each row as the text that the model sees, with the spans of characters that are targets.
 
-    With a chat template, the template renders the text and all assistant turns are targets. Without one, prompt and completion
-    are concatenated unchanged.
+    With a chat template, the template renders the text and all assistant turns are targets. Without
+    one, prompt and completion are concatenated unchanged.
 
     Raises:
-        DataError: a malformed row, a conversation without a template, or a template that cannot be cut into turns.
+        DataError: a malformed row, a conversation without a template, or a template that cannot be
+            cut into turns.
     """
     names = chat_columns(rows)
     for values in zip(*(rows[name] for name in names), strict=True):
@@ -48,13 +56,18 @@ def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Itera
             else:
                 yield _plain(prompt, completion, between="" if "prompt" in row else "\n\n")
         except (TemplateError, DataError, TypeError, ValueError) as error:
-            raise DataError(f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}") from error
+            raise DataError(
+                f"{' '.join(str(error).split()).rstrip('.')}. Fix or remove the row {row!r:.200}"
+            ) from error
 
 
 def _plain(prompt: Any, completion: Any, between: str) -> Rendered:
     """Render strings without a template."""
     if not isinstance(prompt, str):
-        raise DataError("the tokenizer has no chat template for conversations: use a tokenizer with one, or columns of strings")
+        raise DataError(
+            "the tokenizer has no chat template for conversations: use a tokenizer with one, or "
+            "columns of strings"
+        )
     prompt += between
     return prompt + completion, [(len(prompt), len(prompt + completion))], False
 
@@ -74,7 +87,11 @@ def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list):
         raise DataError("a conversation must be a list of messages")
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not message.get("role"):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("content"), str)
+            or not message.get("role")
+        ):
             raise DataError("every message needs the strings role and content")
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
@@ -87,7 +104,10 @@ def _text(value: Any) -> str:
 
 def _with_template(prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     if isinstance(prompt, str):
-        prompt, completion = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
+        prompt, completion = (
+            [{"role": "user", "content": prompt}],
+            [{"role": "assistant", "content": completion}],
+        )
     messages, first = prompt + completion, len(prompt)  # the first that may be a target
     if not messages:
         return "", [], True
@@ -98,11 +118,14 @@ def _with_template(prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerB
     for index, message in enumerate(messages):
         if index < first or message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+        before = tokenizer.apply_chat_template(
+            messages[:index], tokenize=False, add_generation_prompt=True
+        )
         until = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
         if not (until.startswith(before) and text.startswith(until)):
             raise DataError(
-                "the tokenizer's chat template renders a turn differently if others follow it, so completions cannot be located: "
+                "the tokenizer's chat template renders a turn differently if others follow it, so "
+                "completions cannot be located: "
                 "keep only one assistant turn per row, the last"
             )
         spans.append((len(before), len(until)))

@@ -1,7 +1,7 @@
 """The embedded corpus: the documentation strings of the running interpreter's standard library.
 
-Real text of very different lengths, available without network. It depends on the Python version, so runs log that version.
-Reading the sources takes about four seconds, once per process.
+Real text of very different lengths, available without network. It depends on the Python version, so
+runs log that version. Reading the sources takes about four seconds, once per process.
 """
 
 import ast
@@ -30,14 +30,16 @@ _DEFINITION = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
-    """Yield one row per documentation string below `folder` (default: the standard library), always in the same order.
+    """Yield one row per documentation string below `folder` (default: the standard library), always
+    in the same order.
 
     Sources are parsed, never imported; files that do not parse are skipped. A row is
 
-        {"name": "asyncio.queues.Queue.get", "package": "asyncio", "text": "Remove and return an item ..."}
+        {"name": "asyncio.queues.Queue.get", "package": "asyncio", "text": "Remove and return an
+        item ..."}
 
-    Duplicate texts are dropped, so that no text of one split occurs in another. Names may repeat (a property's
-    getter and setter): the split follows the name, so such rows stay together.
+    Duplicate texts are dropped, so that no text of one split occurs in another. Names may repeat (a
+    property's getter and setter): the split follows the name, so such rows stay together.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     seen = set()
@@ -51,9 +53,11 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
 
 
 def split_of(name: str) -> str:
-    """Return the split of a dotted name: 80 % "train", 10 % "validation", 10 % "test", the same on every platform.
+    """Return the split of a dotted name: 80 % "train", 10 % "validation", 10 % "test", the same on
+    every platform.
 
-    The 8-byte BLAKE2b hash of the UTF-8 name, read as a big-endian integer, modulo 10: 0 to 7, 8, 9.
+    The 8-byte BLAKE2b hash of the UTF-8 name, read as a big-endian integer, modulo 10: 0 to 7, 8,
+    9.
 
     >>> split_of("asyncio.queues.Queue.get")
     'train'
@@ -64,7 +68,8 @@ def split_of(name: str) -> str:
 
 @cache
 def load_stdlib() -> DatasetDict:
-    """Return the corpus as splits train, validation and test with the columns name, package and text.
+    """Return the corpus as splits train, validation and test with the columns name, package and
+    text.
 
     Raises:
         DataError: the library has no documentation strings (a Python without library sources).
@@ -76,7 +81,8 @@ def load_stdlib() -> DatasetDict:
     splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
     if not all(splits.values()):
         raise DataError(
-            f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: this Python seems to lack "
+            f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: "
+            "this Python seems to lack "
             "the sources of its library. Use a Python with them, or another dataset."
         )
     return DatasetDict({split: Dataset.from_list(of_split) for split, of_split in splits.items()})
@@ -87,7 +93,8 @@ def load(task: str) -> DatasetDict:
 
     - causal-lm, masked-lm: `text`.
     - text-classification: `text` and `label`, the package; packages with few rows are omitted.
-    - token-classification (truecasing): `tokens`, words in lower case, and `tags`, their case in the source.
+    - token-classification (truecasing): `tokens`, words in lower case, and `tags`, their case in
+    the source.
 
     Raises:
         ConfigError: the corpus has no data for the task.
@@ -100,35 +107,48 @@ def load(task: str) -> DatasetDict:
     if task == "token-classification":
         return rows.map(truecasing_row, remove_columns=rows["train"].column_names)
     if task not in ("causal-lm", "masked-lm"):
-        raise ConfigError(f"the embedded corpus has no data for {task}: name a dataset with --dataset_name.")
+        raise ConfigError(
+            f"the embedded corpus has no data for {task}: name a dataset with --dataset_name."
+        )
     return rows
 
 
 def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
-    """The first 64 words of a text in lower case, and for each its case in the text: lower, Title, UPPER, Mixed or none.
+    """The first 64 words of a text in lower case, and for each its case in the text: lower, Title,
+    UPPER, Mixed or none.
 
     >>> truecasing_row({"text": "Return a TarFile."})
     {'tokens': ['return', 'a', 'tarfile', '.'], 'tags': ['Title', 'lower', 'Mixed', 'none']}
     """
     words = re.findall(r"\w+|[^\w\s]", row["text"])[:64]
-    cases = {"none": lambda w: w.lower() == w.upper(), "lower": str.islower, "Title": str.istitle, "UPPER": str.isupper}
+    cases = {
+        "none": lambda w: w.lower() == w.upper(),
+        "lower": str.islower,
+        "Title": str.istitle,
+        "UPPER": str.isupper,
+    }
     tags = [next((name for name, holds in cases.items() if holds(word)), "Mixed") for word in words]
     return {"tokens": [word.lower() for word in words], "tags": tags}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `texts`; the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `texts`; the same texts
+    give the same tokenizer.
 
-    `decode(encode(text))` returns the text unchanged: all 256 bytes are tokens, and there is no normaliser and no post-processor.
-    The caller appends <eos> for a causal model and adds <cls> for a classifier. The vocabulary is smaller than `vocab_size` if
-    the texts have no more pairs to merge, but always contains the special tokens and the bytes.
+    `decode(encode(text))` returns the text unchanged: all 256 bytes are tokens, and there is no
+    normaliser and no post-processor. The caller appends <eos> for a causal model and adds <cls> for
+    a classifier. The vocabulary is smaller than `vocab_size` if the texts have no more pairs to
+    merge, but always contains the special tokens and the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -140,7 +160,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
         cls_token="<cls>",
         sep_token="<sep>",
         unk_token="<unk>",
-        # Without token_type_ids: GPT-2 embeds them with its word embeddings and would add <pad>'s to every token.
+        # Without token_type_ids: GPT-2 embeds them with its word embeddings and would add <pad>'s
+        # to every token.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
@@ -175,7 +196,9 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and cleaned documentation string of a definition and of nested ones, in source order."""
+    """Dotted name and cleaned documentation string of a definition and of nested ones, in source
+    order.
+    """
     if isinstance(node, ast.Module | _DEFINITION):
         # A lone surrogate (an escape such as \ud800) has no UTF-8 form and could not be stored.
         text = (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
@@ -184,5 +207,7 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _DEFINITION):
             yield from _documented(child, f"{name}.{child.name}")
-        elif not isinstance(child, ast.expr):  # definitions can be nested in if, try, with, ..., but not in an expression
+        elif not isinstance(
+            child, ast.expr
+        ):  # definitions can be nested in if, try, with, ..., but not in an expression
             yield from _documented(child, name)

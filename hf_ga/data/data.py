@@ -24,13 +24,27 @@ from hf_ga.data.options import DataOptions, Several, as_list
 from hf_ga.data.sources import StreamedSamples, first_rows, load_rows
 from hf_ga.data.spans import encode_answers
 from hf_ga.data.tasks import TASKS, Task
-from hf_ga.data.tokenization import complete_tokenizer, contents_of, cut_into_blocks, tokenize_completions
+from hf_ga.data.tokenization import (
+    complete_tokenizer,
+    contents_of,
+    cut_into_blocks,
+    tokenize_completions,
+)
 from hf_ga.errors import ConfigError, DataError
 
 # Roles of columns that rows to predict do not need.
 LEARNED = {"label", "answers", "target"}
-# Numeric columns of a sample that determine what a model learns; the others are for metrics, predictions and the log.
-_LEARNED_FROM = ("input_ids", "length", "token_type_ids", "label", "labels", "start_positions", "end_positions")
+# Numeric columns of a sample that determine what a model learns; the others are for metrics,
+# predictions and the log.
+_LEARNED_FROM = (
+    "input_ids",
+    "length",
+    "token_type_ids",
+    "label",
+    "labels",
+    "start_positions",
+    "end_positions",
+)
 _FORMAT = 5  # part of the cache key: increment when tokenization changes
 # Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
 Unlabelled = tuple[Dataset, Dataset, Dataset]
@@ -41,12 +55,16 @@ class PreparedData:
     """Tokenized splits, and facts about them.
 
     Attributes:
-        splits: `train`, `validation` and optionally `test`, with the columns of the task's tokenization.
+        splits: `train`, `validation` and optionally `test`, with the columns of the task's
+            tokenization.
         columns: role -> column of the rows.
-        labels: names of the labels, in the order of their ids; empty for language models and regression.
-        description: one line on the source of the rows. facts: lines on rows that were truncated, skipped or have no target.
+        labels: names of the labels, in the order of their ids; empty for language models and
+            regression.
+        description: one line on the source of the rows. facts: lines on rows that were truncated,
+            skipped or have no target.
         content_hash: of the training samples, independent of their source.
-        stream: all training samples if they are read while training; then `train` contains the first ones.
+        stream: all training samples if they are read while training; then `train` contains the
+            first ones.
     """
 
     task: Task
@@ -72,19 +90,30 @@ class PreparedData:
             settings["num_labels"] = len(self.labels)
         if self.task.pipeline == "fill-mask":
             if self.tokenizer.mask_token_id is None:
-                raise ConfigError("masked-lm needs a tokenizer with a mask token, but this one has none: use a BERT-like model.")
-            settings |= {"special_ids": tuple(self.tokenizer.all_special_ids), "mask_token_id": self.tokenizer.mask_token_id}
+                raise ConfigError(
+                    "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
+                    "BERT-like model."
+                )
+            settings |= {
+                "special_ids": tuple(self.tokenizer.all_special_ids),
+                "mask_token_id": self.tokenizer.mask_token_id,
+            }
             settings |= {"vocab_size": len(self.tokenizer), "probability": self.mlm_probability}
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
-        """A split as a dataset for a window loader: only what a model learns from, and for a masked LM with mask keys."""
+        """A split as a dataset for a window loader: only what a model learns from, and for a masked
+        LM with mask keys.
+        """
         dataset = _learned_from(self.splits[split])
         return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
-def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None) -> PreparedData:
-    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and logged.
+def prepare_data(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None
+) -> PreparedData:
+    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and
+    logged.
 
     Args:
         known: label names of the model's trained head, in its order.
@@ -108,19 +137,23 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, known
         data.content_hash = _content_hash(data.splits["train"], data.labels)
     if stream is not None:
         tokenize = _tokenizing(data.columns, options, data)
-        data.stream = StreamedSamples(stream, _name_of(options), data.columns, data.labels, tokenize)
+        data.stream = StreamedSamples(
+            stream, _name_of(options), data.columns, data.labels, tokenize
+        )
     return data
 
 
 def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
-    """Rows of files to predict, and their samples: one per row, empty for an empty row. For token classification a sample's `label`
-    is the index of the word, at its first token.
+    """Rows of files to predict, and their samples: one per row, empty for an empty row. For token
+    classification a sample's `label` is the index of the word, at its first token.
 
     Raises:
         DataError: a file cannot be read, or lacks a column.
     """
     rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
-    splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)  # same as in `load_rows`
+    splits = DatasetDict(
+        predict=rows.flatten() if options.task == "seq2seq" else rows
+    )  # same as in `load_rows`
     if not data.columns:  # no other rows were read
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
@@ -129,10 +162,14 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if data.task.labels == "choice":
         inputs = encode_choices(splits)["predict"]
     if data.task.labels == "tags":
-        inputs = named.add_column("label", [list(range(len(words or []))) for words in named["tokens"]])
+        inputs = named.add_column(
+            "label", [list(range(len(words or []))) for words in named["tokens"]]
+        )
     tokenize = _tokenizing(named.column_names, options, data)
     with reading(", ".join(as_list(files))):
-        samples = inputs.map(tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False)
+        samples = inputs.map(
+            tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False
+        )
     return rows, named, samples
 
 
@@ -143,14 +180,22 @@ def _name_of(options: DataOptions) -> str:
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
     name = _name_of(options)
     if options.streaming:
-        numbers = f"{len(rows['train'])} rows of it read ahead; {len(rows['validation'])} validation rows"
+        numbers = (
+            f"{len(rows['train'])} rows of it read ahead; {len(rows['validation'])} validation rows"
+        )
         return f"{name}: a stream, {numbers}"
     if not rows:
         return "no rows to evaluate"
     if name == "stdlib":
         files = as_list(options.validation_file) + as_list(options.test_file)
-        name = f"standard library of Python {platform.python_version()}" if "train" in rows else ", ".join(files)
-    return f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
+        name = (
+            f"standard library of Python {platform.python_version()}"
+            if "train" in rows
+            else ", ".join(files)
+        )
+    return (
+        f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
+    )
 
 
 def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
@@ -158,13 +203,22 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
     if kind in ("none", "target"):
         return rows
     if kind == "answers":
-        return DatasetDict({split: encode_answers(dataset, split) for split, dataset in rows.items()})
+        return DatasetDict(
+            {split: encode_answers(dataset, split) for split, dataset in rows.items()}
+        )
     unlabelled = (-1, "", None) if kind == "choice" else (-1,)
-    if "test" in rows and kind in ("class", "number", "choice") and all(value in unlabelled for value in rows["test"]["label"]):
+    if (
+        "test" in rows
+        and kind in ("class", "number", "choice")
+        and all(value in unlabelled for value in rows["test"]["label"])
+    ):
         rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
         data.facts.append("skipped the test rows: all their labels are -1, which means unlabelled")
         if not rows:
-            raise DataError("all labels of the test rows are -1, which means unlabelled: there is nothing to evaluate.")
+            raise DataError(
+                "all labels of the test rows are -1, which means unlabelled: there is nothing to "
+                "evaluate."
+            )
     if kind == "choice":
         return encode_choices(rows)
     rows, data.labels = encode_labels(rows, kind, known)
@@ -176,14 +230,26 @@ def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) 
     tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
     of_seq2seq = {"prefix": options.source_prefix, "max_target_length": options.max_target_length}
     given = {name: value for name, value in of_seq2seq.items() if value is not None}
-    return partial(tokenize, tokenizer=data.tokenizer, max_length=None if options.block_size else options.max_length, **given)
+    return partial(
+        tokenize,
+        tokenizer=data.tokenizer,
+        max_length=None if options.block_size else options.max_length,
+        **given,
+    )
 
 
 def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
     tokenize = _tokenizing(rows.column_names, options, data)
-    # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the cache would miss.
+    # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the
+    # cache would miss.
     settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]
-    key = [rows._fingerprint, tokenize.func.__name__, settings, contents_of(data.tokenizer), _FORMAT]
+    key = [
+        rows._fingerprint,
+        tokenize.func.__name__,
+        settings,
+        contents_of(data.tokenizer),
+        _FORMAT,
+    ]
     with reading(f"the {split} rows"):
         dataset = rows.map(
             tokenize,
@@ -192,21 +258,37 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
             new_fingerprint=Hasher.hash(key),
             desc=f"tokenizing {split}",
         )
-    is_empty = np.asarray(dataset["length"][:]) == 0  # at once: numpy would index a column row by row
-    data.facts += _facts(dataset, "train, read ahead" if options.streaming and split == "train" else split, options.max_length)
+    is_empty = (
+        np.asarray(dataset["length"][:]) == 0
+    )  # at once: numpy would index a column row by row
+    data.facts += _facts(
+        dataset,
+        "train, read ahead" if options.streaming and split == "train" else split,
+        options.max_length,
+    )
     if is_empty.all():
         raise DataError(f"all {len(dataset)} {split} rows are empty: give rows with text.")
     if is_empty.any():
         dataset = dataset.select(np.flatnonzero(~is_empty))
     if not any(dataset["num_targets"][:]):
         raise DataError(
-            f"none of the {len(dataset)} {split} rows has a target: a language model needs at least 2 tokens in a row, the "
+            f"none of the {len(dataset)} {split} rows has a target: a language model needs at "
+            "least 2 tokens in a row, the "
             "end-of-text token included, and a completion within max_length."
         )
     if options.block_size:
-        num_rows, num_tokens, dataset = len(dataset), sum(dataset["length"][:]), cut_into_blocks(dataset, options.block_size)
-        sizes = f"{len(dataset)} blocks of {options.block_size} tokens (the last has {dataset['length'][-1]})"
-        data.facts.append(f"{split}: {num_rows} rows, {num_tokens} tokens, concatenated and cut into {sizes}")
+        num_rows, num_tokens, dataset = (
+            len(dataset),
+            sum(dataset["length"][:]),
+            cut_into_blocks(dataset, options.block_size),
+        )
+        sizes = (
+            f"{len(dataset)} blocks of {options.block_size} tokens (the last has "
+            f"{dataset['length'][-1]})"
+        )
+        data.facts.append(
+            f"{split}: {num_rows} rows, {num_tokens} tokens, concatenated and cut into {sizes}"
+        )
     return dataset
 
 
@@ -216,11 +298,19 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
     counts = {
         f"truncated to {max_length} tokens": sum(dataset["was_cut"][:]),
         "skipped because they are empty": (lengths == 0).sum(),
-        "without a target (they do not contribute to the loss)": ((targets == 0) & (lengths > 0)).sum(),
+        "without a target (they do not contribute to the loss)": (
+            (targets == 0) & (lengths > 0)
+        ).sum(),
     }
     if "answer_is_lost" in dataset.column_names:
-        counts["trained as unanswerable, as max_length truncates their answer"] = sum(dataset["answer_is_lost"][:])
-    return [f"{split}: {count:,} of {len(dataset):,} rows {what}" for what, count in counts.items() if count]
+        counts["trained as unanswerable, as max_length truncates their answer"] = sum(
+            dataset["answer_is_lost"][:]
+        )
+    return [
+        f"{split}: {count:,} of {len(dataset):,} rows {what}"
+        for what, count in counts.items()
+        if count
+    ]
 
 
 def _learned_from(samples: Dataset) -> Dataset:
@@ -228,7 +318,9 @@ def _learned_from(samples: Dataset) -> Dataset:
 
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
-    """Hash of what a model learns from: numeric columns of the training samples and label names, independent of the source."""
+    """Hash of what a model learns from: numeric columns of the training samples and label names,
+    independent of the source.
+    """
     digest = hashlib.sha256(json.dumps(labels).encode())
     for rows in _learned_from(train).iter(batch_size=1000):
         digest.update(json.dumps(rows).encode())

@@ -13,7 +13,14 @@ from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
 
-FILE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".text": "text", ".parquet": "parquet"}
+FILE_KINDS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+}
 
 
 def is_file(name: str) -> bool:
@@ -31,15 +38,18 @@ def load_files(files: Sequence[str], *, streaming: bool = False) -> Any:
     """The rows of files in the given order; those of a pattern in the order of their paths.
 
     Raises:
-        DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a match; files of different
-            types or columns.
+        DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a
+            match; files of different types or columns.
     """
     paths = [path for file in files for path in _matches(file)]
     kinds = {path: _checked_kind(path) for path in paths}
     if len(set(kinds.values())) > 1:
         first = {kind: path for path, kind in reversed(kinds.items())}
         found = ", ".join(f"{Path(path).name} ({kind})" for kind, path in first.items())
-        raise DataError(f"the files of {', '.join(files)} are of different types: {found}. Give files of one type.")
+        raise DataError(
+            f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
+            "type."
+        )
     if len(paths) > 1:
         check_same_columns([(path, _columns(kind, path)) for path, kind in kinds.items()])
     with reading(", ".join(files)):
@@ -53,13 +63,23 @@ def _checked_kind(file: str) -> str:
     if not path.is_file():
         raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
     if kind is None:
-        raise DataError(f"the file {file} has an unknown extension: use one of {', '.join(FILE_KINDS)} (optionally with .gz).")
+        raise DataError(
+            f"the file {file} has an unknown extension: use one of {', '.join(FILE_KINDS)} "
+            "(optionally with .gz)."
+        )
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
     if kind == "json":
-        with suppress(OSError, EOFError, zlib.error), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as opened:
-            if opened.read(64).lstrip().startswith(b"null"):  # pyarrow's reader would crash the process
-                raise DataError(f"the file {file} begins with `null` instead of a row: remove that line.")
+        with (
+            suppress(OSError, EOFError, zlib.error),
+            (gzip.open if path.suffix == ".gz" else open)(path, "rb") as opened,
+        ):
+            if (
+                opened.read(64).lstrip().startswith(b"null")
+            ):  # pyarrow's reader would crash the process
+                raise DataError(
+                    f"the file {file} begins with `null` instead of a row: remove that line."
+                )
     return kind
 
 
@@ -69,7 +89,8 @@ def columns_of(rows: Any) -> list[str]:
 
 
 def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Check that datasets or files have the same columns: `datasets` would fill missing ones with None.
+    """Check that datasets or files have the same columns: `datasets` would fill missing ones with
+    None.
 
     Raises:
         DataError: the first two that differ, with their columns.
@@ -77,13 +98,18 @@ def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
     first, *others = columns
     for other in others:
         if set(first[1]) != set(other[1]):
-            has = [f"{name} has {', '.join(sorted(names)) or 'no rows'}" for name, names in (first, other)]
+            has = [
+                f"{name} has {', '.join(sorted(names)) or 'no rows'}"
+                for name, names in (first, other)
+            ]
             raise DataError(f"different columns: {'; '.join(has)}. Give all the same columns.")
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log message; pass our own on."""
+    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log
+    message; pass our own on.
+    """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -101,7 +127,9 @@ def unreadable(name: str, error: BaseException) -> DataError:
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
         return DataError(f"{name} has no rows.")
-    return DataError(f"cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}")
+    return DataError(
+        f"cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+    )
 
 
 def _matches(file: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a tag per word."""
+"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a
+tag per word.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,22 +15,27 @@ from hf_ga.exact.batches import IGNORED_LABEL
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> tuple[DatasetDict, list[str]]:
+def encode_labels(
+    rows: DatasetDict, kind: str, known: Sequence[str] | None
+) -> tuple[DatasetDict, list[str]]:
     """Replace the column `label` of all splits by ids (or numbers).
 
     Args:
         kind: "class", "classes", "tags" or "number"; see `tasks.Task`.
-        known: label names of a trained head, in its order. They are used if they include the data's: the head's outputs are in
-            that order.
+        known: label names of a trained head, in its order. They are used if they include the
+            data's: the head's outputs are in that order.
 
     Returns:
         (rows, names of the labels in the order of their ids; empty for numbers)
 
     Raises:
-        DataError: labels of a wrong type, labels that do not occur in the training rows, fewer than two distinct labels.
+        DataError: labels of a wrong type, labels that do not occur in the training rows, fewer than
+            two distinct labels.
     """
     if kind == "number":
-        return _replaced(rows, {split: _numbers(dataset, split) for split, dataset in rows.items()}), []
+        return _replaced(
+            rows, {split: _numbers(dataset, split) for split, dataset in rows.items()}
+        ), []
     values = {split: _lists(dataset, split, kind) for split, dataset in rows.items()}
     first = next(iter(rows))
     names = _label_names(_class_label(rows[first]), values[first], known)
@@ -40,7 +47,9 @@ def encode_labels(rows: DatasetDict, kind: str, known: Sequence[str] | None) -> 
     return _replaced(rows, encoded), names
 
 
-def label_ids(values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str) -> list[list[int]]:
+def label_ids(
+    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str
+) -> list[list[int]]:
     """Ids of the labels of each row. Integers of a ClassLabel are indices of its names.
 
     Raises:
@@ -51,7 +60,8 @@ def label_ids(values: Sequence[Sequence[Any]], feature: ClassLabel | None, names
     if unknown := {name for row in named for name in row} - ids.keys():
         listed = ", ".join(map(repr, sorted(unknown)[:NUM_SHOWN]))
         raise DataError(
-            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, such as {', '.join(names[:5])}. "
+            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, "
+            f"such as {', '.join(names[:5])}. "
             "Remove the rows with other labels, or add training rows with them."
         )
     return [[ids[name] for name in row] for row in named]
@@ -62,18 +72,38 @@ def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
     values = dataset["label"][:]
     if kind == "class":
         rule = "labels must be names or whole numbers"
-        check_values(split, values, lambda value: value is not None, rule, FIX_LABELS)  # a null makes a CSV's 0 and 1 floats
+        check_values(
+            split, values, lambda value: value is not None, rule, FIX_LABELS
+        )  # a null makes a CSV's 0 and 1 floats
         check_values(split, values, _is_label, rule, FIX_LABELS)
         return [[value] for value in values]
     rule = "labels must be lists of names or whole numbers"
-    check_values(split, values, lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))), rule, FIX_LABELS)
+    check_values(
+        split,
+        values,
+        lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))),
+        rule,
+        FIX_LABELS,
+    )
     lists = [row or [] for row in values]
     if kind == "tags":
         pairs = list(zip(dataset["tokens"][:], lists, strict=True))
-        check_values(split, pairs, lambda pair: len(pair[0] or []) == len(pair[1]), "every word needs one tag", FIX_LABELS)
+        check_values(
+            split,
+            pairs,
+            lambda pair: len(pair[0] or []) == len(pair[1]),
+            "every word needs one tag",
+            FIX_LABELS,
+        )
     elif _class_label(dataset) is None:
         rule = "a list must contain each label that applies once (not a 0 or 1 for every label)"
-        check_values(split, lists, lambda row: len(set(row)) == len(row) or isinstance(row[0], str), rule, FIX_LABELS)
+        check_values(
+            split,
+            lists,
+            lambda row: len(set(row)) == len(row) or isinstance(row[0], str),
+            rule,
+            FIX_LABELS,
+        )
     return lists
 
 
@@ -81,16 +111,28 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, str | int)
 
 
-def _label_names(feature: ClassLabel | None, values: Iterable[Sequence[Any]], known: Sequence[str] | None) -> list[str]:
+def _label_names(
+    feature: ClassLabel | None, values: Iterable[Sequence[Any]], known: Sequence[str] | None
+) -> list[str]:
     """Label names in the order of their ids."""
     found = {value for row in values for value in row}
-    names = list(feature.names) if feature else [str(value) for value in sorted(found, key=lambda v: (isinstance(v, str), v))]
+    names = (
+        list(feature.names)
+        if feature
+        else [str(value) for value in sorted(found, key=lambda v: (isinstance(v, str), v))]
+    )
     if str(IGNORED_LABEL) in names:
-        raise DataError(f"the label {IGNORED_LABEL} marks targets that the loss ignores: remove it, or rename it.")
+        raise DataError(
+            f"the label {IGNORED_LABEL} marks targets that the loss ignores: remove it, or rename "
+            "it."
+        )
     if known is not None and set(names) <= set(known):
         return list(known)
     if len(names) < 2:
-        raise DataError(f"all training rows have the label {(names or ['none'])[0]!r}: give rows with at least two labels.")
+        raise DataError(
+            f"all training rows have the label {(names or ['none'])[0]!r}: give rows with at "
+            "least two labels."
+        )
     return names
 
 
@@ -109,7 +151,13 @@ def _name(value: Any, feature: ClassLabel | None) -> str:
 def _numbers(dataset: Dataset, split: str) -> list[float]:
     """One number per row, finite in float32 (the dtype of the loss)."""
     values = dataset["label"][:]
-    check_values(split, values, _is_finite, "labels of a regression must be finite float32 numbers", FIX_LABELS)
+    check_values(
+        split,
+        values,
+        _is_finite,
+        "labels of a regression must be finite float32 numbers",
+        FIX_LABELS,
+    )
     return [float(value) for value in values]
 
 
@@ -118,4 +166,9 @@ def _is_finite(value: Any) -> bool:
 
 
 def _replaced(rows: DatasetDict, columns: dict[str, list]) -> DatasetDict:
-    return DatasetDict({s: dataset.remove_columns("label").add_column("label", columns[s]) for s, dataset in rows.items()})
+    return DatasetDict(
+        {
+            s: dataset.remove_columns("label").add_column("label", columns[s])
+            for s, dataset in rows.items()
+        }
+    )

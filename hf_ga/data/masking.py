@@ -1,7 +1,8 @@
-"""Masked-LM inputs as a pure function of (key of the sample, column): no generator, so no split can change a mask.
+"""Masked-LM inputs as a pure function of (key of the sample, column): no generator, so no split can
+change a mask.
 
-The rule is BERT's (Devlin et al. 2019, section 3.1): a token is a target with probability p; 80 % of the targets become the mask
-token, 10 % a random token, 10 % are unchanged.
+The rule is BERT's (Devlin et al. 2019, section 3.1): a token is a target with probability p; 80 %
+of the targets become the mask token, 10 % a random token, 10 % are unchanged.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1
 class KeyedMasks:
     """A dataset whose samples carry a key for their masks, as `mask_key`.
 
-    The key is drawn from numpy's generator, which a `WindowLoader` seeds for every sample with (seed, epoch, position): new masks
-    in every epoch of training, the same for every split. Evaluations always use (0, 0, position): fixed masks.
+    The key is drawn from numpy's generator, which a `WindowLoader` seeds for every sample with
+    (seed, epoch, position): new masks in every epoch of training, the same for every split.
+    Evaluations always use (0, 0, position): fixed masks.
 
     Args:
         dataset: samples are dicts.
@@ -36,7 +38,10 @@ class KeyedMasks:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.dataset[index], "mask_key": int(np.random.randint(0, 2**63 - 1, dtype=np.int64))}
+        return {
+            **self.dataset[index],
+            "mask_key": int(np.random.randint(0, 2**63 - 1, dtype=np.int64)),
+        }
 
 
 def mask_tokens(
@@ -52,7 +57,8 @@ def mask_tokens(
 
     Args:
         input_ids: int64, shape (samples, width). keys: integers, shape (samples,).
-        special_ids: ids that are never a target (padding among them). vocab_size: exclusive upper bound of random tokens.
+        special_ids: ids that are never a target (padding among them). vocab_size: exclusive upper
+            bound of random tokens.
         probability: probability that any other token is a target.
 
     Returns:

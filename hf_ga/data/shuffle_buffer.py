@@ -12,10 +12,12 @@ T = TypeVar("T")
 def shuffled(stream: Iterator[T], buffer_size: int, seed: int, epoch: int) -> Iterator[T]:
     """Shuffle a stream with a buffer.
 
-    The buffer is filled with the first `buffer_size` items. At position p = 0, 1, ... the item in slot hash(seed, epoch, p) mod
-    (items in the buffer) is yielded, and the next item of the stream replaces it; at the end of the stream, the item of the last
-    slot does. So the item at position p has an index below p + buffer_size in the stream, and the buffer never exceeds
-    `buffer_size` items. No random state is needed: the order is the same on every process and whenever the stream is read again.
+    The buffer is filled with the first `buffer_size` items. At position p = 0, 1, ... the item in
+    slot hash(seed, epoch, p) mod (items in the buffer) is yielded, and the next item of the stream
+    replaces it; at the end of the stream, the item of the last slot does. So the item at position p
+    has an index below p + buffer_size in the stream, and the buffer never exceeds `buffer_size`
+    items. No random state is needed: the order is the same on every process and whenever the stream
+    is read again.
 
     Args:
         buffer_size: 0 and 1 keep the order of the stream.

@@ -1,4 +1,6 @@
-"""Extractive question answering: answers as character spans of a context -> first and last token, and back."""
+"""Extractive question answering: answers as character spans of a context -> first and last token,
+and back.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +23,27 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     """
     rows = list(dataset)
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, [row["answers"] for row in rows], lambda value: _answers(value) is not None, rule, FIX_LABELS)
+    check_values(
+        split,
+        [row["answers"] for row in rows],
+        lambda value: _answers(value) is not None,
+        rule,
+        FIX_LABELS,
+    )
     answers = [_answers(row["answers"]) or [] for row in rows]
     found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, found, lambda pair: all(_is_at(pair[0], *answer) for answer in pair[1]), rule, "Fix these rows.")
+    check_values(
+        split,
+        found,
+        lambda pair: all(_is_at(pair[0], *answer) for answer in pair[1]),
+        rule,
+        "Fix these rows.",
+    )
     texts, starts = ([[answer[i] for answer in of_row] for of_row in answers] for i in range(2))
-    dataset = dataset.remove_columns("answers").add_column("answer_texts", texts, feature=List(Value("string")))
+    dataset = dataset.remove_columns("answers").add_column(
+        "answer_texts", texts, feature=List(Value("string"))
+    )
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
@@ -39,7 +55,9 @@ def _answers(value: Any) -> list[tuple[str, int]] | None:
     """Texts with their starts; None for another format."""
     if not value:
         return []
-    if not isinstance(value, dict) or len(value.get("text") or []) != len(value.get("answer_start") or []):
+    if not isinstance(value, dict) or len(value.get("text") or []) != len(
+        value.get("answer_start") or []
+    ):
         return None
     pairs = list(zip(value.get("text") or [], value.get("answer_start") or [], strict=True))
     if not all(isinstance(text, str) and isinstance(start, int) for text, start in pairs):
@@ -47,19 +65,31 @@ def _answers(value: Any) -> list[tuple[str, int]] | None:
     return [(text, start) for text, start in pairs if text]
 
 
-def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Question and context with special tokens; only the context is truncated. One target (a span) per sample.
+def tokenize_questions(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> Rows:
+    """Question and context with special tokens; only the context is truncated. One target (a span)
+    per sample.
 
-    `start_positions` and `end_positions` are the first and the last token of the first answer. Without an answer, or if it was
-    truncated, both are the index of the <cls> token (0 if the tokenizer has none), as is usual. `starts` and `ends` are each
-    token's characters [start, end) in the context; -1: none.
+    `start_positions` and `end_positions` are the first and the last token of the first answer.
+    Without an answer, or if it was truncated, both are the index of the <cls> token (0 if the
+    tokenizer has none), as is usual. `starts` and `ends` are each token's characters [start, end)
+    in the context; -1: none.
 
     Raises:
-        ConfigError: a tokenizer without offsets. The tokenizer's error if a question is longer than `max_length`.
+        ConfigError: a tokenizer without offsets. The tokenizer's error if a question is longer than
+            `max_length`.
     """
     check_fast(tokenizer)
     questions, contexts = ([text or "" for text in rows[name]] for name in ("question", "context"))
-    encoded, was_cut = encode(tokenizer, max_length, questions, contexts, truncation="only_second", return_offsets_mapping=True)
+    encoded, was_cut = encode(
+        tokenizer,
+        max_length,
+        questions,
+        contexts,
+        truncation="only_second",
+        return_offsets_mapping=True,
+    )
     columns: Rows = {}
     for i, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         ids = encoded["input_ids"][i] if question and context else []
@@ -84,7 +114,9 @@ def tokenize_questions(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_lengt
             columns.setdefault(name, []).append(value)
     columns["context"] = contexts
     if "token_type_ids" in encoded:
-        columns["token_type_ids"] = [kinds[:n] for kinds, n in zip(encoded["token_type_ids"], columns["length"], strict=True)]
+        columns["token_type_ids"] = [
+            kinds[:n] for kinds, n in zip(encoded["token_type_ids"], columns["length"], strict=True)
+        ]
     return columns | ({"answers": rows["answer_texts"]} if "answer_texts" in rows else {})
 
 
@@ -105,7 +137,9 @@ def _characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_context, offsets[:, 0], -1), np.where(is_context, offsets[:, 1], -1)
 
 
-def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, was_cut: bool) -> tuple[int, int] | None:
+def _tokens_of(
+    answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, was_cut: bool
+) -> tuple[int, int] | None:
     """The first and the last token that overlap the answer; None if a part of it was truncated."""
     covered = np.flatnonzero((starts >= 0) & (starts < answer[1]) & (ends > answer[0]))
     if not len(covered):
@@ -116,15 +150,17 @@ def _tokens_of(answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, wa
 
 
 def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> dict[str, Any]:
-    """The most probable among all valid spans of context tokens and the empty answer: `answer`, its text; `score`, its probability;
-    `start` and `end`, its characters [start, end) in the context (0 for the empty answer).
+    """The most probable among all valid spans of context tokens and the empty answer: `answer`, its
+    text; `score`, its probability; `start` and `end`, its characters [start, end) in the context (0
+    for the empty answer).
 
-    The score of a span is start logit + end logit (the empty answer is the span of the `no_answer` token); probabilities are the
-    softmax over all scores.
+    The score of a span is start logit + end logit (the empty answer is the span of the `no_answer`
+    token); probabilities are the softmax over all scores.
 
     Args:
         start_logits, end_logits: of shape (width,), on the CPU, right-padded.
-        sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the token of an empty answer.
+        sample: with `starts`, `ends` and `context` of `tokenize_questions`, and `no_answer`, the
+            token of an empty answer.
     """
     starts, ends = np.asarray(sample["starts"]), np.asarray(sample["ends"])
     positions = torch.from_numpy(np.flatnonzero(starts >= 0))
@@ -142,10 +178,17 @@ def best_answer(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]
     start, end = int(starts[positions[i]]), int(ends[positions[j]])
     text = sample["context"][start:end]
     start += len(text) - len(text.lstrip())  # byte-level tokens include the preceding space
-    return {"answer": text.strip(), "score": score, "start": start, "end": start + len(text.strip())}
+    return {
+        "answer": text.strip(),
+        "score": score,
+        "start": start,
+        "end": start + len(text.strip()),
+    }
 
 
 def read_answers(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The best answer of each sample, from the outputs of a question answering head."""
-    starts, ends = (logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits))  # synchronizes with the device
+    starts, ends = (
+        logits.float().cpu() for logits in (outputs.start_logits, outputs.end_logits)
+    )  # synchronizes with the device
     return [best_answer(*row) for row in zip(starts, ends, samples, strict=True)]

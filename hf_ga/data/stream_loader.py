@@ -1,7 +1,7 @@
 """StreamLoader: windows of an iterable dataset, the same Window objects as from a `WindowLoader`.
 
-Every process reads the whole stream and keeps its share. So all processes have a window's lengths and compute the same plan
-without communication.
+Every process reads the whole stream and keeps its share. So all processes have a window's lengths
+and compute the same plan without communication.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,39 +22,43 @@ from hf_ga.exact.workers import load_items
 
 
 class StreamLoader(BaseLoader):
-    """Iterates over one pass of a stream in windows of consecutive samples; the last window may be short. With
-    `shuffle_buffer_size=0` and `length_of` they equal, bit for bit, the windows of a `WindowLoader` over a list of the same
-    samples with `shuffle=False`.
+    """Iterates over one pass of a stream in windows of consecutive samples; the last window may be
+    short. With `shuffle_buffer_size=0` and `length_of` they equal, bit for bit, the windows of a
+    `WindowLoader` over a list of the same samples with `shuffle=False`.
 
-    A sample's position is its index in the order of the epoch, after the shuffle buffer. Its id is its index in the stream, after
-    filters and maps. Random transforms of the stream draw from generators seeded with (seed, epoch, index in the stream) when the
-    sample is read.
+    A sample's position is its index in the order of the epoch, after the shuffle buffer. Its id is
+    its index in the stream, after filters and maps. Random transforms of the stream draw from
+    generators seeded with (seed, epoch, index in the stream) when the sample is read.
 
-    Every process reads the whole stream, and every pass begins with `iter(dataset)`, after `dataset.set_epoch(epoch)` if there is
-    such a method. In memory are the shuffle buffer, the window being read and the one being trained on (and two more if a worker
-    reads ahead), and for the proof the stream's first 128 samples. The state counts consumed windows: resuming reads the stream
-    from its beginning (with all its maps) and skips consumed samples, and is exact for every stream that yields the same samples
-    again.
+    Every process reads the whole stream, and every pass begins with `iter(dataset)`, after
+    `dataset.set_epoch(epoch)` if there is such a method. In memory are the shuffle buffer, the
+    window being read and the one being trained on (and two more if a worker reads ahead), and for
+    the proof the stream's first 128 samples. The state counts consumed windows: resuming reads the
+    stream from its beginning (with all its maps) and skips consumed samples, and is exact for every
+    stream that yields the same samples again.
 
     The number of samples is unknown, so there is no `len()`.
 
     Args:
-        dataset: yields samples (dicts, lists, tuples, tensors), with each `iter()` from the beginning: a torch or `datasets`
-            IterableDataset, not split by process.
+        dataset: yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
+            beginning: a torch or `datasets` IterableDataset, not split by process.
         shuffle_buffer_size: in samples; see `shuffle_buffer`. 0: the stream's own order.
-        length_of: sample -> number of tokens, for planning windows by length. Default: with a `planner`, the longest list in a
-            sample. Without a token limit, a micro-batch has at most as many tokens as `per_device_batch_size` of its window's
-            longest samples.
+        length_of: sample -> number of tokens, for planning windows by length. Default: with a
+            `planner`, the longest list in a sample. Without a token limit, a micro-batch has at
+            most as many tokens as `per_device_batch_size` of its window's longest samples.
         num_workers: 1 reads ahead in a worker process; 0 does not.
         The others: see `WindowLoader`.
 
     Raises:
-        ConfigError: sizes that fit no layout, more than one worker (each would read the whole stream).
-        DataError: a stream that can be read only once; while iterating: an empty stream, a stream that ends before the loaded
-            position, a sample that is not a dict, list, tuple or tensor, processes that read different streams.
+        ConfigError: sizes that fit no layout, more than one worker (each would read the whole
+            stream).
+        DataError: a stream that can be read only once; while iterating: an empty stream, a stream
+            that ends before the loaded position, a sample that is not a dict, list, tuple or
+            tensor, processes that read different streams.
 
     Example:
-        windows = StreamLoader(stream, collate_fn, accelerator=accelerator, per_device_batch_size=8, shuffle_buffer_size=1000)
+        sizes = {"per_device_batch_size": 8, "shuffle_buffer_size": 1000}
+        windows = StreamLoader(stream, collate_fn, accelerator=accelerator, **sizes)
         for window in windows:
             train_step(accelerator, model, optimizer, window)
     """
@@ -79,44 +83,80 @@ class StreamLoader(BaseLoader):
     ) -> None:
         if isinstance(dataset, Iterator):
             name = type(dataset).__name__
-            raise DataError(f"a {name} can be read only once, but every epoch reads it again: pass a restartable iterable.")
+            raise DataError(
+                f"a {name} can be read only once, but every epoch reads it again: pass a "
+                "restartable iterable."
+            )
         if shuffle_buffer_size < 0:
             raise ConfigError(f"shuffle_buffer_size must be at least 0, got {shuffle_buffer_size}.")
         if num_workers > 1:
             raise ConfigError(
-                f"num_workers {num_workers}: a stream is read in order, by at most one worker. Use 1 to read ahead, or 0."
+                f"num_workers {num_workers}: a stream is read in order, by at most one worker. "
+                "Use 1 to read ahead, or 0."
             )
-        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, canonical_micro_batch)
-        self.splitter = self._make_splitter(planner, length_of is not None, None, max_tokens_per_micro_batch)
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed,
+            pad_to_window,
+            canonical_micro_batch,
+        )
+        self.splitter = self._make_splitter(
+            planner, length_of is not None, None, max_tokens_per_micro_batch
+        )
         self.num_workers = num_workers
         fetcher, length_of = StreamFetcher(collate_fn), length_of or sample_length
-        self.reader = WindowReader(dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window)
+        self.reader = WindowReader(
+            dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
+        )
 
     def __iter__(self) -> Iterator[Window]:
         """The remaining windows of the current pass; then the next pass begins."""
-        reader = replace(self.reader, epoch=self.epoch, num_consumed=self.num_consumed, pad_to_window=self.state.pad_to_window)
-        for request, samples, batches in load_items(reader, self.num_workers, self.accelerator.device):
+        reader = replace(
+            self.reader,
+            epoch=self.epoch,
+            num_consumed=self.num_consumed,
+            pad_to_window=self.state.pad_to_window,
+        )
+        for request, samples, batches in load_items(
+            reader, self.num_workers, self.accelerator.device
+        ):
             self._check_same(request.index, samples)
             self.num_consumed += 1
-            window = Window(request, reader.fetcher.of(samples), batches, self.state, self.splitter.padded)
+            window = Window(
+                request, reader.fetcher.of(samples), batches, self.state, self.splitter.padded
+            )
             del request, samples, batches  # free them when the caller does
             yield window
             del window
-            reader.pad_to_window = self.state.pad_to_window  # without a worker; the step pads a worker's windows
+            reader.pad_to_window = (
+                self.state.pad_to_window
+            )  # without a worker; the step pads a worker's windows
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 
     def _check_same(self, index: int, samples: HeldSamples) -> None:
-        """One all-gather per window (index -1: the end) checks that all processes read the same stream."""
+        """One all-gather per window (index -1: the end) checks that all processes read the same
+        stream.
+        """
         if self.layout.num_processes == 1 or not torch.distributed.is_initialized():
             return
-        row = torch.tensor([[self.epoch, index, len(samples), samples.digest]], dtype=torch.float64, device=self.accelerator.device)
+        row = torch.tensor(
+            [[self.epoch, index, len(samples), samples.digest]],
+            dtype=torch.float64,
+            device=self.accelerator.device,
+        )
         rows = self.accelerator.gather(row).cpu()
         if (rows != rows[0]).any():
-            listed = "; ".join(f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows))
+            listed = "; ".join(
+                f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows)
+            )
             raise DataError(
-                f"the processes read different streams: window {self.num_consumed} of epoch {self.epoch} differs ({listed}). Every "
-                "process must read the whole stream: do not split it by process, and fix the seed of its own shuffle."
+                f"the processes read different streams: window {self.num_consumed} of epoch "
+                f"{self.epoch} differs ({listed}). Every "
+                "process must read the whole stream: do not split it by process, and fix the seed "
+                "of its own shuffle."
             )
 
     def _identity(self) -> dict[str, int]:

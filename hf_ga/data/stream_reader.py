@@ -1,4 +1,6 @@
-"""Reading a stream: numbered samples -> the windows of one pass, in the main process or in a worker."""
+"""Reading a stream: numbered samples -> the windows of one pass, in the main process or in a
+worker.
+"""
 
 import copy
 import json
@@ -30,10 +32,13 @@ class HeldSamples:
 
     Attributes:
         digest: 32-bit hash of the samples, to compare processes.
-        first: first samples of the stream, chosen by length, for the proof; with the first window only.
+        first: first samples of the stream, chosen by length, for the proof; with the first window
+            only.
     """
 
-    def __init__(self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0) -> None:
+    def __init__(
+        self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
+    ) -> None:
         self.samples, self.first, self.digest = dict(numbered), first, digest
 
     def __len__(self) -> int:
@@ -44,7 +49,9 @@ class HeldSamples:
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """Plain bytes: in shared memory, every tensor of a worker's samples would use a file descriptor."""
+        """Plain bytes: in shared memory, every tensor of a worker's samples would use a file
+        descriptor.
+        """
         return pickle.dumps(self.__dict__)
 
     def __setstate__(self, state: bytes) -> None:
@@ -59,7 +66,9 @@ class StreamFetcher(Fetcher):
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of one window, which the reader has collated; also keeps what came with the first window."""
+        """The fetcher of one window, which the reader has collated; also keeps what came with the
+        first window.
+        """
         self.first, self.is_repeatable = samples.first or self.first, True
         fetcher = copy.copy(self)
         fetcher.dataset = samples
@@ -73,7 +82,9 @@ class StreamFetcher(Fetcher):
 
 @dataclass(eq=False)
 class WindowReader(IterableDataset):
-    """Reads one pass, in the main process or in a worker, and collates this process's share of each window."""
+    """Reads one pass, in the main process or in a worker, and collates this process's share of each
+    window.
+    """
 
     dataset: Any
     fetcher: StreamFetcher
@@ -86,7 +97,8 @@ class WindowReader(IterableDataset):
     pad_to_window: bool = False
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
-        # Makes a worker read like the main process: in a worker, `datasets` shuffles with other generators.
+        # Makes a worker read like the main process: in a worker, `datasets` shuffles with other
+        # generators.
         worker._worker_info = None
         windows = self._windows()
         for index in count(self.num_consumed):
@@ -95,7 +107,9 @@ class WindowReader(IterableDataset):
             if held is None:
                 return
             ids = np.array(list(held.samples), np.int64)
-            lengths = np.array([self.length_of(sample) for sample in held.samples.values()], np.int64)
+            lengths = np.array(
+                [self.length_of(sample) for sample in held.samples.values()], np.int64
+            )
             request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
             self.fetcher.dataset = held
             batches = self.fetcher[request]
@@ -104,7 +118,11 @@ class WindowReader(IterableDataset):
             del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
-        size, drops, seed = self.splitter.layout.window_size, self.drop_last_window, self.splitter.seed
+        size, drops, seed = (
+            self.splitter.layout.window_size,
+            self.drop_last_window,
+            self.splitter.seed,
+        )
         stream = numbered_samples(self.dataset, seed, self.epoch)
         head = list(islice(stream, NUM_FOR_PROOF))
         first = sorted((sample for _, sample in head), key=self.length_of)
@@ -113,25 +131,34 @@ class WindowReader(IterableDataset):
         num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
         if num_skipped <= size * (self.num_consumed - 1):
             raise DataError(
-                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but {self.num_consumed} windows of {size} "
-                "were consumed before the checkpoint. Resume with the same stream, not split by process."
+                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
+                f"{self.num_consumed} windows of {size} "
+                "were consumed before the checkpoint. Resume with the same stream, not split by "
+                "process."
             )
         num_windows = self.num_consumed
         while len(window := list(islice(samples, size))) == size or (window and not drops):
-            held = HeldSamples(window, first, _digest(window) if self.splitter.layout.num_processes > 1 else 0)
+            held = HeldSamples(
+                window, first, _digest(window) if self.splitter.layout.num_processes > 1 else 0
+            )
             del window, first
             yield held
             del held
             first, num_windows = [], num_windows + 1
         if not num_windows:
-            raise DataError(f"drop_last_window drops the whole stream of {len(window)} samples: use a window below {size}.")
+            raise DataError(
+                f"drop_last_window drops the whole stream of {len(window)} samples: use a window "
+                f"below {size}."
+            )
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """One pass over a stream. Seeds the global generators for every sample: see `preserved_random_states`.
+    """One pass over a stream. Seeds the global generators for every sample: see
+    `preserved_random_states`.
 
     Raises:
-        DataError: an empty stream, one that can be read only once, a sample that is not a dict, list, tuple or tensor.
+        DataError: an empty stream, one that can be read only once, a sample that is not a dict,
+            list, tuple or tensor.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
@@ -145,16 +172,21 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
             break
         if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
             raise DataError(
-                f"sample {number} of the stream is a {type(sample).__name__} ({str(sample)[:40]!r}): a sample must be a dict (or a "
+                f"sample {number} of the stream is a {type(sample).__name__} "
+                f"({str(sample)[:40]!r}): a sample must be a dict (or a "
                 "list, a tuple, a tensor). From a dict of splits, choose one split."
             )
         yield number, sample
     if not number:
-        raise DataError(f"the stream is empty in epoch {epoch}: `iter(dataset)` must restart it for every pass.")
+        raise DataError(
+            f"the stream is empty in epoch {epoch}: `iter(dataset)` must restart it for every pass."
+        )
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """32-bit hash of samples; only the shape of float arrays and tensors, as decoders may round differently."""
+    """32-bit hash of samples; only the shape of float arrays and tensors, as decoders may round
+    differently.
+    """
     return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
 
 

@@ -29,13 +29,15 @@ class Task:
 
     Attributes:
         auto_class: the transformers class that loads the model.
-        labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags" (a class for each word),
-            "answers" (spans of a context), "choice" (the index of one of the row's texts), "target" (a text to generate).
+        labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags"
+            (a class for each word), "answers" (spans of a context), "choice" (the index of one of
+            the row's texts), "target" (a text to generate).
         tokenize: a function of `tokenization`.
         collate: a function of `collation`; `PreparedData.collate` gives it its settings.
         small_config: (tokenizer, max_length) -> configuration of the default model.
         problem_type: transformers' name of the loss of a sequence classifier.
-        metrics: names of the metrics besides the loss. generated_metrics: metrics of generated texts.
+        metrics: names of the metrics besides the loss. generated_metrics: metrics of generated
+            texts.
         pipeline: the pipeline tag of the model card. lora_type: PEFT's task type, if it has one.
     """
 
@@ -76,8 +78,15 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 
 
 def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A BART of about 1.7 million parameters. (A T5 of this size, with initial embeddings 50 times larger, learns more slowly.)"""
-    layers = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    """A BART of about 1.7 million parameters. (A T5 of this size, with initial embeddings 50 times
+    larger, learns more slowly.)
+    """
+    layers = {
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
     return BartConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, max_length),
@@ -97,7 +106,15 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 def _of_texts(labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
     """A head with one prediction per text or pair of texts."""
     tokenize = tokenization.tokenize_texts
-    return Task(AutoModelForSequenceClassification, labels, tokenize, collate, small_bert, problem_type, metrics)
+    return Task(
+        AutoModelForSequenceClassification,
+        labels,
+        tokenize,
+        collate,
+        small_bert,
+        problem_type,
+        metrics,
+    )
 
 
 TASKS: dict[str, Task] = {
@@ -119,9 +136,16 @@ TASKS: dict[str, Task] = {
         pipeline="fill-mask",
         lora_type=None,
     ),
-    "text-classification": _of_texts("class", collation.collate_samples, "single_label_classification", ("accuracy", "f1")),
+    "text-classification": _of_texts(
+        "class", collation.collate_samples, "single_label_classification", ("accuracy", "f1")
+    ),
     "regression": _of_texts("number", collation.collate_samples, "regression", ("mae", "pearson")),
-    "multi-label": _of_texts("classes", collation.collate_label_sets, "multi_label_classification", ("exact_match", "micro_f1")),
+    "multi-label": _of_texts(
+        "classes",
+        collation.collate_label_sets,
+        "multi_label_classification",
+        ("exact_match", "micro_f1"),
+    ),
     "token-classification": Task(
         AutoModelForTokenClassification,
         "tags",

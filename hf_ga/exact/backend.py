@@ -1,8 +1,11 @@
-"""What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a window.
+"""What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a
+window.
 
-This backend serves one process and DDP: ranks hold replicas, exchange a small status before and after the forwards, and sum the
-gradients once per window. DDP's own reducer stays silent, and no factor of the number of ranks enters, so ranks may have different
-numbers of micro-batches, or none. FSDP's is `hf_ga.parallel.fsdp.ShardedBackend`.
+This backend serves one process and DDP: ranks hold replicas, exchange a small status before and
+    after the forwards, and sum the
+gradients once per window. DDP's own reducer stays silent, and no factor of the number of ranks
+enters, so ranks may have different numbers of micro-batches, or none. FSDP's is
+`hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os
@@ -23,8 +26,15 @@ from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
 from hf_ga.exact.window import Window
 
-SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
-BUCKET_BYTES = 25 * 2**20  # as DDP's own: large enough for the network's full rate, small enough to begin early
+SUPPORTED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+)
+BUCKET_BYTES = (
+    25 * 2**20
+)  # as DDP's own: large enough for the network's full rate, small enough to begin early
 
 
 @dataclass
@@ -34,7 +44,8 @@ class RankStatus:
     Attributes:
         loss: sum of the micro-batches' terms, float64 scalar on the device.
         counts: targets, one number for each mean of the loss.
-        has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient of it.
+        has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient
+            of it.
         failure: what went wrong on this rank.
     """
 
@@ -48,8 +59,10 @@ class Backend:
     """One process, or replicas on several (DDP).
 
     Attributes:
-        is_sharded: parameters are sharded (FSDP), so that every forward and backward is a collective of all ranks.
-        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; "" if it is.
+        is_sharded: parameters are sharded (FSDP), so that every forward and backward is a
+            collective of all ranks.
+        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; ""
+            if it is.
     """
 
     is_sharded = False
@@ -65,7 +78,8 @@ class Backend:
             ConfigError: a setting under which gradients would not be exact.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model.reducer._reset_state()  # a forward through DDP without a backward (an evaluation) leaves its reducer waiting
+            # a forward through DDP without a backward (an evaluation) leaves its reducer waiting
+            model.reducer._reset_state()
             keep_process_group_alive(model)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
@@ -73,28 +87,35 @@ class Backend:
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Backward of a micro-batch's term, times the scale of fp16; nothing if it has no weight. Not `accelerator.backward`: it
-        divides by gradient_accumulation_steps, but terms are already divided by targets.
+        """Backward of a micro-batch's term, times the scale of fp16; nothing if it has no weight.
+        Not `accelerator.backward`: it divides by gradient_accumulation_steps, but terms are already
+        divided by targets.
         """
         if weight:
             scaler = self.accelerator.scaler
             (term if scaler is None else scaler.scale(term)).backward()
 
     def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted to the status."""
+        """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted
+        to the status.
+        """
         status.loss += loss
         if counts:
             status.counts = added(status.counts, counts)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """The calls, with as many forwards as the other ranks make where forwards are collectives."""
+        """The calls, with as many forwards as the other ranks make where forwards are
+        collectives.
+        """
         return calls
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Add up the status of all ranks: one small all-reduce in float64. On one process, the status itself.
+        """Add up the status of all ranks: one small all-reduce in float64. On one process, the
+        status itself.
 
         Raises:
-            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge: nothing else than memory that ran
+            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge:
+            nothing else than memory that ran
                 out on a rank; the smallest micro-batch that failed.
         """
         own = status.failure
@@ -111,7 +132,9 @@ class Backend:
             _raise_on_all_ranks(own)
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
         self.check_use(given)
-        return replace(status, loss=row[1], counts=tuple(counts), has_gradient=tuple(map(bool, given)))
+        return replace(
+            status, loss=row[1], counts=tuple(counts), has_gradient=tuple(map(bool, given))
+        )
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
         """num_ranks: of each parameter, how many ranks have a gradient of it.
@@ -123,20 +146,30 @@ class Backend:
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The sum over all ranks, of a tensor that each computed in the window so far."""
         if not self.is_sharded:  # where a rank that fails ends at once
-            self.all_reduce_status(status)  # a rank that failed meanwhile takes part in this collective instead
+            self.all_reduce_status(
+                status
+            )  # a rank that failed meanwhile takes part in this collective instead
         return reduce(tensor, "sum")
 
-    def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
-        """Sum the gradients over all ranks. unused: names of parameters without a gradient in the proof."""
+    def reduce_gradients(
+        self, model: nn.Module, status: RankStatus, unused: Collection[str]
+    ) -> None:
+        """Sum the gradients over all ranks. unused: names of parameters without a gradient in the
+        proof.
+        """
         if self.accelerator.num_processes > 1:
             sum_gradients([p for p in model.parameters() if p.requires_grad], status.has_gradient)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradients of `parameters` to a global L2 norm of at most `max_norm`; returns the norm before."""
+        """Scale the gradients of `parameters` to a global L2 norm of at most `max_norm`; returns
+        the norm before.
+        """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Whether a condition on this rank's gradients is true on all ranks. Replicas hold the same gradients."""
+        """Whether a condition on this rank's gradients is true on all ranks. Replicas hold the same
+        gradients.
+        """
         return bool(value)
 
 
@@ -144,21 +177,27 @@ def check_supported(accelerator: Accelerator) -> None:
     """Refuse what cannot be reduced exactly.
 
     Raises:
-        ConfigError: a backend that reduces gradients in another way (DeepSpeed, Megatron-LM, ...), processes that do not know of
-            each other, or processes that need the same samples (tensor, context, sequence parallelism).
+        ConfigError: a backend that reduces gradients in another way (DeepSpeed, Megatron-LM, ...),
+            processes that do not know of each other, or processes that need the same samples
+            (tensor, context, sequence parallelism).
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched > 1:
         raise ConfigError(
-            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}, so each would train alone: on a "
+            f"{launched} processes were launched, but Accelerate sees "
+            f"{accelerator.num_processes}, so each would train alone: on a "
             "machine without a GPU use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
         )
     sizes = getattr(accelerator, "parallelism_config", None)
-    shared = [name for name in ("tp_size", "cp_size", "sp_size") if (getattr(sizes, name, 1) or 1) > 1]
+    shared = [
+        name for name in ("tp_size", "cp_size", "sp_size") if (getattr(sizes, name, 1) or 1) > 1
+    ]
     if shared or accelerator.distributed_type not in SUPPORTED:
         raise ConfigError(
-            f"unsupported: {', '.join(shared) or accelerator.distributed_type.value}. hf_ga splits windows over all processes and "
-            f"averages over targets: use {', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards weights and "
+            f"unsupported: {', '.join(shared) or accelerator.distributed_type.value}. hf_ga "
+            "splits windows over all processes and "
+            f"averages over targets: use {', '.join(t.value for t in SUPPORTED)} "
+            "(accelerate_configs/fsdp2.yaml shards weights and "
             "optimizer as ZeRO does), and leave tp_size, cp_size and sp_size at 1."
         )
 
@@ -166,32 +205,49 @@ def check_supported(accelerator: Accelerator) -> None:
 def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
     """Let a model under DDP end without hanging.
 
-    Python frees an object's attributes in the order in which they were set. The process group, freed last, releases the GIL while
-    gloo's threads end; the reducer's destructor keeps it, and hangs if they need it for a tensor.
+    Python frees an object's attributes in the order in which they were set. The process group,
+    freed last, releases the GIL while gloo's threads end; the reducer's destructor keeps it, and
+    hangs if they need it for a tensor.
     """
     model.outlives_reducer = model.process_group
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves. Waits for the device."""
+    """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves.
+    Waits for the device.
+    """
     if accelerator.num_processes == 1:
         return tuple(numbers)
-    return tuple(reduce(torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum").tolist())
+    return tuple(
+        reduce(
+            torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum"
+        ).tolist()
+    )
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Replace each `.grad` by its sum over all ranks, in the buckets of DDP; a rank without one adds zero.
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],
+    has_gradient: Sequence[bool],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace each `.grad` by its sum over all ranks, in the buckets of DDP; a rank without one
+    adds zero.
 
     The gradients become views of the buckets that were sent, so nothing is copied back.
 
     Args:
-        parameters: the same on all ranks, in the same order. has_gradient: of each, whether any rank has a gradient.
+        parameters: the same on all ranks, in the same order. has_gradient: of each, whether any
+            rank has a gradient.
     """
-    used = [*compress(reversed(parameters), reversed(has_gradient))]  # backward makes the last gradients first
+    used = [
+        *compress(reversed(parameters), reversed(has_gradient))
+    ]  # backward makes the last gradients first
     under_way = []
     for indices in buckets(used, bucket_bytes):
         bucket = [used[i] for i in indices]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+        )
         under_way.append(dist.all_reduce(flat, async_op=True))
         for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
@@ -200,7 +256,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], has_gradient: Sequence[boo
 
 
 def buckets(tensors: Sequence[Tensor], num_bytes: int) -> list[list[int]]:
-    """Indices of consecutive tensors of one type, which together fill at least `num_bytes`, or are the last ones.
+    """Indices of consecutive tensors of one type, which together fill at least `num_bytes`, or are
+    the last ones.
 
     >>> buckets([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
     [[0, 1], [2]]
@@ -224,9 +281,15 @@ def added(*counts: Counts) -> Counts:
 def _raise_on_all_ranks(own: Exception | None) -> None:
     """See `Backend.all_reduce_status`."""
     fits_or_is_cut = own is None or isinstance(own, TooLarge)
-    text = f"{type(own).__name__}: {own}".encode(errors="replace").decode()  # printable characters only
+    text = f"{type(own).__name__}: {own}".encode(
+        errors="replace"
+    ).decode()  # printable characters only
     failures = gather_object([own if fits_or_is_cut else text])
-    messages = [f"process {rank} failed: {failure}" for rank, failure in enumerate(failures) if isinstance(failure, str)]
+    messages = [
+        f"process {rank} failed: {failure}"
+        for rank, failure in enumerate(failures)
+        if isinstance(failure, str)
+    ]
     if messages:
         raise ProcessFailed(messages[0]) if fits_or_is_cut else own
     raise TooLarge(min(failure.num_elements for failure in failures if failure is not None))

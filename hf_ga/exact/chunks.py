@@ -1,7 +1,10 @@
-"""Same bits: a window cut into chunks that no layout changes, and one order in which their gradients are added.
+"""Same bits: a window cut into chunks that no layout changes, and one order in which their
+gradients are added.
 
-Floating-point sums depend on their order, so ranks that add up what they happen to compute agree to 1e-7 only. Here a window's
-chunks depend on its samples alone, and a binary tree over them determines all sums: each rank computes consecutive chunks, adds
+Floating-point sums depend on their order, so ranks that add up what they happen to compute agree to
+1e-7 only. Here a window's
+chunks depend on its samples alone, and a binary tree over them determines all sums: each rank
+    computes consecutive chunks, adds
 up the subtrees within them, and the ranks' subtrees are added along the same tree.
 """
 
@@ -19,7 +22,8 @@ Node = tuple[int, int]  # the chunks from the first to before the second
 class Chunks:
     """The chunks of a window, their tree, and who computes them.
 
-    A node is cut where its halves cost most nearly the same; two ranks share a window at the root's cut.
+    A node is cut where its halves cost most nearly the same; two ranks share a window at the root's
+    cut.
 
     Attributes:
         costs: of each chunk, in any unit, at least 1.
@@ -41,7 +45,9 @@ class Chunks:
     def runs(self) -> list[range]:
         """The chunks of each process: consecutive, of about equal cost."""
         total, num = int(self._ends[-1]), self.num_processes
-        cuts = [int(np.abs(self._ends * num - total * process).argmin()) for process in range(num + 1)]
+        cuts = [
+            int(np.abs(self._ends * num - total * process).argmin()) for process in range(num + 1)
+        ]
         return [range(start, stop) for start, stop in pairwise(cuts)]
 
     @cached_property
@@ -51,14 +57,20 @@ class Chunks:
         for start, stop in nodes:  # grows
             if stop - start > 1:
                 ends = self._ends[start + 1 : stop]
-                middle = start + 1 + int(np.abs(2 * ends - self._ends[start] - self._ends[stop]).argmin())
+                middle = (
+                    start
+                    + 1
+                    + int(np.abs(2 * ends - self._ends[start] - self._ends[stop]).argmin())
+                )
                 found[(start, middle), (middle, stop)] = (start, stop)
                 nodes += [(start, middle), (middle, stop)]
         return found
 
     @cached_property
     def roots(self) -> list[list[Node]]:
-        """Of each process, the nodes whose sums it computes by itself: the largest that consist of its chunks."""
+        """Of each process, the nodes whose sums it computes by itself: the largest that consist of
+        its chunks.
+        """
         trees = [TreeSum(self, lambda left, right: None) for _ in self.runs]
         for tree, run in zip(trees, self.runs, strict=True):
             for chunk in run:
@@ -67,7 +79,8 @@ class Chunks:
 
 
 class TreeSum:
-    """Adds up the values of consecutive nodes, two at a time wherever they are the children of one node.
+    """Adds up the values of consecutive nodes, two at a time wherever they are the children of one
+    node.
 
     So the sum of a node is computed from the same two numbers on every rank.
 
@@ -85,6 +98,8 @@ class TreeSum:
     def add(self, node: Node, value: object) -> None:
         """Add a node that begins where the last one ended."""
         self.nodes.append((node, value))
-        while len(self.nodes) > 1 and (parent := self.children.get((self.nodes[-2][0], self.nodes[-1][0]))):
+        while len(self.nodes) > 1 and (
+            parent := self.children.get((self.nodes[-2][0], self.nodes[-1][0]))
+        ):
             (_, left), (_, right) = self.nodes[-2:]
             self.nodes[-2:] = [(parent, self.plus(left, right))]

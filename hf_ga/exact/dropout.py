@@ -1,8 +1,10 @@
 """Keyed dropout: masks that belong to samples, drawn at the model's dropout sites.
 
-While a window is computed, torch's dropout functions are replaced by keyed ones (`dropout_functions.py`). A dropout site is a path
-of module calls plus the number of the draw within the last module's forward; forward hooks keep the path. The hooks find the same
-path when activation checkpointing runs a module again inside `backward()`, where the outer modules are not running.
+While a window is computed, torch's dropout functions are replaced by keyed ones
+(`dropout_functions.py`). A dropout site is a path of module calls plus the number of the draw
+within the last module's forward; forward hooks keep the path. The hooks find the same path when
+activation checkpointing runs a module again inside `backward()`, where the outer modules are not
+running.
 """
 
 from collections import Counter
@@ -31,7 +33,8 @@ class DropoutSite:
 
     Attributes:
         name, module: of the innermost module. key: 64 bits, of the path.
-        shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the mask.
+        shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the
+            mask.
         is_keyed: False where no sample axis was found and the user allowed that.
     """
 
@@ -45,7 +48,9 @@ class DropoutSite:
 
 @dataclass(frozen=True)
 class SampleMasks:
-    """Draws the masks of padded samples. keys: int64, shape (samples,). window_key: int64, shape (1,)."""
+    """Draws the masks of padded samples. keys: int64, shape (samples,). window_key: int64, shape
+    (1,).
+    """
 
     keys: Tensor
     window_key: Tensor
@@ -58,15 +63,19 @@ class SampleMasks:
         """
         if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
-                f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} samples: axis {site.axis} does not "
-                "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded batches."
+                f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} "
+                f"samples: axis {site.axis} does not "
+                "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded "
+                "batches."
             )
         keys = self.window_key if site.axis is None else self.keys
         return keep_mask(keys, site.key, shape, site.axis, drop_probability)
 
 
 class Frame:
-    """One call of a module: the key of its path, how often it called each submodule, and how many masks it drew."""
+    """One call of a module: the key of its path, how often it called each submodule, and how many
+    masks it drew.
+    """
 
     __slots__ = ("calls", "draws", "key", "module")
 
@@ -84,7 +93,10 @@ class KeyedDropout(Hook):
         attend: attention with a given mask of its weights; a speed-up may put its own there.
 
     Example:
-        dropout = find_dropout_sites(model, lambda num_samples: model(**collate([sample] * num_samples)))
+        def forward(num_samples):
+            return model(**collate([sample] * num_samples))
+
+        dropout = find_dropout_sites(model, forward)
         with dropout.scope(model):
             dropout.set_keys(sample_keys(seed, epoch, positions), window_key(seed, epoch, index))
             model(**batch).loss.backward()
@@ -95,15 +107,21 @@ class KeyedDropout(Hook):
         self.sites: dict[int, DropoutSite] = {}
         self.unkeyed: list[nn.Module] = []
         self.attend: Callable[..., Tensor] = dropped_attention
-        self.names = {module: name or "(the model itself)" for name, module in model.named_modules()}
+        self.names = {
+            module: name or "(the model itself)" for name, module in model.named_modules()
+        }
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
         self.hooked = list(self.names)
         self._stack: list[Frame] = []
-        self._calls: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}  # of the last forward: path keys and inputs
+        self._calls: dict[
+            nn.Module, list[tuple[int, tuple[int, ...]]]
+        ] = {}  # of the last forward: path keys and inputs
         self.source: Any = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
-        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the model's device."""
+        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
+        model's device.
+        """
         self.source = SampleMasks(keys, shared)
 
     def before(self, call: Call) -> None:
@@ -111,16 +129,24 @@ class KeyedDropout(Hook):
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
-        return self._patched() if self.sites else nullcontext()  # without patches a compiled model stays compiled
+        return (
+            self._patched() if self.sites else nullcontext()
+        )  # without patches a compiled model stays compiled
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
         with ExitStack() as stack:
             for module in self.hooked:
-                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(
+                        self._enter, with_kwargs=True, prepend=True
+                    ).remove
+                )
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                stack.enter_context(patch.object(owner, name, partial(keyed, self, getattr(owner, name))))
+                stack.enter_context(
+                    patch.object(owner, name, partial(keyed, self, getattr(owner, name)))
+                )
             stack.callback(self._stack.clear)
             stack.callback(self._calls.clear)
             yield
@@ -134,15 +160,18 @@ class KeyedDropout(Hook):
         """Whether a call of a dropout function draws a mask that is keyed here.
 
         Raises:
-            UnkeyedRandomness: checkpointing runs a function again that draws outside of any module's forward.
+            UnkeyedRandomness: checkpointing runs a function again that draws outside of any
+                module's forward.
         """
         if not training or drop_probability in (0, 1):
             return False
         if not self._stack:
             if is_in_backward():
                 raise UnkeyedRandomness(
-                    "activation checkpointing repeats a function that draws dropout outside of a module's forward, so its masks "
-                    "cannot be identified. Put the function into a module, or turn checkpointing off."
+                    "activation checkpointing repeats a function that draws dropout outside of a "
+                    "module's forward, so its masks "
+                    "cannot be identified. Put the function into a module, or turn checkpointing "
+                    "off."
                 )
             return False
         frame = self._stack[-1]
@@ -163,8 +192,10 @@ class KeyedDropout(Hook):
         site = self.sites.get(key)
         if site is None:
             raise UnkeyedRandomness(
-                f"{self.names[self._stack[-1].module]} draws dropout at a site that the probing forward did not reach: the model's "
-                "path depends on its data or has changed. Prove the model again, or set this dropout to 0."
+                f"{self.names[self._stack[-1].module]} draws dropout at a site that the probing "
+                "forward did not reach: the model's "
+                "path depends on its data or has changed. Prove the model again, or set this "
+                "dropout to 0."
             )
         return self.source.mask(site, shape, drop_probability)
 
@@ -190,18 +221,28 @@ class KeyedDropout(Hook):
             self._stack.pop()
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
-        """The path key of the call that checkpointing runs again: it keeps the call's inputs, which identify it."""
+        """The path key of the call that checkpointing runs again: it keeps the call's inputs, which
+        identify it.
+        """
         calls = self._calls.get(module, [])
-        matching = {key for key, seen in calls if seen == inputs} if len(calls) > 1 else {key for key, _ in calls}
+        matching = (
+            {key for key, seen in calls if seen == inputs}
+            if len(calls) > 1
+            else {key for key, _ in calls}
+        )
         if len(matching) != 1:
             raise UnkeyedRandomness(
-                f"activation checkpointing runs {self.names[module]} again, which the forward called {len(calls)} times, and "
-                f"{len(matching)} of these calls had the same inputs: its masks cannot be identified. Turn gradient checkpointing "
+                f"activation checkpointing runs {self.names[module]} again, which the forward "
+                f"called {len(calls)} times, and "
+                f"{len(matching)} of these calls had the same inputs: its masks cannot be "
+                "identified. Turn gradient checkpointing "
                 "off, or set its dropout to 0."
             )
         return matching.pop()
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running: a forward now is one that activation checkpointing runs again."""
+    """Whether autograd is running: a forward now is one that activation checkpointing runs
+    again.
+    """
     return torch._C._current_graph_task_id() != -1

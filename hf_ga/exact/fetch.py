@@ -1,4 +1,6 @@
-"""Samples -> collated micro-batches, in the main process or in workers; everything random is seeded from the request."""
+"""Samples -> collated micro-batches, in the main process or in workers; everything random is seeded
+from the request.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +11,12 @@ import numpy as np
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.batches import as_batch, entries_of_samples, equal_batches, take_rows
 from hf_ga.exact.chunks import Chunks
-from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
+from hf_ga.exact.generators import (
+    moved_generators,
+    preserved_random_states,
+    random_states,
+    seed_generators,
+)
 from hf_ga.exact.hashing import Stream, make_key
 
 Collate = Callable[[list[Any]], Any]
@@ -17,12 +24,14 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """All that a worker must know to make this process's micro-batches of one window. Offsets count within the window.
+    """All that a worker must know to make this process's micro-batches of one window. Offsets count
+    within the window.
 
     Attributes:
         micro_batches: of this process. most_micro_batches: of the process that has most of them.
         chunks: of the window, where it is cut into chunks (same bits): each micro-batch is one.
-        lengths: of the samples, where the window was planned by them; None: the micro-batches are somebody's own.
+        lengths: of the samples, where the window was planned by them; None: the micro-batches are
+            somebody's own.
     """
 
     seed: int
@@ -38,7 +47,9 @@ class WindowRequest:
 
 
 class Fetcher:
-    """Fetches and collates samples. Runs in the workers; everything random is seeded from the request."""
+    """Fetches and collates samples. Runs in the workers; everything random is seeded from the
+    request.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -50,33 +61,46 @@ class Fetcher:
             batches = self._collated(request)
             if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
                 raise UnkeyedRandomness(
-                    "the dataset or the collate function gave two different batches for the same samples and seeds: it draws from "
-                    "its own generator, so the split of a window would change its result. Let it draw from torch's, numpy's "
-                    "or Python's global generator, which are seeded for it: leave its seed or generator argument out."
+                    "the dataset or the collate function gave two different batches for the same "
+                    "samples and seeds: it draws from "
+                    "its own generator, so the split of a window would change its result. Let it "
+                    "draw from torch's, numpy's "
+                    "or Python's global generator, which are seeded for it: leave its seed or "
+                    "generator argument out."
                 )
         self.is_repeatable = True
         return batches
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
-        """Samples by their offsets. A random transform draws from generators seeded by (seed, epoch, position)."""
+        """Samples by their offsets. A random transform draws from generators seeded by (seed,
+        epoch, position).
+        """
         samples = []
-        for position, sample_id in zip(request.positions[offsets], request.sample_ids[offsets], strict=True):
+        for position, sample_id in zip(
+            request.positions[offsets], request.sample_ids[offsets], strict=True
+        ):
             seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
             samples.append(self.dataset[int(sample_id)])
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof: one window's may be too few or too alike."""
+        """About `count` samples from all over the dataset, for a proof: one window's may be too few
+        or too alike.
+        """
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
         with preserved_random_states():
-            return self.samples(replace(request, positions=ids, sample_ids=ids), np.arange(len(ids)))
+            return self.samples(
+                replace(request, positions=ids, sample_ids=ids), np.arange(len(ids))
+            )
 
     def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
         batches = None if request.whole_window else self._one_by_one(request)
         return self._cut_from_whole_window(request) if batches is None else batches
 
     def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:
-        """None where the collate function drew random numbers: then its result depends on the split."""
+        """None where the collate function drew random numbers: then its result depends on the
+        split.
+        """
         batches = []
         for offsets in request.micro_batches:
             samples = self.samples(request, offsets)
@@ -87,7 +111,9 @@ class Fetcher:
         return batches
 
     def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate the window at once and cut rows: one width for all, and random collators draw once, for any split."""
+        """Collate the window at once and cut rows: one width for all, and random collators draw
+        once, for any split.
+        """
         samples = self.samples(request, np.arange(len(request.positions)))
         if self.sample_entries is None:
             self.sample_entries = entries_of_samples(self.collate_fn, samples[0])

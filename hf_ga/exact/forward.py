@@ -17,7 +17,8 @@ from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
-# (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of targets)
+# (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of
+# targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
@@ -27,22 +28,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def callable_module(model: nn.Module) -> nn.Module:
-    """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer, both of them
-    collectives of all ranks in every forward. Under FSDP the model itself: its forward must gather the parameters.
+    """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and
+    prepare its reducer, both of them collectives of all ranks in every forward. Under FSDP the
+    model itself: its forward must gather the parameters.
     """
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
-    """What picks the entries of a batch that the model's forward takes: those it names, or all where it takes `**kwargs`.
+    """What picks the entries of a batch that the model's forward takes: those it names, or all
+    where it takes `**kwargs`.
 
-    A transformers model's `**kwargs` are for settings, so other columns are not passed. Its inputs are those that its forward
-    names and, as long as each hands `**kwargs` on, the forwards of its base classes.
+    A transformers model's `**kwargs` are for settings, so other columns are not passed. Its inputs
+    are those that its forward names and, as long as each hands `**kwargs` on, the forwards of its
+    base classes.
     """
     model = unwrapped(model)
     forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
-        forwards += [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
+        forwards += [
+            vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)
+        ]
     named: set[str] = set()
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
@@ -58,7 +64,8 @@ def output_of(outputs: Any, name: str) -> Any:
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """The loss of the model's own head (`outputs.loss`, `outputs["loss"]`, a tuple's first entry, a scalar), in at least float32.
+    """The loss of the model's own head (`outputs.loss`, `outputs["loss"]`, a tuple's first entry, a
+    scalar), in at least float32.
 
     Raises:
         LossNotAdditive: there is none, or it is not one number.
@@ -66,16 +73,22 @@ def head_loss(outputs: Any) -> Tensor:
     loss = outputs[0] if type(outputs) is tuple and outputs else outputs
     loss = loss if isinstance(loss, Tensor) else output_of(loss, "loss")
     if loss is None or loss.numel() != 1:
-        found = f"a {type(outputs).__name__} without one" if loss is None else f"shape {list(loss.shape)}"
+        found = (
+            f"a {type(outputs).__name__} without one"
+            if loss is None
+            else f"shape {list(loss.shape)}"
+        )
         raise LossNotAdditive(
-            f"the model's loss must be one number, got {found}. Let it return a dict with a loss, give it labels, or pass "
+            f"the model's loss must be one number, got {found}. Let it return a dict with a loss, "
+            "give it labels, or pass "
             "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
         )
     return at_least_float32(loss.reshape(()))
 
 
 def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
-    """What the user's loss function returns: the sum, of at least float32, and the number of targets.
+    """What the user's loss function returns: the sum, of at least float32, and the number of
+    targets.
 
     A number that is a tensor on the device waits for the device.
 
@@ -83,28 +96,42 @@ def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor,
         ConfigError: something else than a scalar tensor and a number.
     """
     returned = loss_fn(outputs, batch)
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor) or returned[0].dim():
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) != 2
+        or not isinstance(returned[0], Tensor)
+        or returned[0].dim()
+    ):
         raise ConfigError(
-            f"loss_fn must return (sum of the loss as a scalar tensor, number of targets), got {returned!r:.80}: sum the loss "
+            "loss_fn must return (sum of the loss as a scalar tensor, number of targets), got "
+            f"{returned!r:.80}: sum the loss "
             '(reduction="sum"), and count what it is summed over.'
         )
     total, number = returned
     return at_least_float32(total), float(number)
 
 
-def run_forward(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> tuple[Tensor, float | None]:
-    """Forward and loss of a batch on the model's device: (head's mean loss, None), or (sum, targets) of `loss_fn`."""
+def run_forward(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None
+) -> tuple[Tensor, float | None]:
+    """Forward and loss of a batch on the model's device: (head's mean loss, None), or (sum,
+    targets) of `loss_fn`.
+    """
     outputs = model(**argument_filter(model)(batch))
     return (head_loss(outputs), None) if loss_fn is None else own_loss(loss_fn, outputs, batch)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is refused when it is proven.)"""
+    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is
+    refused when it is proven.)
+    """
     return any(m._compiled_call_impl is not None for m in model.modules())
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
-    """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are not counted: they come later."""
+    """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are
+    not counted: they come later.
+    """
     return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
 
 
@@ -131,7 +158,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Start without gradients. At the end those that were there before are added; after an error only they are there again."""
+    """Start without gradients. At the end those that were there before are added; after an error
+    only they are there again.
+    """
     earlier = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -144,4 +173,6 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, earlier, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )

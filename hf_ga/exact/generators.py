@@ -1,4 +1,6 @@
-"""The global random generators of torch, numpy and Python: seed and restore them, and detect draws."""
+"""The global random generators of torch, numpy and Python: seed and restore them, and detect
+draws.
+"""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ import torch
 
 
 def random_states() -> dict[str, bytes]:
-    """The states of all global generators, comparable with `==`. On a GPU this reads counters on the host, no synchronisation."""
+    """The states of all global generators, comparable with `==`. On a GPU this reads counters on
+    the host, no synchronisation.
+    """
     kind, words, *rest = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -17,7 +21,9 @@ def random_states() -> dict[str, bytes]:
         "random": repr(hash(random.getstate())).encode(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["torch.cuda"] = b"".join(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+        states["torch.cuda"] = b"".join(
+            state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()
+        )
     return states
 
 
@@ -29,7 +35,11 @@ def moved_generators(before: dict[str, bytes]) -> list[str]:
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
     """Put all global generators back at the end, also after an error."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = (
+        range(torch.cuda.device_count())
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -37,7 +47,9 @@ def preserved_random_states() -> Iterator[None]:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the CPU generators of torch, numpy and Python from a 64-bit key (numpy's legacy generator takes 32 of its bits)."""
+    """Seed the CPU generators of torch, numpy and Python from a 64-bit key (numpy's legacy
+    generator takes 32 of its bits).
+    """
     torch.default_generator.manual_seed(key & ((1 << 63) - 1))
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)

@@ -1,8 +1,9 @@
 """The one 64-bit hash that order, dropout and data seeds are drawn from.
 
-`mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants
-of Stafford's variant 13). It is written out for Python integers and for int64 tensors: integer arithmetic modulo 2**64 gives the
-same bits on every device, platform and version, which a library's random generator does not promise.
+`mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+generators"; constants of Stafford's variant 13). It is written out for Python integers and for
+int64 tensors: integer arithmetic modulo 2**64 gives the same bits on every device, platform and
+version, which a library's random generator does not promise.
 """
 
 import enum
@@ -38,13 +39,15 @@ def mix(value: int) -> int:
 def mix_in_place(values: Tensor) -> Tensor:
     """`mix` for every element of an int64 tensor, which is changed and returned."""
     for bits, multiplier in ((30, MULTIPLIER_1), (27, MULTIPLIER_2)):
-        values.bitwise_xor_(values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)).mul_(signed(multiplier))
+        values.bitwise_xor_(
+            values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
+        ).mul_(signed(multiplier))
     return values.bitwise_xor_(values.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
 
 
 def mixed(values: Tensor) -> Tensor:
-    """`mix(value + GOLDEN)` for every element of an int64 tensor. So `mixed(values ^ signed(make_key(*parts)))` is
-    `make_key(*parts, v)` for every v.
+    """`mix(value + GOLDEN)` for every element of an int64 tensor. So `mixed(values ^
+    signed(make_key(*parts)))` is `make_key(*parts, v)` for every v.
     """
     return mix_in_place(values + signed(GOLDEN))
 

@@ -1,4 +1,6 @@
-"""Hooks around the forwards of a window: keyed dropout, the router's balancing loss and every speed-up are hooks."""
+"""Hooks around the forwards of a window: keyed dropout, the router's balancing loss and every
+speed-up are hooks.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 from hf_ga.exact.batches import MicroBatch
 
-Counts = tuple[float, ...]  # targets: one number, or one for each mean of a loss that is a sum of means
+Counts = tuple[
+    float, ...
+]  # targets: one number, or one for each mean of a loss that is a sum of means
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Hook:
     """Takes part in the forwards of a window. Every method does nothing unless overridden."""
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a window; leaves nothing behind. `model` as it was prepared."""
+        """Around the forwards and backwards of a window; leaves nothing behind. `model` as it was
+        prepared.
+        """
         return nullcontext()
 
     def before(self, call: Call) -> None:
@@ -47,8 +53,8 @@ class Hook:
 
 
 class SpeedUp(Hook):
-    """A hook that must change neither loss nor gradient. The proof compares both with and without it, and leaves it out if they
-    differ.
+    """A hook that must change neither loss nor gradient. The proof compares both with and without
+    it, and leaves it out if they differ.
 
     Attributes:
         name: how reports call it.
@@ -56,12 +62,15 @@ class SpeedUp(Hook):
 
     name = ""
 
-    def attach(self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool) -> str:
+    def attach(
+        self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
+    ) -> str:
         """Attach to a model. Returns why it is not tried on this one; "" if it is.
 
         Args:
             model: unwrapped. dropout: its `KeyedDropout`.
-            reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a sum of means).
+            reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a
+                sum of means).
             has_router: the head adds a router's balancing loss.
         """
         return ""

@@ -1,6 +1,8 @@
-"""One window -> who computes what, by length: least padding under a limit on padded tokens, all processes about equally long busy.
+"""One window -> who computes what, by length: least padding under a limit on padded tokens, all
+processes about equally long busy.
 
-The window is sorted by length and cut: for any split into micro-batches there is one into consecutive samples of the sorted window
+The window is sorted by length and cut: for any split into micro-batches there is one into
+    consecutive samples of the sorted window
 with as many samples in each and no greater width in any.
 """
 
@@ -12,16 +14,20 @@ import numpy as np
 
 from hf_ga.exact.plan import Plan, plan_window
 
-# Attention computes 4 x width x hidden operations a token and layer, everything else of a layer 24 x hidden^2: they are equal at a
-# width of 6 x hidden, here for the 768 of BERT-base and GPT-2-small.
+# Attention computes 4 x width x hidden operations a token and layer, everything else of a layer 24
+# x hidden^2: they are equal at a width of 6 x hidden, here for the 768 of BERT-base and
+# GPT-2-small.
 ATTENTION_WIDTH = 6 * 768
-# What a micro-batch costs however small it is, in tokens. On a CPU a fit of the times of some 150 micro-batches of 4 layers x 256
-# on two cores: 175 for a GPT, 219 for a BERT, for Python's work and for weights and gradients that pass through memory. On a GPU an
-# estimate: some 1,000 kernel launches a forward and backward take about 10 ms, in which it computes 6,000 tokens of a model of 100
-# million parameters, or 300 of one of 7 billion.
+# What a micro-batch costs however small it is, in tokens. On a CPU a fit of the times of some 150
+# micro-batches of 4 layers x 256 on two cores: 175 for a GPT, 219 for a BERT, for Python's work and
+# for weights and gradients that pass through memory. On a GPU an estimate: some 1,000 kernel
+# launches a forward and backward take about 10 ms, in which it computes 6,000 tokens of a model of
+# 100 million parameters, or 300 of one of 7 billion.
 CPU_OVERHEAD, GPU_OVERHEAD = 192, 1024
 LIMITS = (16, 14, 12, 10, 8, 7, 6, 5, 4)  # in sixteenths of the largest limit: what is tried
-LITTLE_TIME = 32  # a smaller limit, which needs less memory, may take 1/32 more time than the fastest plan
+LITTLE_TIME = (
+    32  # a smaller limit, which needs less memory, may take 1/32 more time than the fastest plan
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class ByLength:
 
     Attributes:
         micro_batch_size: samples that fit into one micro-batch however long they are.
-        max_tokens: most padded tokens in one; None: as many as so many of the window's longest samples have.
+        max_tokens: most padded tokens in one; None: as many as so many of the window's longest
+            samples have.
         overhead, in_step: see `plan_by_length`.
     """
 
@@ -41,29 +48,41 @@ class ByLength:
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
         limit = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
-        return plan_by_length(lengths, num_processes, limit, overhead=self.overhead, in_step=self.in_step)
+        return plan_by_length(
+            lengths, num_processes, limit, overhead=self.overhead, in_step=self.in_step
+        )
 
 
 def plan_by_length(
-    lengths: np.ndarray, num_processes: int, max_tokens: int, *, overhead: int = CPU_OVERHEAD, in_step: bool = False
+    lengths: np.ndarray,
+    num_processes: int,
+    max_tokens: int,
+    *,
+    overhead: int = CPU_OVERHEAD,
+    in_step: bool = False,
 ) -> Plan:
-    """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens` padded tokens.
+    """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens`
+    padded tokens.
 
-    The time of a micro-batch, in tokens, is taken to be overhead + samples x width x (1 + width / ATTENTION_WIDTH). For a few
-    limits from `max_tokens` (or twice a process's share) downwards, the window is cut where the sum of times is least, and the
-    micro-batches are dealt to the processes. Of the plans that take at most 1/32 more time than the fastest, the one with the
-    smallest limit is taken: it needs the least memory. Samples of one length are split by number (`plan_window`).
+    The time of a micro-batch, in tokens, is taken to be overhead + samples x width x (1 + width /
+    ATTENTION_WIDTH). For a few limits from `max_tokens` (or twice a process's share) downwards, the
+    window is cut where the sum of times is least, and the micro-batches are dealt to the processes.
+    Of the plans that take at most 1/32 more time than the fastest, the one with the
+    smallest limit is taken: it needs the least memory. Samples of one length are split by number
+        (`plan_window`).
 
     Args:
         lengths: tokens of each sample of the window; one without tokens is as wide as one token.
         num_processes: at least 1; a process may get nothing.
-        max_tokens: maximum samples x padded width in one micro-batch; a longer sample is alone in its own.
+        max_tokens: maximum samples x padded width in one micro-batch; a longer sample is alone in
+            its own.
         overhead: what a micro-batch costs however small it is, in tokens.
-        in_step: processes wait for each other in every micro-batch (FSDP), so the n-th ones must be of equal cost.
+        in_step: processes wait for each other in every micro-batch (FSDP), so the n-th ones must be
+            of equal cost.
 
     Returns:
-        for each process its micro-batches, cheapest first; together every offset once. A function of the arguments alone: all is
-        computed in integers, in units of 1 / ATTENTION_WIDTH tokens.
+        for each process its micro-batches, cheapest first; together every offset once. A function
+        of the arguments alone: all is computed in integers, in units of 1 / ATTENTION_WIDTH tokens.
 
     Raises:
         ValueError: a number is below 1.
@@ -72,21 +91,31 @@ def plan_by_length(
     [[1, 3], [0, 2]]
     """
     if num_processes < 1 or max_tokens < 1:
-        raise ValueError(f"plan_by_length needs num_processes and max_tokens of at least 1, got {num_processes}, {max_tokens}")
+        raise ValueError(
+            "plan_by_length needs num_processes and max_tokens of at least 1, got "
+            f"{num_processes}, {max_tokens}"
+        )
     if not len(lengths):
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
-    widths, deal = np.maximum(lengths[order].astype(np.int64), 1), _in_turns if in_step else longest_first
+    widths, deal = (
+        np.maximum(lengths[order].astype(np.int64), 1),
+        _in_turns if in_step else longest_first,
+    )
     if widths[0] == widths[-1]:
         return plan_window(len(widths), num_processes, max(1, max_tokens // int(widths[0])))
-    largest = min(max_tokens, -(-2 * int(widths.sum()) // num_processes))  # twice a process's share is more than balance allows
+    largest = min(
+        max_tokens, -(-2 * int(widths.sum()) // num_processes)
+    )  # twice a process's share is more than balance allows
     plans = []
     for sixteenths in LIMITS:
         cuts = cheapest_cuts(widths, max(1, largest * sixteenths // 16), overhead)
         costs = np.diff(cuts) * _prices(widths[cuts[1:] - 1]) + overhead * ATTENTION_WIDTH
         plans.append((*deal(costs, num_processes), cuts))
     fastest = min(time for time, _, _ in plans)
-    _, dealt, cuts = next(plan for plan in reversed(plans) if (plan[0] - fastest) * LITTLE_TIME <= fastest)
+    _, dealt, cuts = next(
+        plan for plan in reversed(plans) if (plan[0] - fastest) * LITTLE_TIME <= fastest
+    )
     return [[order[cuts[i] : cuts[i + 1]] for i in share] for share in dealt]
 
 
@@ -101,11 +130,15 @@ def _prices(widths: np.ndarray) -> np.ndarray:
 
 
 def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Time of the busiest process, and the micro-batches of each, each dealt to the process that has least so far.
+    """Time of the busiest process, and the micro-batches of each, each dealt to the process that
+    has least so far.
 
     At most 4/3 of the best deal (Graham 1969, Bounds on multiprocessing timing anomalies).
     """
-    busy, dealt = [(0, process) for process in range(num_processes)], [[] for _ in range(num_processes)]
+    busy, dealt = (
+        [(0, process) for process in range(num_processes)],
+        [[] for _ in range(num_processes)],
+    )
     for i in np.argsort(costs, kind="stable")[::-1].tolist():
         time, process = busy[0]
         dealt[process].append(i)
@@ -114,16 +147,21 @@ def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list
 
 
 def cheapest_cuts(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
-    """Where to cut a window, shortest sample first, so that the sum of costs is least: 0 ... n, the micro-batches lie between.
+    """Where to cut a window, shortest sample first, so that the sum of costs is least: 0 ... n, the
+    micro-batches lie between.
 
-    Dynamic programming over where a micro-batch ends: with the last sample of its width, or because it is full. If neither, one
-    sample more would make a later one smaller at no cost.
+    Dynamic programming over where a micro-batch ends: with the last sample of its width, or because
+    it is full. If neither, one sample more would make a later one smaller at no cost.
     """
     num, fixed = len(widths), overhead * ATTENTION_WIDTH
     best, begins = np.zeros(num + 1, np.int64), np.zeros(num + 1, np.int64)
     best[1:] = np.iinfo(np.int64).max // 4  # cannot be reached
     is_last = np.append(widths[1:] != widths[:-1], True).tolist()
-    sizes, prices, most = np.arange(num, 0, -1), _prices(widths).tolist(), np.maximum(1, max_tokens // widths).tolist()
+    sizes, prices, most = (
+        np.arange(num, 0, -1),
+        _prices(widths).tolist(),
+        np.maximum(1, max_tokens // widths).tolist(),
+    )
     for end, (price, limit) in enumerate(zip(prices, most, strict=True), start=1):
         if is_last[end - 1]:
             first = max(0, end - limit)
@@ -139,23 +177,33 @@ def cheapest_cuts(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndar
 
 
 def _even_in_width(cuts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """The same with consecutive micro-batches of one width cut evenly, larger ones first: the same cost, less memory."""
+    """The same with consecutive micro-batches of one width cut evenly, larger ones first: the same
+    cost, less memory.
+    """
     of_width = widths[cuts[1:] - 1]
-    starts = np.append(np.flatnonzero(np.append(True, of_width[1:] != of_width[:-1])), len(of_width)).tolist()
+    starts = np.append(
+        np.flatnonzero(np.append(True, of_width[1:] != of_width[:-1])), len(of_width)
+    ).tolist()
     runs = [np.empty(0, np.int64)]
     for first, last in pairwise(starts):
-        runs.append([part[0] for part in np.array_split(np.arange(cuts[first], cuts[last]), last - first)])
+        runs.append(
+            [part[0] for part in np.array_split(np.arange(cuts[first], cuts[last]), last - first)]
+        )
     return np.concatenate([*runs, cuts[-1:]]).astype(np.int64)
 
 
 def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
     """Time where all wait for the longest in each turn, and the micro-batches of each process.
 
-    A rank without a micro-batch in the first turn, which has the cheapest, repeats its own first one (`Backend.equalize`).
+    A rank without a micro-batch in the first turn, which has the cheapest, repeats its own first
+    one (`Backend.equalize`).
     """
     order = np.argsort(costs, kind="stable")[::-1]
     turns = [order[i : i + num_processes] for i in range(0, len(order), num_processes)]
-    dealt = [[int(turn[process]) for turn in turns[::-1] if process < len(turn)] for process in range(num_processes)]
+    dealt = [
+        [int(turn[process]) for turn in turns[::-1] if process < len(turn)]
+        for process in range(num_processes)
+    ]
     times = [int(costs[turn[0]]) for turn in turns]
     if len(turns) > 1 and len(turns[-1]) < num_processes:
         times[-1] = max(times[-1], int(costs[turns[-2][len(turns[-1])]]))

@@ -14,11 +14,12 @@ from hf_ga.exact.generators import preserved_random_states
 
 
 def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
-    """Tokens of each sample: a `length` column or the lengths of `input_ids`, of a `datasets.Dataset` or of a list of dicts.
+    """Tokens of each sample: a `length` column or the lengths of `input_ids`, of a
+    `datasets.Dataset` or of a list of dicts.
 
     Returns:
-        int64, shape (len(dataset),). None where there is no such column, or where `collate_fn` pads all samples to one width, so
-        that lengths would not determine the cost of a micro-batch.
+        int64, shape (len(dataset),). None where there is no such column, or where `collate_fn` pads
+        all samples to one width, so that lengths would not determine the cost of a micro-batch.
     """
     lengths = _of_columns(dataset) if isinstance(dataset, Dataset) else _of_list(dataset)
     if lengths is None or lengths.min() == lengths.max():
@@ -31,7 +32,11 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
 
 def _of_list(samples: Any) -> np.ndarray | None:
     try:
-        return np.array([len(sample["input_ids"]) for sample in samples], np.int64) if isinstance(samples, list | tuple) else None
+        return (
+            np.array([len(sample["input_ids"]) for sample in samples], np.int64)
+            if isinstance(samples, list | tuple)
+            else None
+        )
     except (KeyError, TypeError, IndexError):
         return None
 

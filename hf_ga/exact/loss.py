@@ -1,9 +1,10 @@
 """What a micro-batch adds to the mean loss of its window. This is the one owner of the divisor:
 
-    mean loss of the window = sum over its micro-batches of (sum of the loss over the micro-batch's targets) / targets of the window
+    mean loss of the window = sum over its micro-batches of (sum of the loss over the micro-batch's
+    targets) / targets of the window
 
-and, for a head whose loss is a sum of several means, the same for each of them. The proof, training and evaluation call the same
-functions.
+and, for a head whose loss is a sum of several means, the same for each of them. The proof, training
+and evaluation call the same functions.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,22 +25,29 @@ Sums = tuple[Tensor | float, ...]
 Run = Callable[[Call], Any]  # a forward: see `step.Forward`
 AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
-# How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head predicts column 1 first.
+# How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head
+# predicts column 1 first.
 COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
-    "shifted labels": lambda batch, num_samples: int((batch["labels"][..., 1:] != IGNORED_LABEL).sum()),
+    "shifted labels": lambda batch, num_samples: int(
+        (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
+    ),
     "labels": lambda batch, num_samples: int((batch["labels"] != IGNORED_LABEL).sum()),
     "samples": lambda batch, num_samples: num_samples,
-    "attended tokens": lambda batch, num_samples: int(batch["attention_mask"].sum()),  # with any labels
+    "attended tokens": lambda batch, num_samples: int(
+        batch["attention_mask"].sum()
+    ),  # with any labels
 }
 
 
 class Loss(Hook):
-    """One way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes a loss of it.
+    """One way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes
+    a loss of it.
 
     Attributes:
         name: how reports call it.
         num_means: means that the loss is a sum of.
-        one_width: the counts depend on the padded width, so all micro-batches of a window need the same width.
+        one_width: the counts depend on the padded width, so all micro-batches of a window need the
+            same width.
         counts_in_forward: targets are known only after the forward, not on the host.
     """
 
@@ -49,19 +57,33 @@ class Loss(Hook):
     counts_in_forward = False
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Targets of a collated batch on the host, one number for each mean; () if they are counted in the forward."""
+        """Targets of a collated batch on the host, one number for each mean; () if they are counted
+        in the forward.
+        """
         raise NotImplementedError
 
     def contributes(self, counts: Counts) -> bool:
-        """Whether a micro-batch with these counts may add anything. Without targets, its own mean would be 0 / 0."""
+        """Whether a micro-batch with these counts may add anything. Without targets, its own mean
+        would be 0 / 0.
+        """
         return not counts or any(counts)
 
-    def prepare(self, calls: Iterable[Call], totals: Counts, forward: Run, all_reduce: AllReduce, device: torch.device) -> Counts:
-        """What `mean` divides by in a window with `totals` targets, where needed after a first pass over this rank's calls."""
+    def prepare(
+        self,
+        calls: Iterable[Call],
+        totals: Counts,
+        forward: Run,
+        all_reduce: AllReduce,
+        device: torch.device,
+    ) -> Counts:
+        """What `mean` divides by in a window with `totals` targets, where needed after a first pass
+        over this rank's calls.
+        """
         return totals
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """For each mean, the loss summed over the targets (a scalar of at least float32; 0.0 without targets), and their number.
+        """For each mean, the loss summed over the targets (a scalar of at least float32; 0.0
+        without targets), and their number.
 
         Args:
             outputs: of the model on `call.batch`.
@@ -72,8 +94,8 @@ class Loss(Hook):
         raise NotImplementedError
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """The loss, a scalar: of a micro-batch's sums and a window's totals, what the micro-batch adds to the window's mean
-        loss.
+        """The loss, a scalar: of a micro-batch's sums and a window's totals, what the micro-batch
+        adds to the window's mean loss.
         """
         return sum((s / total for s, total in zip(sums, totals, strict=True) if total), start=0.0)
 
@@ -93,7 +115,9 @@ class HeadMean(Loss):
 
 
 class SumOfMeans(Loss):
-    """A head whose loss is a sum of several means, each recomputed from the logits. name: a key of `KINDS`."""
+    """A head whose loss is a sum of several means, each recomputed from the logits. name: a key of
+    `KINDS`.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.means = name, KINDS[name]
@@ -104,13 +128,16 @@ class SumOfMeans(Loss):
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         means = zip(self.means, call.counts, strict=True)
-        return tuple(mean.total(outputs, call.batch) if number else 0.0 for mean, number in means), call.counts
+        return tuple(
+            mean.total(outputs, call.batch) if number else 0.0 for mean, number in means
+        ), call.counts
 
 
 class OwnSum(Loss):
     """The user's `loss_fn(outputs, batch) -> (sum of the loss, number of targets)`.
 
-    A `loss_fn` with a method `count_targets(batch) -> number` has its targets counted on the host, before any forward.
+    A `loss_fn` with a method `count_targets(batch) -> number` has its targets counted on the host,
+    before any forward.
     """
 
     name = "loss_fn"
@@ -128,7 +155,9 @@ class OwnSum(Loss):
 
 
 class WithRouter(Loss):
-    """Another loss plus a router's balancing loss, whose shares are those of the whole window: its last sum and count."""
+    """Another loss plus a router's balancing loss, whose shares are those of the whole window: its
+    last sum and count.
+    """
 
     def __init__(self, loss: Loss, router: Router) -> None:
         self.loss, self.router, self.count = loss, router, loss.count
@@ -141,8 +170,17 @@ class WithRouter(Loss):
         return True  # its tokens are routed
 
     @torch.no_grad()
-    def prepare(self, calls: Iterable[Call], totals: Counts, forward: Run, all_reduce: AllReduce, device: torch.device) -> Counts:
-        """Count the choices of the whole window, by forwards that are repeated with gradients: the same dropout."""
+    def prepare(
+        self,
+        calls: Iterable[Call],
+        totals: Counts,
+        forward: Run,
+        all_reduce: AllReduce,
+        device: torch.device,
+    ) -> Counts:
+        """Count the choices of the whole window, by forwards that are repeated with gradients: the
+        same dropout.
+        """
         own = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
         for call in calls:
             forward(call)

@@ -1,8 +1,10 @@
-"""Counter-based dropout masks: every bit is a pure function of (sample key, dropout site, coordinate).
+"""Counter-based dropout masks: every bit is a pure function of (sample key, dropout site,
+coordinate).
 
-There is no generator and so no state: the mask of a sample depends neither on the samples beside it, nor on the padded width, nor
-on what ran before. Each axis is hashed by itself (not the flat index), so padding moves no coordinate. All arithmetic is on
-integers modulo 2**32 and 2**64, so a GPU draws the bits of a CPU.
+There is no generator and so no state: the mask of a sample depends neither on the samples beside
+    it, nor on the padded width, nor
+on what ran before. Each axis is hashed by itself (not the flat index), so padding moves no
+coordinate. All arithmetic is on integers modulo 2**32 and 2**64, so a GPU draws the bits of a CPU.
 """
 
 import functools
@@ -15,15 +17,23 @@ from torch.utils._triton import has_triton
 
 from hf_ga.exact.hashing import Stream, make_key, mixed, signed
 
-# Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the `lowbias32` pair).
+# Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the
+# `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
 MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
-ELEMENTS_IN_CACHE = 1 << 19  # a CPU makes 10 passes over a part of a mask; 2**17 and 2**22 were measured to be slower
+ELEMENTS_IN_CACHE = (
+    1 << 19
+)  # a CPU makes 10 passes over a part of a mask; 2**17 and 2**22 were measured to be slower
 
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
-    """The dropout keys of samples, given their positions in the order. Returns int64, shape (samples,), on the CPU."""
-    return mixed(torch.from_numpy(np.array(positions, np.int64)) ^ signed(make_key(Stream.DROPOUT, seed, epoch)))
+    """The dropout keys of samples, given their positions in the order. Returns int64, shape
+    (samples,), on the CPU.
+    """
+    return mixed(
+        torch.from_numpy(np.array(positions, np.int64))
+        ^ signed(make_key(Stream.DROPOUT, seed, epoch))
+    )
 
 
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
@@ -31,22 +41,28 @@ def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
     return torch.tensor([signed(make_key(Stream.WINDOW, seed, epoch, window_index))], device="cpu")
 
 
-def keep_mask(keys: Tensor, site: int, shape: Sequence[int], axis: int | None, drop_probability: float) -> Tensor:
+def keep_mask(
+    keys: Tensor, site: int, shape: Sequence[int], axis: int | None, drop_probability: float
+) -> Tensor:
     """Which elements dropout keeps.
 
     Args:
         keys: int64, shape (n,): one key a sample, or (1,) for a mask that the window shares.
         site: 64-bit key of the dropout site.
         shape: shape of the mask.
-        axis: the sample axis; `shape[axis]` is a multiple of n: the rows of a sample are consecutive, as in attention over
-            n x heads. None: no sample axis.
+        axis: the sample axis; `shape[axis]` is a multiple of n: the rows of a sample are
+            consecutive, as in attention over n x heads. None: no sample axis.
         drop_probability: p, with 0 <= p < 1, at a resolution of 2**-32.
 
     Returns:
         bool tensor of `shape` on the device of `keys`; each element is True with probability 1 - p.
     """
     seeds = keys ^ signed(site)
-    inner = [1, *shape] if axis is None else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+    inner = (
+        [1, *shape]
+        if axis is None
+        else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+    )
     if keys.device.type == "cuda" and has_triton():
         kept = _compiled_mask()(seeds, inner, _threshold(drop_probability))
     else:
@@ -57,23 +73,32 @@ def keep_mask(keys: Tensor, site: int, shape: Sequence[int], axis: int | None, d
 
 
 def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
-    """x / (1 - p) where `kept` (bool, broadcastable to x), 0 elsewhere. Backward needs the mask only, one byte an element."""
+    """x / (1 - p) where `kept` (bool, broadcastable to x), 0 elsewhere. Backward needs the mask
+    only, one byte an element.
+    """
     scale = 1.0 / (1.0 - drop_probability)
-    if x.device.type == "cpu":  # the same products in a quarter of the time: a CPU has no vector code for bool times float
+    if (
+        x.device.type == "cpu"
+    ):  # the same products in a quarter of the time: a CPU has no vector code for bool times float
         return (x * kept.view(torch.uint8)).mul_(scale)
-    return torch.ops.aten.native_dropout_backward(x, kept.expand_as(x), scale)  # x * kept * scale in one pass
+    return torch.ops.aten.native_dropout_backward(
+        x, kept.expand_as(x), scale
+    )  # x * kept * scale in one pass
 
 
 def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
     """The hash of all coordinates but the last: int64, shape (*seeds.shape, *sizes).
 
-    Axes of size 1 are hashed too: micro-batches padded to width 1 and to width 2 must agree on column 0.
+    Axes of size 1 are hashed too: micro-batches padded to width 1 and to width 2 must agree on
+        column 0.
     """
     return over_axes(mixed(seeds), sizes)
 
 
 def over_axes(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The hash of each row key with all coordinates of further axes: int64, shape (*rows.shape, *sizes)."""
+    """The hash of each row key with all coordinates of further axes: int64, shape (*rows.shape,
+    *sizes).
+    """
     for size in sizes:
         rows = mixed(rows.unsqueeze(-1) ^ torch.arange(size, device=rows.device))
     return rows
@@ -89,23 +114,30 @@ def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
         bool tensor of shape (*rows.shape, size).
     """
     flat, threshold = rows.reshape(-1), _threshold(drop_probability)
-    part = max(1, ELEMENTS_IN_CACHE // max(1, size)) if rows.device.type == "cpu" else max(1, len(flat))
+    part = (
+        max(1, ELEMENTS_IN_CACHE // max(1, size))
+        if rows.device.type == "cpu"
+        else max(1, len(flat))
+    )
     kept = torch.empty((len(flat), size), dtype=torch.uint8, device=rows.device)
     for start in range(0, len(flat), part):
-        # Compared in place, on int32: torch has no vector code for comparisons that return bool on a CPU (an eighth of its speed).
+        # Compared in place, on int32: torch has no vector code for comparisons that return bool on
+        # a CPU (an eighth of its speed).
         kept[start : start + part] = _uniform_int32(flat[start : start + part], size).ge_(threshold)
     return kept.view(torch.bool).view(*rows.shape, size)
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
-    """Uniform int32, shape (*rows.shape, size): both halves of the 64-bit row key enter the hash."""
+    """Uniform int32, shape (*rows.shape, size): both halves of the 64-bit row key enter the
+    hash.
+    """
     upper = (rows >> 32).to(torch.int32).mul_(MULTIPLIER_32_2)
     columns = torch.arange(1, size + 1, dtype=torch.int32, device=rows.device) * MULTIPLIER_32_2
     bits = rows.to(torch.int32).unsqueeze(-1) ^ columns
     bits.mul_(MULTIPLIER_32_1)
     bits.bitwise_xor_(bits.bitwise_right_shift(15).bitwise_and_(0x1FFFF))  # a logical shift
-    # (bits + upper half) x multiplier in one pass; the threshold reads the upper bits, into which the product carries the lower
-    # ones.
+    # (bits + upper half) x multiplier in one pass; the threshold reads the upper bits, into which
+    # the product carries the lower ones.
     return torch.add(upper.unsqueeze(-1), bits, alpha=MULTIPLIER_32_2, out=bits)
 
 
@@ -116,7 +148,9 @@ def _whole_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
 
 @functools.cache
 def _compiled_mask() -> Callable[[Tensor, Sequence[int], int], Tensor]:
-    """One kernel for all sizes instead of some 40, each of which would read and write the whole mask."""
+    """One kernel for all sizes instead of some 40, each of which would read and write the whole
+    mask.
+    """
     return torch.compile(_whole_mask, dynamic=True)
 
 

@@ -1,4 +1,6 @@
-"""(number of samples, seed, epoch) -> order. Independent of processes, micro-batches and random generators."""
+"""(number of samples, seed, epoch) -> order. Independent of processes, micro-batches and random
+generators.
+"""
 
 import numpy as np
 import torch
@@ -9,8 +11,9 @@ from hf_ga.exact.hashing import Stream, make_key, mixed, signed
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """The sample ids of one epoch in the order in which they are visited.
 
-    Every sample gets a 64-bit hash of (seed, epoch, sample id); the order sorts them by it. The sort is stable, so equal
-    hashes (about n**2 / 2**65 of them) keep the order of the ids, and the result is the same on every platform and version.
+    Every sample gets a 64-bit hash of (seed, epoch, sample id); the order sorts them by it. The
+    sort is stable, so equal hashes (about n**2 / 2**65 of them) keep the order of the ids, and the
+    result is the same on every platform and version.
 
     Args:
         num_samples: number of samples in the dataset.

@@ -1,4 +1,6 @@
-"""One window -> who computes what. A plan consists of integers only: offsets in the window, lengths, limits; no tensors."""
+"""One window -> who computes what. A plan consists of integers only: offsets in the window,
+lengths, limits; no tensors.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -8,15 +10,17 @@ from hf_ga.errors import ConfigError
 
 # micro-batches[process][i]: the 0-based offsets in the window of one micro-batch.
 Plan = list[list[np.ndarray]]
-# A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown) and the number of processes.
+# A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown)
+# and the number of processes.
 Planner = Callable[[np.ndarray, int], Plan]
 
 
 def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> Plan:
-    """Split a window evenly over processes, then every share into as few micro-batches as the limit allows.
+    """Split a window evenly over processes, then every share into as few micro-batches as the limit
+    allows.
 
-    Sizes that do not divide give uneven micro-batches, never dropped or repeated samples: 64 samples in micro-batches of at
-    most 10 are 10 + 9 + 9 + 9 + 9 + 9 + 9.
+    Sizes that do not divide give uneven micro-batches, never dropped or repeated samples: 64
+    samples in micro-batches of at most 10 are 10 + 9 + 9 + 9 + 9 + 9 + 9.
 
     Args:
         window_size: samples in the window.
@@ -31,16 +35,24 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
     """
     if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
         sizes = f"{window_size}, {num_processes}, {micro_batch_size}"
-        raise ValueError(f"plan_window needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, got {sizes}")
+        raise ValueError(
+            "plan_window needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, "
+            f"got {sizes}"
+        )
     shares = np.array_split(np.arange(window_size), num_processes)  # larger ones first
-    return [np.array_split(share, -(-len(share) // micro_batch_size)) if len(share) else [] for share in shares]
+    return [
+        np.array_split(share, -(-len(share) // micro_batch_size)) if len(share) else []
+        for share in shares
+    ]
 
 
 def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int]) -> Plan:
-    """Sort a window by length (shortest first) and cut it into micro-batches of the given sizes, dealt out in turn.
+    """Sort a window by length (shortest first) and cut it into micro-batches of the given sizes,
+    dealt out in turn.
 
-    The sizes repeat until the window is used up, so `sizes=[5, 11]` gives uneven micro-batches of similar lengths. Since any
-    split of a window is the same update, this trains the same model as `plan_window`.
+    The sizes repeat until the window is used up, so `sizes=[5, 11]` gives uneven micro-batches of
+    similar lengths. Since any split of a window is the same update, this trains the same model as
+    `plan_window`.
 
     >>> [m.tolist() for m in plan_by_sizes(np.array([9, 1, 5]), 1, [2])[0]]
     [[1, 2], [0]]
@@ -50,7 +62,11 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     ends = np.cumsum(np.resize(sizes, len(lengths)))
-    micro_batches = np.split(np.argsort(lengths, kind="stable"), ends[ends < len(lengths)]) if len(lengths) else []
+    micro_batches = (
+        np.split(np.argsort(lengths, kind="stable"), ends[ends < len(lengths)])
+        if len(lengths)
+        else []
+    )
     return [micro_batches[process::num_processes] for process in range(num_processes)]
 
 
@@ -58,12 +74,19 @@ def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
     """Check a plan of the user's own making.
 
     Raises:
-        ConfigError: another number of processes, an empty micro-batch, or offsets that do not occur exactly once.
+        ConfigError: another number of processes, an empty micro-batch, or offsets that do not occur
+            exactly once.
     """
     offsets = [np.asarray(micro_batch) for share in plan for micro_batch in share]
     if len(plan) != num_processes or not all(len(o) for o in offsets):
-        raise ConfigError(f"a plan needs {num_processes} lists (one per process) of non-empty micro-batches, got {plan}.")
-    if not np.array_equal(np.sort(np.concatenate([np.empty(0, np.int64), *offsets])), np.arange(window_size)):
         raise ConfigError(
-            f"a plan must contain each of the offsets 0 ... {window_size - 1} once: the planner drops or repeats samples."
+            f"a plan needs {num_processes} lists (one per process) of non-empty micro-batches, "
+            f"got {plan}."
+        )
+    if not np.array_equal(
+        np.sort(np.concatenate([np.empty(0, np.int64), *offsets])), np.arange(window_size)
+    ):
+        raise ConfigError(
+            f"a plan must contain each of the offsets 0 ... {window_size - 1} once: the planner "
+            "drops or repeats samples."
         )

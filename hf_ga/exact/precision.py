@@ -10,17 +10,24 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def check_precision(accelerator: Accelerator) -> None:
-    """Refuse a precision that would silently be another one. Reads attributes only: no device is waited for.
+    """Refuse a precision that would silently be another one. Reads attributes only: no device is
+    waited for.
 
     Raises:
         ConfigError: fp8, or mixed precision that Accelerate leaves out (fp16 on a CPU).
     """
     requested, scaler = accelerator.mixed_precision, accelerator.scaler
-    computes = requested in ("bf16", "fp16") and accelerator.native_amp and (requested == "bf16" or scaler is not None)
+    computes = (
+        requested in ("bf16", "fp16")
+        and accelerator.native_amp
+        and (requested == "bf16" or scaler is not None)
+    )
     if requested != "no" and not computes:
         raise ConfigError(
-            f"mixed precision {requested} is not supported on the device {accelerator.device.type} by this Accelerator (autocast "
-            f"{accelerator.native_amp}, scaler {scaler}): use bf16 or no, or for fp16 on a CPU call "
+            f"mixed precision {requested} is not supported on the device "
+            f"{accelerator.device.type} by this Accelerator (autocast "
+            f"{accelerator.native_amp}, scaler {scaler}): use bf16 or no, or for fp16 on a CPU "
+            "call "
             "hf_ga.parallel.prepare.enable_fp16_on_cpu(accelerator) before prepare."
         )
 
@@ -29,13 +36,16 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     """Refuse an optimizer that would take scaled gradients for the true ones.
 
     Raises:
-        ConfigError: the accelerator scales the loss, and the optimizer was not prepared by it (or before it had its scaler).
+        ConfigError: the accelerator scales the loss, and the optimizer was not prepared by it (or
+            before it had its scaler).
     """
     if accelerator.scaler is None or getattr(optimizer, "scaler", None) is accelerator.scaler:
         return
     raise ConfigError(
-        f"under fp16 the optimizer must remove the loss scale from the gradients, but this {type(optimizer).__name__} does not "
-        "use the accelerator's scaler: call model, optimizer = accelerator.prepare(model, optimizer), after enable_fp16_on_cpu."
+        "under fp16 the optimizer must remove the loss scale from the gradients, but this "
+        f"{type(optimizer).__name__} does not "
+        "use the accelerator's scaler: call model, optimizer = accelerator.prepare(model, "
+        "optimizer), after enable_fp16_on_cpu."
     )
 
 

@@ -1,12 +1,14 @@
 """The load-balancing loss of mixtures of experts, exact for any split of a window.
 
-The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the model families share it: with E experts, over all T
-tokens of a batch (padding left out) and all layers,
+The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the model families share
+it: with E experts, over all T tokens of a batch (padding left out) and all layers,
 
-    loss = E x sum over experts e of f_e P_e,   f_e = (choices of e) / T,   P_e = (sum of the router's probabilities of e) / T
+    loss = E x sum over experts e of f_e P_e,   f_e = (choices of e) / T,   P_e = (sum of the
+    router's probabilities of e) / T
 
-is a product of two means over the batch, so the losses of micro-batches do not add up to it. But the choices carry no gradient:
-with f and T counted over the whole window first (a pass without gradients), what is left is a sum over tokens.
+is a product of two means over the batch, so the losses of micro-batches do not add up to it. But
+the choices carry no gradient: with f and T counted over the whole window first (a pass without
+gradients), what is left is a sum over tokens.
 """
 
 import inspect
@@ -26,18 +28,22 @@ ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Router:
-    """The balancing loss of one model. While `patched`, the head's own is zero and what its calls count is kept for `take`.
+    """The balancing loss of one model. While `patched`, the head's own is zero and what its calls
+    count is kept for `take`.
 
     Attributes:
         owners: Python modules that define such a loss; empty if the model's family has none.
         coefficients: of each call of a forward, its weight in the head's loss.
-        sizes: of each call, the numbers that it adds to what `take` returns: two for each expert and one.
+        sizes: of each call, the numbers that it adds to what `take` returns: two for each expert
+            and one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self.owners = [module for module in modules if hasattr(module, FUNCTION)]
-        self._calls: list[tuple[Tensor, Tensor]] = []  # what was counted; what the head got, whose gradient is its coefficient
+        self._calls: list[
+            tuple[Tensor, Tensor]
+        ] = []  # what was counted; what the head got, whose gradient is its coefficient
         self.coefficients: list[float] = []
         self.sizes: list[int] = []
 
@@ -48,34 +54,48 @@ class Router:
             stack.callback(self._calls.clear)
             for owner in self.owners:
                 known = list(inspect.signature(getattr(owner, FUNCTION)).parameters) == ARGUMENTS
-                stack.enter_context(patch.object(owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)))
+                stack.enter_context(
+                    patch.object(
+                        owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)
+                    )
+                )
             yield
 
     def take(self) -> Tensor:
-        """What the calls of the last forward counted, one after the other, float32; it adds up over micro-batches.
+        """What the calls of the last forward counted, one after the other, float32; it adds up over
+        micro-batches.
 
-        For each call, how often each expert was among the chosen, the sums of the router's probabilities (with a gradient), and the
-        number of tokens times layers.
+        For each call, how often each expert was among the chosen, the sums of the router's
+        probabilities (with a gradient), and the number of tokens times layers.
         """
         calls, self._calls = self._calls, []
         return torch.cat([counted for counted, _ in calls])
 
     def find_coefficients(self) -> None:
-        """After forward and backward of one batch: what the head multiplies each call's loss with."""
-        self.coefficients = [0.0 if zero.grad is None else float(zero.grad) for _, zero in self._calls]
+        """After forward and backward of one batch: what the head multiplies each call's loss
+        with.
+        """
+        self.coefficients = [
+            0.0 if zero.grad is None else float(zero.grad) for _, zero in self._calls
+        ]
         self.sizes = [len(counted) for counted, _ in self._calls]
         self._calls.clear()
 
     def loss(self, own: Tensor, window: Tensor) -> Tensor:
-        """The balancing loss with the probabilities of `own` and the choices and tokens of `window`, both as of `take`.
+        """The balancing loss with the probabilities of `own` and the choices and tokens of
+        `window`, both as of `take`.
 
         What a micro-batch adds to the loss of its window; with `own` the window's, the loss itself.
         """
         terms = []
-        for coefficient, mine, whole in zip(self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True):
+        for coefficient, mine, whole in zip(
+            self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True
+        ):
             experts, num_tokens = len(whole) // 2, whole[-1]
             probability = mine[experts:-1]
-            terms.append(coefficient * experts * (whole[:experts] / num_tokens) @ (probability / num_tokens))
+            terms.append(
+                coefficient * experts * (whole[:experts] / num_tokens) @ (probability / num_tokens)
+            )
         return torch.stack(terms).sum()
 
     def _count(
@@ -92,13 +112,19 @@ class Router:
         return self._calls[-1][1]
 
 
-def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None) -> Tensor:
-    """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts). For the result see `Router.take`."""
+def _count_choices(
+    gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
+) -> Tensor:
+    """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts). For
+    the result see `Router.take`.
+    """
     device, num_experts = gate_logits[0].device, gate_logits[0].shape[-1]
     chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
     num_tokens = torch.zeros(1, device=device)
     for logits in gate_logits:
-        probabilities = logits.to(device).softmax(-1)  # in the type in which the head itself chooses
+        probabilities = logits.to(device).softmax(
+            -1
+        )  # in the type in which the head itself chooses
         choices = probabilities.detach().topk(top_k, dim=-1).indices.reshape(-1)
         if attention_mask is None:
             counted = torch.ones(len(logits), device=device)
@@ -113,6 +139,8 @@ def _count_choices(gate_logits: Sequence[Tensor], top_k: int, attention_mask: Te
 def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
     """In place of a balancing loss with other arguments."""
     raise LossNotAdditive(
-        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the sum over its micro-batches, so "
-        "hf_ga cannot split it. Set output_router_logits=False (the load is then not balanced), or pass loss_fn."
+        f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the "
+        "sum over its micro-batches, so "
+        "hf_ga cannot split it. Set output_router_logits=False (the load is then not balanced), "
+        "or pass loss_fn."
     )

@@ -1,4 +1,6 @@
-"""The backend of windows that are cut into chunks: gradients with the same bits on any number of processes."""
+"""The backend of windows that are cut into chunks: gradients with the same bits on any number of
+processes.
+"""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -22,10 +24,13 @@ ALIGNMENT = 64  # bytes
 
 
 class ChunkBackend(Backend):
-    """One process or DDP. Keeps the gradient of each subtree that this rank computes, about log2(chunks) of them at most."""
+    """One process or DDP. Keeps the gradient of each subtree that this rank computes, about
+    log2(chunks) of them at most.
+    """
 
     reason_not_to_cut = (
-        "It is a chunk of same_bits, whose size is part of the result: turn on gradient_checkpointing, use a device with more "
+        "It is a chunk of same_bits, whose size is part of the result: turn on "
+        "gradient_checkpointing, use a device with more "
         "memory, or start a different run with a smaller same_bits"
     )
 
@@ -33,7 +38,8 @@ class ChunkBackend(Backend):
         super().begin(model, loss)
         if self.accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
-                f"bits depend on the number of threads, {torch.get_num_threads()} in this process: call "
+                f"bits depend on the number of threads, {torch.get_num_threads()} in this "
+                "process: call "
                 "torch.set_num_threads(1), or use the same number in every process and run.",
                 stacklevel=2,
             )
@@ -46,20 +52,32 @@ class ChunkBackend(Backend):
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Begin the sums of a window with targets. Ranks make different numbers of forwards."""
-        batches = [{name: aligned(value) for name, value in call.micro_batch.batch.items()} for call in calls]
-        calls = [replace(c, micro_batch=replace(c.micro_batch, batch=batch)) for c, batch in zip(calls, batches, strict=True)]
+        batches = [
+            {name: aligned(value) for name, value in call.micro_batch.batch.items()}
+            for call in calls
+        ]
+        calls = [
+            replace(c, micro_batch=replace(c.micro_batch, batch=batch))
+            for c, batch in zip(calls, batches, strict=True)
+        ]
         self.chunks = window.request.chunks
         self.run = self.chunks.runs[self.accelerator.process_index]
         self.sum = TreeSum(self.chunks, _added)
         return calls
 
     def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """Take the chunk's gradient from `.grad` and add it along the tree, with its loss and counts."""
+        """Take the chunk's gradient from `.grad` and add it along the tree, with its loss and
+        counts.
+        """
         chunk = self.run.start + call.index
         self._add_zeros(until=chunk)
-        self.used = [used or p.grad is not None for used, p in zip(self.used, self.parameters, strict=True)]
+        self.used = [
+            used or p.grad is not None for used, p in zip(self.used, self.parameters, strict=True)
+        ]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        numbers = torch.stack([torch.as_tensor(number).to(status.loss) for number in (loss, *counts)])
+        numbers = torch.stack(
+            [torch.as_tensor(number).to(status.loss) for number in (loss, *counts)]
+        )
         self.sum.add((chunk, chunk + 1), [numbers, *gradients])
         for parameter in self.parameters:
             parameter.grad = None
@@ -72,35 +90,50 @@ class ChunkBackend(Backend):
         """
         if not all(float(count).is_integer() for count in status.counts):
             raise ConfigError(
-                f"same_bits needs whole numbers from loss_fn.count_targets, got {status.counts}: their sum would depend on its "
+                f"same_bits needs whole numbers from loss_fn.count_targets, got {status.counts}: "
+                "their sum would depend on its "
                 "order. Remove that method; what loss_fn itself counts may be any number."
             )
         return super().all_reduce_status(replace(status, has_gradient=self.used))
 
-    def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
+    def reduce_gradients(
+        self, model: nn.Module, status: RankStatus, unused: Collection[str]
+    ) -> None:
         """Sum gradients, loss and counts over all ranks along the tree."""
         if self.chunks is None:
             return
         self._add_zeros(until=self.run.stop)
         roots = [value for _, value in self.sum.nodes]
-        like = [torch.zeros(1 + self.num_counts, dtype=status.loss.dtype, device=status.loss.device), *self.parameters]
-        numbers, *gradients = self._over_ranks(roots, like) if self.accelerator.num_processes > 1 else roots[0]
+        like = [
+            torch.zeros(1 + self.num_counts, dtype=status.loss.dtype, device=status.loss.device),
+            *self.parameters,
+        ]
+        numbers, *gradients = (
+            self._over_ranks(roots, like) if self.accelerator.num_processes > 1 else roots[0]
+        )
         status.loss = numbers[0]
         if self.num_counts:
             status.counts = tuple(numbers[1:].tolist())
-        for parameter, gradient, is_used in zip(self.parameters, gradients, status.has_gradient, strict=True):
+        for parameter, gradient, is_used in zip(
+            self.parameters, gradients, status.has_gradient, strict=True
+        ):
             parameter.grad = gradient if is_used else None
 
     def _add_zeros(self, until: int) -> None:
         """For chunks without targets, which are not computed."""
-        device, begin = self.accelerator.device, self.sum.nodes[-1][0][1] if self.sum.nodes else self.run.start
+        device, begin = (
+            self.accelerator.device,
+            self.sum.nodes[-1][0][1] if self.sum.nodes else self.run.start,
+        )
         for chunk in range(begin, until):
             numbers = torch.zeros(1 + self.num_counts, dtype=sum_dtype(device), device=device)
             self.sum.add((chunk, chunk + 1), [numbers, *map(torch.zeros_like, self.parameters)])
 
-    def _over_ranks(self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all ranks. like: tensors with the shapes and types of each root's; their sums are separate tensors, as
-        the result of a kernel may depend on their alignment.
+    def _over_ranks(
+        self, roots: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The sums over all ranks. like: tensors with the shapes and types of each root's; their
+        sums are separate tensors, as the result of a kernel may depend on their alignment.
         """
         sums = [torch.empty_like(tensor) for tensor in like]
         for indices in buckets(like, BUCKET_BYTES):
@@ -114,7 +147,8 @@ class ChunkBackend(Backend):
 
 
 def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
-    """The sum over the roots of all ranks: each rank adds up one slice. With one root a rank, as much is sent as in an all-reduce.
+    """The sum over the roots of all ranks: each rank adds up one slice. With one root a rank, as
+    much is sent as in an all-reduce.
 
     Args:
         own: this rank's roots, shape (roots, n).
@@ -124,7 +158,11 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
     """
     num_ranks, (num_roots, size) = dist.get_world_size(), own.shape
     width = -(-size // num_ranks)
-    slices = torch.nn.functional.pad(own, (0, num_ranks * width - size)).view(num_roots, num_ranks, width).transpose(0, 1)
+    slices = (
+        torch.nn.functional.pad(own, (0, num_ranks * width - size))
+        .view(num_roots, num_ranks, width)
+        .transpose(0, 1)
+    )
     sizes = [len(of_rank) for of_rank in chunks.roots]
     received = own.new_empty(sum(sizes), width)
     dist.all_to_all_single(received, slices.reshape(-1, width), sizes, [num_roots] * num_ranks)
@@ -139,7 +177,8 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
 def aligned(value: Any) -> Any:
     """A tensor as torch allocates it on a CPU; other values unchanged.
 
-    MKL's products depend on where a matrix begins, and weights that were loaded from safetensors begin anywhere.
+    MKL's products depend on where a matrix begins, and weights that were loaded from safetensors
+    begin anywhere.
     """
     return value.clone() if isinstance(value, Tensor) and value.data_ptr() % ALIGNMENT else value
 

@@ -1,4 +1,6 @@
-"""The gradient of one window: its targets counted over all ranks, forwards and backwards, one status, one sum over ranks."""
+"""The gradient of one window: its targets counted over all ranks, forwards and backwards, one
+status, one sum over ranks.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -28,8 +30,8 @@ from hf_ga.exact.window import Window
 
 
 class Forward:
-    """Forwards of a model on a window's micro-batches, with hooks. Training, evaluation and the search for non-finite numbers use
-    it.
+    """Forwards of a model on a window's micro-batches, with hooks. Training, evaluation and the
+    search for non-finite numbers use it.
 
     Args:
         model: as it was prepared. hooks: the loss among them.
@@ -40,7 +42,9 @@ class Forward:
             call, outputs = forward(Call(micro_batch, counts))
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, window: Window, hooks: Sequence[Hook]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, window: Window, hooks: Sequence[Hook]
+    ) -> None:
         self.model, self.window, self.hooks, self.device = model, window, hooks, accelerator.device
         self.micro_batch: MicroBatch | None = None  # that was computed last
         self._module, self._accepted = callable_module(model), argument_filter(model)
@@ -58,7 +62,9 @@ class Forward:
         self.micro_batch, request = call.micro_batch, self.window.request
         keys = sample_keys(request.seed, request.epoch, call.micro_batch.positions)
         shared = window_key(request.seed, request.epoch, request.index)
-        batch, keys, shared = send_to_device([call.micro_batch.batch, keys, shared], self.device, non_blocking=True)
+        batch, keys, shared = send_to_device(
+            [call.micro_batch.batch, keys, shared], self.device, non_blocking=True
+        )
         call = replace(call, batch=batch, keys=keys, window_key=shared)
         for hook in self.hooks:
             hook.before(call)
@@ -70,7 +76,8 @@ class Step:
     """How windows of one model become gradients.
 
     Attributes:
-        model: prepared, in training mode. loss: what its micro-batches add up to. hooks: keyed dropout, then speed-ups.
+        model: prepared, in training mode. loss: what its micro-batches add up to. hooks: keyed
+            dropout, then speed-ups.
         pad_to_window: micro-batches must be as wide as their window.
         unused: names of trainable parameters that got no gradient in the proof.
         allow_split_dependent_randomness: do not check that no random generator moved.
@@ -87,7 +94,8 @@ class Step:
     def add_gradients(self, window: Window) -> StepResult:
         """Add the gradient of the window's mean loss to `.grad`.
 
-        Where memory runs out on a rank, all ranks drop the window's gradients and compute it again in smaller micro-batches.
+        Where memory runs out on a rank, all ranks drop the window's gradients and compute it again
+        in smaller micro-batches.
 
         Raises: see `hf_ga.backward_window`.
         """
@@ -101,7 +109,9 @@ class Step:
             with torch.no_grad():
                 for buffer, before in buffers:  # what counts samples must not count them twice
                     buffer.copy_(before)
-            clear_device_cache(garbage_collection=True)  # after the traceback has released the failed try's tensors
+            clear_device_cache(
+                garbage_collection=True
+            )  # after the traceback has released the failed try's tensors
 
     def _add_gradients(self, window: Window) -> StepResult:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -109,16 +119,24 @@ class Step:
         before = random_states()
         with forward.scope(), gradients_apart(parameters):
             status = self._own_share(forward, window, parameters)
-            if not self.allow_split_dependent_randomness and status.failure is None and (moved := moved_generators(before)):
+            if (
+                not self.allow_split_dependent_randomness
+                and status.failure is None
+                and (moved := moved_generators(before))
+            ):
                 status.failure = UnkeyedRandomness(
-                    f"window {window.index} of epoch {window.epoch} drew from {' and '.join(moved)} although the probing forward "
-                    "did not: this randomness depends on the split of the window. Switch it off, or accept it with "
+                    f"window {window.index} of epoch {window.epoch} drew from "
+                    f"{' and '.join(moved)} although the probing forward "
+                    "did not: this randomness depends on the split of the window. Switch it off, "
+                    "or accept it with "
                     "allow_split_dependent_randomness."
                 )
             status = self.backend.all_reduce_status(status)
             self.backend.reduce_gradients(self.model, status, self.unused)
             total = sum(status.counts)
-            result = StepResult(status.loss, int(total) if float(total).is_integer() else total, skipped=total == 0)
+            result = StepResult(
+                status.loss, int(total) if float(total).is_integer() else total, skipped=total == 0
+            )
             if self.loss.counts_in_forward:  # until now the divisor was the number of samples
                 factor = window.num_samples / (total or 1.0)
                 result.loss_tensor = result.loss_tensor * factor
@@ -126,11 +144,13 @@ class Step:
                     torch._foreach_mul_(gradients, factor)
         return result
 
-    def _own_share(self, forward: Forward, window: Window, parameters: Sequence[nn.Parameter]) -> RankStatus:
+    def _own_share(
+        self, forward: Forward, window: Window, parameters: Sequence[nn.Parameter]
+    ) -> RankStatus:
         """This rank's part of the gradient, in `.grad`.
 
-        A failure is kept for the exchange of status, so that no rank waits for one that is gone. Under FSDP, where every forward
-        is a collective, a failing rank ends at once.
+        A failure is kept for the exchange of status, so that no rank waits for one that is gone.
+        Under FSDP, where every forward is a collective, a failing rank ends at once.
         """
         loss = torch.zeros((), dtype=sum_dtype(forward.device), device=forward.device)
         status = RankStatus(loss, (0,) * self.loss.num_means, (False,) * len(parameters))
@@ -144,30 +164,48 @@ class Step:
         except Exception as error:
             status.failure, micro_batch = error, forward.micro_batch
             if is_out_of_memory(error) and micro_batch is not None:
-                reason, rank = self.backend.reason_not_to_cut, self.backend.accelerator.process_index
+                reason, rank = (
+                    self.backend.reason_not_to_cut,
+                    self.backend.accelerator.process_index,
+                )
                 can_be_cut = len(micro_batch) > 1 and not reason
-                status.failure = TooLarge(num_elements(micro_batch)) if can_be_cut else too_large_for(rank, micro_batch, reason)
+                status.failure = (
+                    TooLarge(num_elements(micro_batch))
+                    if can_be_cut
+                    else too_large_for(rank, micro_batch, reason)
+                )
         if self.backend.is_sharded and status.failure is not None:
             raise status.failure
         status.has_gradient = tuple(p.grad is not None for p in parameters)
         return status
 
     def _calls(self, window: Window, status: RankStatus) -> tuple[list[Call], Counts]:
-        """The calls of this rank, and the targets of the window over all ranks. Where only the forwards can count them it is the
-        number of samples for now, which keeps the size of the gradients.
+        """The calls of this rank, and the targets of the window over all ranks. Where only the
+        forwards can count them it is the number of samples for now, which keeps the size of the
+        gradients.
         """
-        calls = [Call(m, index=i, counts=self.loss.count(m.batch, len(m))) for i, m in enumerate(window.micro_batches)]
+        calls = [
+            Call(m, index=i, counts=self.loss.count(m.batch, len(m)))
+            for i, m in enumerate(window.micro_batches)
+        ]
         totals: Counts = (window.num_samples,)
         if not self.loss.counts_in_forward:
             status.counts = added(status.counts, *(call.counts for call in calls))
             totals = self.backend.all_reduce_status(status).counts
         if not any(totals):
             return [], totals
-        return self.backend.equalize(window, [c for c in calls if self.loss.contributes(c.counts)], self.loss), totals
+        return self.backend.equalize(
+            window, [c for c in calls if self.loss.contributes(c.counts)], self.loss
+        ), totals
 
-    def _accumulate(self, forward: Forward, calls: Sequence[Call], totals: Counts, status: RankStatus) -> None:
+    def _accumulate(
+        self, forward: Forward, calls: Sequence[Call], totals: Counts, status: RankStatus
+    ) -> None:
         """Forward, term of the window's mean loss, backward: of one micro-batch after the other."""
-        all_reduce, autocast = partial(self.backend.all_reduce, status=status), self.backend.accelerator.autocast
+        all_reduce, autocast = (
+            partial(self.backend.all_reduce, status=status),
+            self.backend.accelerator.autocast,
+        )
         with autocast():
             totals = self.loss.prepare(calls, totals, forward, all_reduce, forward.device)
         for index, planned in enumerate(calls):
@@ -179,4 +217,6 @@ class Step:
                 weight = call.weight * self.loss.contributes(counts)
                 self.backend.backward(term, weight)
             if weight:
-                self.backend.collect(call, term.detach(), counts if self.loss.counts_in_forward else (), status)
+                self.backend.collect(
+                    call, term.detach(), counts if self.loss.counts_in_forward else (), status
+                )

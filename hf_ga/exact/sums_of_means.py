@@ -1,7 +1,8 @@
-"""Heads whose loss is a sum of several means over different targets: each mean is recomputed from the logits.
+"""Heads whose loss is a sum of several means over different targets: each mean is recomputed from
+the logits.
 
-No single weight of a micro-batch is right for such a head: each mean needs its own divisor. Whether the means here are what a
-model's head computes is proven on the model, not assumed from its name.
+No single weight of a micro-batch is right for such a head: each mean needs its own divisor. Whether
+the means here are what a model's head computes is proven on the model, not assumed from its name.
 """
 
 from dataclasses import dataclass
@@ -36,18 +37,22 @@ class LabelMean:
     def total(self, outputs: Any, batch: Batch) -> Tensor:
         """The loss summed over the targets, a scalar of at least float32."""
         scores = self.scores(outputs)
-        return F.cross_entropy(scores.reshape(-1, scores.shape[-1]), batch[self.labels].reshape(-1), reduction="sum")
+        return F.cross_entropy(
+            scores.reshape(-1, scores.shape[-1]), batch[self.labels].reshape(-1), reduction="sum"
+        )
 
     def scores(self, outputs: Any) -> Tensor:
         """The logits in at least float32."""
         if (logits := output_of(outputs, self.logits)) is None:
-            raise LossNotAdditive(f"the model returned no {self.logits}, from which one mean of its loss is computed.")
+            raise LossNotAdditive(
+                f"the model returned no {self.logits}, from which one mean of its loss is computed."
+            )
         return at_least_float32(logits)
 
 
 class PositionMean(LabelMean):
-    """Half the mean cross entropy over the positions of a text; an answer beyond its end is left out, one before its begin is at
-    0.
+    """Half the mean cross entropy over the positions of a text; an answer beyond its end is left
+    out, one before its begin is at 0.
     """
 
     one_width = True
@@ -58,9 +63,19 @@ class PositionMean(LabelMean):
     def total(self, outputs: Any, batch: Batch) -> Tensor:
         scores = self.scores(outputs)
         if scores.dim() != 2:
-            raise LossNotAdditive(f"{self.logits} have shape {list(scores.shape)}, not (samples, tokens).")
+            raise LossNotAdditive(
+                f"{self.logits} have shape {list(scores.shape)}, not (samples, tokens)."
+            )
         width = scores.shape[1]
-        return F.cross_entropy(scores, batch[self.labels].reshape(-1).clamp(0, width), ignore_index=width, reduction="sum") / 2
+        return (
+            F.cross_entropy(
+                scores,
+                batch[self.labels].reshape(-1).clamp(0, width),
+                ignore_index=width,
+                reduction="sum",
+            )
+            / 2
+        )
 
 
 KINDS: dict[str, tuple[LabelMean, ...]] = {
@@ -80,7 +95,13 @@ KINDS: dict[str, tuple[LabelMean, ...]] = {
 
 
 def kind_of(entries: Batch) -> str | None:
-    """The name of the kind of head for a batch with these entries (those that the model takes), if there is one."""
+    """The name of the kind of head for a batch with these entries (those that the model takes), if
+    there is one.
+    """
     has_text = "input_ids" in entries  # its width is the one that positions are compared with
-    found = (name for name, means in KINDS.items() if all(m.labels in entries and (has_text or not m.one_width) for m in means))
+    found = (
+        name
+        for name, means in KINDS.items()
+        if all(m.labels in entries and (has_text or not m.one_width) for m in means)
+    )
     return next(found, None)

@@ -16,9 +16,12 @@ class LoaderState:
     """What a loader shares with its windows.
 
     Attributes:
-        max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory never ran out.
-        proofs: of each model trained on these windows, the identity of its loss function, and their last proof.
-        pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a proven loss needs it.
+        max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory
+            never ran out.
+        proofs: of each model trained on these windows, the identity of its loss function, and their
+            last proof.
+        pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
+            proven loss needs it.
     """
 
     max_elements: int | None = None
@@ -35,7 +38,8 @@ class Window:
         epoch, index: which window of which epoch (0-based).
         sample_ids, num_samples: of the samples of the window over all processes.
         state: what all windows of a loader share.
-        padded: plans the window again, to be padded to one width; needed where it was planned by lengths.
+        padded: plans the window again, to be padded to one width; needed where it was planned by
+            lengths.
     """
 
     request: WindowRequest
@@ -70,16 +74,20 @@ class Window:
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
-        return self._collated(replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None))
+        return self._collated(
+            replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
+        )
 
     def fitting(self) -> "Window":
-        """With this rank's micro-batches over the memory limit cut into even parts, each collated again."""
+        """With this rank's micro-batches over the memory limit cut into even parts, each collated
+        again.
+        """
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
 
     def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample. A window planned by lengths is planned again, as
-        micro-batches of many short samples would be too large now.
+        """With all micro-batches padded to the window's longest sample. A window planned by lengths
+        is planned again, as micro-batches of many short samples would be too large now.
         """
         request = self.request
         if request.whole_window:

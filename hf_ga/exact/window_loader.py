@@ -19,31 +19,42 @@ from hf_ga.exact.workers import load_items
 
 
 class WindowLoader(BaseLoader):
-    """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on the layout.
+    """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on
+    the layout.
 
     Args:
-        dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword arguments of the model.
+        dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword
+            arguments of the model.
         accelerator: gives the number of processes and `gradient_accumulation_steps`.
         per_device_batch_size: maximum samples in one micro-batch.
-        global_batch_size: samples in a window over all processes; left out, it is processes x per_device_batch_size x
-            gradient accumulation steps.
+        global_batch_size: samples in a window over all processes; left out, it is processes x
+            per_device_batch_size x gradient accumulation steps.
         seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
-        lengths: tokens of each sample, shape (len(dataset),): windows are planned by them (`plan_by_length`), or by `planner`. Left
-            out, they are taken from a `length` or `input_ids` column if there is one (`find_lengths`); without lengths, windows are
-            split evenly by number.
-        max_tokens_per_micro_batch: maximum samples x padded width in one micro-batch, with lengths; left out, what
-            `per_device_batch_size` samples as long as the longest have: no more memory, fewer micro-batches.
-        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its micro-batches are not changed.
-        pad_to_window: collate every micro-batch as wide as its window; a loss that needs it turns this on by itself.
-        drop_last_window: leave a short last window out. num_workers: processes that prefetch windows; 0: none.
-        canonical_micro_batch: samples in one chunk: the window's gradient then has the same bits for any number of processes (not
-            under FSDP) and any `per_device_batch_size`, which must be at least as large. Limits count for chunks.
+        lengths: tokens of each sample, shape (len(dataset),): windows are planned by them
+            (`plan_by_length`), or by `planner`. Left out, they are taken from a `length` or
+            `input_ids` column if there is one (`find_lengths`); without lengths, windows are split
+            evenly by number.
+        max_tokens_per_micro_batch: maximum samples x padded width in one micro-batch, with lengths;
+            left out, what `per_device_batch_size` samples as long as the longest have: no more
+            memory, fewer micro-batches.
+        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its
+            micro-batches are not changed.
+        pad_to_window: collate every micro-batch as wide as its window; a loss that needs it turns
+            this on by itself.
+        drop_last_window: leave a short last window out. num_workers: processes that prefetch
+            windows; 0: none.
+        canonical_micro_batch: samples in one chunk: the window's gradient then has the same bits
+            for any number of processes (not under FSDP) and any `per_device_batch_size`, which must
+            be at least as large. Limits count for chunks.
 
     Raises:
-        ConfigError: sizes that fit no layout, or a limit below the longest sample. DataError: a streaming or empty dataset.
+        ConfigError: sizes that fit no layout, or a limit below the longest sample. DataError: a
+            streaming or empty dataset.
 
     Example:
-        windows = WindowLoader(dataset, collate_fn, accelerator=accelerator, per_device_batch_size=8, seed=0)
+        windows = WindowLoader(
+            dataset, collate_fn, accelerator=accelerator, per_device_batch_size=8, seed=0
+        )
         for window in windows:
             train_step(accelerator, model, optimizer, window)
     """
@@ -66,18 +77,35 @@ class WindowLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
-        super().__init__(accelerator, per_device_batch_size, global_batch_size, seed, pad_to_window, canonical_micro_batch)
-        self.shuffle, self.drop_last_window, self.num_workers = shuffle, drop_last_window, num_workers
+        super().__init__(
+            accelerator,
+            per_device_batch_size,
+            global_batch_size,
+            seed,
+            pad_to_window,
+            canonical_micro_batch,
+        )
+        self.shuffle, self.drop_last_window, self.num_workers = (
+            shuffle,
+            drop_last_window,
+            num_workers,
+        )
         self.num_samples = _checked_length(dataset, lengths)
         if not len(self):
             raise DataError(
-                f"{self.num_samples} samples are fewer than one window of {self.layout.window_size}: the dataset is empty, or "
-                "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the last window."
+                f"{self.num_samples} samples are fewer than one window of "
+                f"{self.layout.window_size}: the dataset is empty, or "
+                "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the "
+                "last window."
             )
-        known = find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
+        known = (
+            find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
+        )
         self.lengths = np.ones(self.num_samples, np.int64) if known is None else np.asarray(known)
         longest = None if known is None else int(self.lengths.max())
-        self.splitter = self._make_splitter(planner, known is not None, longest, max_tokens_per_micro_batch)
+        self.splitter = self._make_splitter(
+            planner, known is not None, longest, max_tokens_per_micro_batch
+        )
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
@@ -86,7 +114,9 @@ class WindowLoader(BaseLoader):
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows of the current epoch that are not consumed yet; after the last one the next epoch begins."""
+        """The windows of the current epoch that are not consumed yet; after the last one the next
+        epoch begins.
+        """
         requests, to_load = tee(self.requests())
         loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
         for batches, request in zip(loaded, requests, strict=True):
@@ -100,18 +130,32 @@ class WindowLoader(BaseLoader):
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
             ids = order[index * size : (index + 1) * size]
-            yield self.splitter.request(self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window)
+            yield self.splitter.request(
+                self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window
+            )
 
     def _identity(self) -> dict[str, int]:
-        return {**super()._identity(), "num_samples": self.num_samples, "shuffle": int(self.shuffle)}
+        return {
+            **super()._identity(),
+            "num_samples": self.num_samples,
+            "shuffle": int(self.shuffle),
+        }
 
 
 def _checked_length(dataset: Any, lengths: Any) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if (
+        isinstance(dataset, IterableDataset)
+        or not hasattr(dataset, "__getitem__")
+        or not hasattr(dataset, "__len__")
+    ):
         raise DataError(
-            f"a {type(dataset).__name__} has no length or no random access, but the order needs both: load the dataset "
+            f"a {type(dataset).__name__} has no length or no random access, but the order needs "
+            "both: load the dataset "
             "without streaming, or take a StreamLoader."
         )
     if lengths is not None and len(lengths) != len(dataset):
-        raise ConfigError(f"lengths must have one entry per sample: {len(lengths)} lengths, {len(dataset)} samples.")
+        raise ConfigError(
+            f"lengths must have one entry per sample: {len(lengths)} lengths, {len(dataset)} "
+            "samples."
+        )
     return len(dataset)

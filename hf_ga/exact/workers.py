@@ -1,4 +1,6 @@
-"""Items of a torch DataLoader, with clear errors, and workers that survive a SIGTERM to the whole job."""
+"""Items of a torch DataLoader, with clear errors, and workers that survive a SIGTERM to the whole
+job.
+"""
 
 import multiprocessing
 import os
@@ -13,12 +15,15 @@ from torch.utils.data import DataLoader
 from hf_ga.errors import DataError, HfGaError
 
 
-def load_items(dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None) -> Iterator[Any]:
-    """The items of a dataset or stream, fetched by worker processes (0: here), in order and not collated.
+def load_items(
+    dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None
+) -> Iterator[Any]:
+    """The items of a dataset or stream, fetched by worker processes (0: here), in order and not
+    collated.
 
     Raises:
-        DataError: a worker died. What the dataset raised; from a worker as torch raises it: the same type, with a traceback in its
-            message (an `HfGaError` keeps its message).
+        DataError: a worker died. What the dataset raised; from a worker as torch raises it: the
+            same type, with a traceback in its message (an `HfGaError` keeps its message).
     """
     loader = DataLoader(
         dataset,
@@ -39,9 +44,12 @@ def load_items(dataset: Any, num_workers: int, device: torch.device, sampler: It
         if not str(error).startswith("DataLoader worker"):
             raise
         raise DataError(
-            f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker has its own copy of what it "
-            "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of the dataset crashed. Use fewer "
-            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads the data and shows the error."
+            f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker "
+            "has its own copy of what it "
+            "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of "
+            "the dataset crashed. Use fewer "
+            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads "
+            "the data and shows the error."
         ) from error
 
 
@@ -52,8 +60,8 @@ def _unchanged(value: Any) -> Any:
 def obey_parent_only(worker: int) -> None:
     """For `worker_init_fn` of a DataLoader: obey a SIGTERM of the parent only.
 
-    With torch's handler, a SIGTERM that is sent to all processes of a job ends the workers, and the run would fail for want of
-    samples instead of finishing its window and saving.
+    With torch's handler, a SIGTERM that is sent to all processes of a job ends the workers, and the
+    run would fail for want of samples instead of finishing its window and saving.
     """
     if hasattr(signal, "sigwaitinfo"):  # macOS and Windows do not tell who sent a signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,4 +1,6 @@
-"""FSDP, version 1 and 2: gradients reduced in float32 once per window, clipping and weights over all shards, on CPUs too."""
+"""FSDP, version 1 and 2: gradients reduced in float32 once per window, clipping and weights over
+all shards, on CPUs too.
+"""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +23,15 @@ from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
 
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # name components that wrappers add
+WRAPPERS = (
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+)  # name components that wrappers add
 
 
 def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend:
-    """The backend of the exact step for this accelerator. same_bits: for windows that are cut into chunks.
+    """The backend of the exact step for this accelerator. same_bits: for windows that are cut into
+    chunks.
 
     Raises:
         ConfigError: same bits under FSDP.
@@ -34,7 +40,8 @@ def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend
         return ChunkBackend(accelerator) if same_bits else Backend(accelerator)
     if same_bits:
         raise ConfigError(
-            "FSDP does not support same_bits, because it adds the ranks' gradients in another order: use DDP, or omit same_bits."
+            "FSDP does not support same_bits, because it adds the ranks' gradients in another "
+            "order: use DDP, or omit same_bits."
         )
     return ShardedBackend(accelerator)
 
@@ -45,14 +52,16 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 class ShardedBackend(Backend):
-    """FSDP 1 and 2. Forwards and backwards are collectives, so all ranks run the same number of them. FSDP averages gradients
-    over ranks, so terms are multiplied by the number of ranks.
+    """FSDP 1 and 2. Forwards and backwards are collectives, so all ranks run the same number of
+    them. FSDP averages gradients over ranks, so terms are multiplied by the number of ranks.
     """
 
     is_sharded = True
     reason_not_to_cut = (
-        "Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it smaller "
-        "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results stay the same)"
+        "Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it "
+        "smaller "
+        "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results "
+        "stay the same)"
     )
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -60,38 +69,57 @@ class ShardedBackend(Backend):
         self.plugin = accelerator.state.fsdp_plugin
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some ranks have.
+        """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some
+        ranks have.
 
         Raises:
-            ConfigError: gradients would be reduced in half precision, or not reduced (ignored modules).
+            ConfigError: gradients would be reduced in half precision, or not reduced (ignored
+                modules).
         """
         if self.plugin.ignored_modules is not None:
-            raise ConfigError("FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting.")
+            raise ConfigError(
+                "FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting."
+            )
         policy = self.plugin.mixed_precision_policy
-        dtype = policy and (policy.reduce_dtype or policy.param_dtype)  # reduce_dtype defaults to param_dtype
+        dtype = policy and (
+            policy.reduce_dtype or policy.param_dtype
+        )  # reduce_dtype defaults to param_dtype
         if dtype in LOW_PRECISION:
             raise ConfigError(
-                f"FSDP must reduce gradients in float32, but its reduce_dtype is {dtype} (Accelerate's default under "
-                "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
+                f"FSDP must reduce gradients in float32, but its reduce_dtype is {dtype} "
+                "(Accelerate's default under "
+                "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of "
+                "accelerator.prepare."
             )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`. FSDP1 accumulates in the compute
-        dtype, so in half precision it reduces in every backward.
+        """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`.
+        FSDP1 accumulates in the compute dtype, so in half precision it reduces in every backward.
         """
         policy = self.plugin.mixed_precision_policy
-        in_low_precision = self.plugin.fsdp_version == 1 and policy is not None and policy.param_dtype in LOW_PRECISION
-        if is_last or in_low_precision or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        in_low_precision = (
+            self.plugin.fsdp_version == 1
+            and policy is not None
+            and policy.param_dtype in LOW_PRECISION
+        )
+        if (
+            is_last
+            or in_low_precision
+            or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        ):
             return nullcontext()
         return self.accelerator.no_sync(model)
 
     def backward(self, term: Tensor | float, weight: int) -> None:
         """Run the backward even with weight 0: it is a collective."""
-        if not weight and not (isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())):
+        if not weight and not (
+            isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
+        ):
             raise LossNotAdditive(
-                "under FSDP loss_fn must return a finite sum computed from the outputs, even for a batch without targets "
+                "under FSDP loss_fn must return a finite sum computed from the outputs, even for "
+                "a batch without targets "
                 f"(0 times a logit), got {term}."
             )
         super().backward(term * (weight * self.accelerator.num_processes), weight=1)
@@ -99,20 +127,30 @@ class ShardedBackend(Backend):
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
         if missing := window.request.most_micro_batches - len(calls):
-            calls = [*[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing, *calls]
+            calls = [
+                *[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing,
+                *calls,
+            ]
         return calls
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
         """See the base class."""
-        mixed_up = self.accelerator.is_fsdp2 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+        mixed_up = self.accelerator.is_fsdp2 and not hasattr(
+            FSDPModule, "set_reduce_scatter_unused_params"
+        )
         if mixed_up and any(0 < n < self.accelerator.num_processes for n in num_ranks):
             raise ConfigError(
-                "some parameters have a gradient on some processes only, which FSDP2 of this torch version reduces incorrectly: "
+                "some parameters have a gradient on some processes only, which FSDP2 of this "
+                "torch version reduces incorrectly: "
                 "use torch 2.13 or newer, FSDP1 or DDP."
             )
 
-    def reduce_gradients(self, model: nn.Module, status: RankStatus, unused: Collection[str]) -> None:
-        """FSDP has reduced them; set the zero gradients of unused parameters to None, so that the optimizer does not decay them."""
+    def reduce_gradients(
+        self, model: nn.Module, status: RankStatus, unused: Collection[str]
+    ) -> None:
+        """FSDP has reduced them; set the zero gradients of unused parameters to None, so that the
+        optimizer does not decay them.
+        """
         if not unused:
             return
         parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
@@ -125,7 +163,9 @@ class ShardedBackend(Backend):
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip to the norm over all shards."""
         if isinstance(model, FullyShardedDataParallel):
-            with gradients_apart([*set(model.parameters()) - set(parameters)]):  # FSDP1 clips all gradients of the model
+            with gradients_apart(
+                [*set(model.parameters()) - set(parameters)]
+            ):  # FSDP1 clips all gradients of the model
                 return model.clip_grad_norm_(max_norm)
         norm = super().clip(model, parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -136,7 +176,9 @@ class ShardedBackend(Backend):
 
 
 def _stand_in(window: Window, loss: Loss) -> Call:
-    """The window's first sample with targets (its loss is finite), or the last sample if none has targets."""
+    """The window's first sample with targets (its loss is finite), or the last sample if none has
+    targets.
+    """
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]
         call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))

@@ -1,4 +1,6 @@
-"""Preparing a model for training: FSDP on CPUs, reduction in float32, FSDP2 units; and gathering full weights from shards."""
+"""Preparing a model for training: FSDP on CPUs, reduction in float32, FSDP2 units; and gathering
+full weights from shards.
+"""
 
 import os
 from collections.abc import Iterator
@@ -19,37 +21,55 @@ from hf_ga.parallel.fsdp import is_sharded
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
-    """Enable `mixed_precision="fp16"` on a CPU, where Accelerate silently computes in float32. Call it before `prepare`.
+    """Enable `mixed_precision="fp16"` on a CPU, where Accelerate silently computes in float32. Call
+    it before `prepare`.
 
-    The scaler uses the `GradScalerKwargs` among the accelerator's `kwargs_handlers`. Does nothing on other devices, in other
-    precisions, or if called again.
+    The scaler uses the `GradScalerKwargs` among the accelerator's `kwargs_handlers`. Does nothing
+    on other devices, in other precisions, or if called again.
 
     Example:
         accelerator = Accelerator(mixed_precision="fp16", cpu=True)
         enable_fp16_on_cpu(accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu" or accelerator.scaler is not None:
+    if (
+        accelerator.mixed_precision != "fp16"
+        or accelerator.device.type != "cpu"
+        or accelerator.scaler is not None
+    ):
         return
-    options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
-    # FSDP1's shards are plain local tensors; FSDP2's are DTensors, whose reductions are collectives.
-    scaler = ShardedGradScaler if is_sharded(accelerator) and not accelerator.is_fsdp2 else torch.amp.GradScaler
+    options = (
+        accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
+    )
+    # FSDP1's shards are plain local tensors; FSDP2's are DTensors, whose reductions are
+    # collectives.
+    scaler = (
+        ShardedGradScaler
+        if is_sharded(accelerator) and not accelerator.is_fsdp2
+        else torch.amp.GradScaler
+    )
     accelerator.scaler = scaler("cpu", **options)
     accelerator.native_amp = True
 
 
-def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None) -> None:
-    """Enable FSDP on CPU processes, where Accelerate silently trains with DDP. Call it before `prepare`.
+def enable_fsdp_on_cpu(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None
+) -> None:
+    """Enable FSDP on CPU processes, where Accelerate silently trains with DDP. Call it before
+    `prepare`.
 
     Args:
-        plugin: default: the one of `accelerate launch --use_fsdp`. Does nothing without it, or on a GPU.
+        plugin: default: the one of `accelerate launch --use_fsdp`. Does nothing without it, or on a
+            GPU.
 
     Example:
         accelerator = Accelerator(cpu=True)
         enable_fsdp_on_cpu(accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    requested = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    requested = (
+        plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    )
     if not requested or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
     plugin = plugin or FullyShardedDataParallelPlugin()
@@ -61,8 +81,12 @@ def enable_fsdp_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParalle
         state.device = torch.device("cpu")  # FSDP1 does not accept a CPU index
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that FSDP2 can wrap."""
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that
+    FSDP2 can wrap.
+    """
     if not is_sharded(accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -70,7 +94,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
         return model, optimizer
     plugin = accelerator.state.fsdp_plugin
     configure_fsdp(plugin, model)
-    if plugin.activation_checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
+    if plugin.activation_checkpointing and getattr(
+        getattr(model, "config", None), "use_cache", False
+    ):
         model.config.use_cache = False  # recomputed keys would be appended to the cache
     if plugin.fsdp_version == 1:
         plugin.use_orig_params = True  # keeps the optimizer's parameters valid
@@ -80,36 +106,51 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
 
 
 def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Let FSDP reduce gradients in float32 (Accelerate's default is the compute dtype), and FSDP2 wrap BERT and similar models."""
+    """Let FSDP reduce gradients in float32 (Accelerate's default is the compute dtype), and FSDP2
+    wrap BERT and similar models.
+    """
     if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32
+        )
     if plugin.fsdp_version == 2:
         _choose_units(plugin, model)
 
 
 def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Choose FSDP2's default units: the model's `_no_split_modules`, except any that contains its input embeddings.
+    """Choose FSDP2's default units: the model's `_no_split_modules`, except any that contains its
+    input embeddings.
 
-    Accelerate wraps the embeddings separately, and fails if the model lists them too (BERT and similar models).
+    Accelerate wraps the embeddings separately, and fails if the model lists them too (BERT and
+    similar models).
     """
     if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
         return
     embeddings = model.get_input_embeddings()
-    holders = {type(m).__name__ for m in model.modules() if any(part is embeddings for part in m.modules())}
+    holders = {
+        type(m).__name__ for m in model.modules() if any(part is embeddings for part in m.modules())
+    }
     plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holders)
 
 
 @contextmanager
 def _one_name_each(model: nn.Module) -> Iterator[None]:
-    """Within the block, remove a module's second name for a parameter of one of its submodules (BERT's masked-LM head shares its
-    decoder's bias): FSDP2 would add the parameter to two groups and fail.
+    """Within the block, remove a module's second name for a parameter of one of its submodules
+    (BERT's masked-LM head shares its decoder's bias): FSDP2 would add the parameter to two groups
+    and fail.
     """
-    owners = {parameter: (module, name) for module in model.modules() for name, parameter in module._parameters.items()}
+    owners = {
+        parameter: (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+    }
     shared = [
         (module, name, owners[parameter])
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and owners[parameter][0] is not module and owners[parameter][0] in set(module.modules())
+        if parameter is not None
+        and owners[parameter][0] is not module
+        and owners[parameter][0] in set(module.modules())
     ]
     for module, name, _ in shared:
         del module._parameters[name]
@@ -121,7 +162,8 @@ def _one_name_each(model: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
-    """Full weights by their names in the unwrapped model: under FSDP gathered on the CPU of the main process (empty on others).
+    """Full weights by their names in the unwrapped model: under FSDP gathered on the CPU of the
+    main process (empty on others).
 
     All processes must call it.
     """
@@ -129,4 +171,8 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any
         return accelerator.get_state_dict(model)
     # On a CPU "offloaded" weights are not copied, so they would be in memory that FSDP1 frees.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return {name: tensor.clone() for name, tensor in weights.items()} if accelerator.is_main_process else {}
+    return (
+        {name: tensor.clone() for name, tensor in weights.items()}
+        if accelerator.is_main_process
+        else {}
+    )

@@ -1,4 +1,6 @@
-"""Helpers for several ranks: main process first, errors and values on all ranks, printing, CPU cores, shutdown."""
+"""Helpers for several ranks: main process first, errors and values on all ranks, printing, CPU
+cores, shutdown.
+"""
 
 import os
 import time
@@ -19,7 +21,8 @@ from hf_ga.parallel.fsdp import is_sharded
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """Run the block on the main process first, which fills the caches for the others.
 
-    If the block raises, the others run it too; with Accelerate's `main_process_first` they would hang.
+    If the block raises, the others run it too; with Accelerate's `main_process_first` they would
+    hang.
     """
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -35,7 +38,8 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     """A block that raises on all ranks if it raises on one. All ranks must enter it.
 
     Raises:
-        CheckpointError, ConfigError: the block raised one on some rank; the error of the first such rank.
+        CheckpointError, ConfigError: the block raised one on some rank; the error of the first such
+            rank.
     """
     failure = None
     try:
@@ -44,7 +48,9 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         failure = error
         if accelerator.num_processes == 1:
             raise
-    if accelerator.num_processes > 1 and any(sum_over_ranks(accelerator, [failure is not None])):  # one number, mostly 0
+    if accelerator.num_processes > 1 and any(
+        sum_over_ranks(accelerator, [failure is not None])
+    ):  # one number, mostly 0
         raise next(filter(None, gather_object([failure])))
 
 
@@ -58,7 +64,8 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
     if len(set(found)) > 1:
         listed = ", ".join(f"process {i}: {one}" for i, one in enumerate(found))
         raise ConfigError(
-            f"all processes must have the same {what}, but they have {listed}. Use the same files, caches and versions everywhere."
+            f"all processes must have the same {what}, but they have {listed}. Use the same "
+            "files, caches and versions everywhere."
         )
 
 
@@ -70,9 +77,9 @@ def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
 def end_training(accelerator: Accelerator) -> None:
     """End the trackers and the process group. Call it last.
 
-    A collective returns before gloo's thread has freed its tensors, which needs the GIL: if the interpreter shuts down meanwhile,
-    the process aborts (pytorch/pytorch#179291). Destroying the group joins its threads, but the caches of FSDP2's tensors keep
-    the group alive.
+    A collective returns before gloo's thread has freed its tensors, which needs the GIL: if the
+    interpreter shuts down meanwhile, the process aborts (pytorch/pytorch#179291). Destroying the
+    group joins its threads, but the caches of FSDP2's tensors keep the group alive.
     """
     uses_gloo = is_sharded(accelerator) and accelerator.device.type == "cpu"
     accelerator.wait_for_everyone()
@@ -88,8 +95,14 @@ def print_on_main(accelerator: Accelerator, text: str) -> None:
 
 
 def share_cores(accelerator: Accelerator) -> None:
-    """Split this machine's CPU cores over its processes, to which `accelerate launch` gave one thread each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Split this machine's CPU cores over its processes, to which `accelerate launch` gave one
+    thread each.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = max(1, cores // get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes))
-    if accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by its launcher only
+    if (
+        accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ
+    ):  # set by its launcher only
         torch.set_num_threads(threads)

@@ -1,4 +1,5 @@
-"""Weights and the optimizer's state as safetensors: each rank writes its own files, and any layout can read them.
+"""Weights and the optimizer's state as safetensors: each rank writes its own files, and any layout
+can read them.
 
 Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 """
@@ -26,15 +27,20 @@ FILE_BYTES = 1 << 30  # over all ranks; each file is built in memory
 MODEL, MOMENTS = "model.", "optimizer."
 
 
-def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
+def save_shards(
+    model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
+) -> None:
     """Write this process's shards, or its part of replicated tensors; all processes must call it.
 
     Args:
-        model: parameters are saved by their names in the unwrapped model. optimizer: its groups' settings are not saved.
+        model: parameters are saved by their names in the unwrapped model. optimizer: its groups'
+            settings are not saved.
         trained_only: leave frozen parameters out.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
-    made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)  # an FSDP1 rank may have no parameters
+    made_no_step = not plain.state and not isinstance(
+        model, FullyShardedDataParallel
+    )  # an FSDP1 rank may have no parameters
     tensors = _tensors(model, *get_state_dict(model, plain), trained_only)
     if made_no_step:  # torch made a step with zero gradients to create the state: undo it
         plain.state.clear()
@@ -44,27 +50,41 @@ def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained
         files[name] = 1 + size // FILE_BYTES
         size += tensor.size().numel() * tensor.dtype.itemsize
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "torch.distributed is disabled": single process
+    with warnings.catch_warnings(
+        action="ignore", category=UserWarning
+    ):  # "torch.distributed is disabled": single process
         distributed_checkpoint.save(tensors, storage_writer=writer)
 
 
-def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False) -> None:
-    """Read weights and optimizer in place, written by any layout (FSDP1, FSDP2, DDP, one process); all processes must call it.
+def load_shards(
+    model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
+) -> None:
+    """Read weights and optimizer in place, written by any layout (FSDP1, FSDP2, DDP, one process);
+    all processes must call it.
 
     Raises:
-        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they do not fit this model, or are damaged.
+        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they do not fit this
+            model, or are damaged.
     """
-    plain, reader = getattr(optimizer, "optimizer", optimizer), HuggingFaceStorageReader(str(folder))
+    plain, reader = (
+        getattr(optimizer, "optimizer", optimizer),
+        HuggingFaceStorageReader(str(folder)),
+    )
     weights, state = get_state_dict(model, plain)
     saved = reader.read_metadata().state_dict_metadata
-    # A parameter without saved moments never had a gradient: drop the zeros that torch created for it.
-    moments = {n: of for n, of in state["state"].items() if any(f"{MOMENTS}{n}.{k}" in saved for k in of)}
+    # A parameter without saved moments never had a gradient: drop the zeros that torch created for
+    # it.
+    moments = {
+        n: of for n, of in state["state"].items() if any(f"{MOMENTS}{n}.{k}" in saved for k in of)
+    }
     tensors = _tensors(model, weights, {"state": moments}, trained_only)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         distributed_checkpoint.load(tensors, storage_reader=reader)  # in place: weights and moments
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     if moments:  # plain SGD has none: torch would look for a tensor to find the device
-        set_optimizer_state_dict(model, plain, state | {"state": moments}, options=StateDictOptions(strict=False))
+        set_optimizer_state_dict(
+            model, plain, state | {"state": moments}, options=StateDictOptions(strict=False)
+        )
     names = [name for group in state["param_groups"] for name in group["params"]]
     parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
@@ -72,12 +92,20 @@ def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, trained
             plain.state.pop(parameter, None)
 
 
-def _tensors(model: nn.Module, weights: dict[str, Any], state: dict[str, Any], trained_only: bool) -> dict[str, Any]:
-    """The tensors of a checkpoint. Removes tied weights, and with `trained_only` frozen ones, from `weights`."""
+def _tensors(
+    model: nn.Module, weights: dict[str, Any], state: dict[str, Any], trained_only: bool
+) -> dict[str, Any]:
+    """The tensors of a checkpoint. Removes tied weights, and with `trained_only` frozen ones, from
+    `weights`.
+    """
     seen: set[nn.Parameter] = set()
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
         if parameter in seen or (trained_only and not parameter.requires_grad):
             weights.pop(own_name(name), None)
         seen.add(parameter)
-    moments = {f"{MOMENTS}{name}.{k}": value for name, of_one in state["state"].items() for k, value in of_one.items()}
+    moments = {
+        f"{MOMENTS}{name}.{k}": value
+        for name, of_one in state["state"].items()
+        for k, value in of_one.items()
+    }
     return {f"{MODEL}{name}": weight for name, weight in weights.items()} | moments

@@ -1,4 +1,6 @@
-"""Full precision for proofs: temporary dtype changes, and checks for models that cannot be trained exactly."""
+"""Full precision for proofs: temporary dtype changes, and checks for models that cannot be trained
+exactly.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,8 +17,8 @@ from hf_ga.exact.precision import LOW_PRECISION
 def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
     """Run the block with parameters or buffers in another dtype; then restore the original tensors.
 
-    Needs the memory of a copy in that dtype. Writes to a tensor within the block are lost. Swaps the data of the tensor objects,
-    so shared objects stay shared.
+    Needs the memory of a copy in that dtype. Writes to a tensor within the block are lost. Swaps
+    the data of the tensor objects, so shared objects stay shared.
     """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -30,15 +32,20 @@ def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Disable autocast (Accelerate's and the caller's), and convert frozen half precision and the products of 4-bit weights to
-    float32.
+    """Disable autocast (Accelerate's and the caller's), and convert frozen half precision and the
+    products of 4-bit weights to float32.
     """
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
     low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
     is_wrapped = "_original_forward" in model.__dict__
     plain = patch.object(model, "forward", model._original_forward) if is_wrapped else nullcontext()
-    with ExitStack() as stack, torch.autocast(device_type, enabled=False), tensors_in(low, torch.float32), plain:
+    with (
+        ExitStack() as stack,
+        torch.autocast(device_type, enabled=False),
+        tensors_in(low, torch.float32),
+        plain,
+    ):
         for module in model.modules():
             if getattr(module, "compute_dtype", None) in LOW_PRECISION:  # bitsandbytes
                 stack.enter_context(patch.object(module, "compute_dtype", torch.float32))
@@ -48,13 +55,23 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     """Raise ConfigError for a model that cannot be trained exactly with any loss."""
     if hasattr(model, "_orig_mod"):
-        raise ConfigError("models wrapped by torch.compile are not supported yet: pass the original model.")
-    if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
-        raise ConfigError(f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use sparse=False.")
+        raise ConfigError(
+            "models wrapped by torch.compile are not supported yet: pass the original model."
+        )
+    if sparse := [
+        name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
+    ]:
+        raise ConfigError(
+            f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use "
+            "sparse=False."
+        )
     if not trainable:
-        raise ConfigError("no parameter of the model is trainable: set requires_grad=True for some.")
+        raise ConfigError(
+            "no parameter of the model is trainable: set requires_grad=True for some."
+        )
     if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
         raise ConfigError(
-            f"trainable parameters must be float32, but some are {', '.join(sorted(low))}, which rounds small updates away: call "
+            f"trainable parameters must be float32, but some are {', '.join(sorted(low))}, which "
+            "rounds small updates away: call "
             "model.float(), or load it with dtype=torch.float32."
         )

@@ -1,6 +1,7 @@
 """Probe batches of one model, and its loss and gradient on them.
 
-All probes run in float32 without autocast, frozen parameters included, to keep rounding errors small.
+All probes run in float32 without autocast, frozen parameters included, to keep rounding errors
+small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, MicroBatch, as_batch, entries_of_samples, sample_length, take_rows
+from hf_ga.exact.batches import (
+    IGNORED_LABEL,
+    Batch,
+    MicroBatch,
+    as_batch,
+    entries_of_samples,
+    sample_length,
+    take_rows,
+)
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
@@ -24,7 +33,12 @@ from hf_ga.exact.forward import (
     run_forward,
     unwrapped,
 )
-from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states, seed_generators
+from hf_ga.exact.generators import (
+    moved_generators,
+    preserved_random_states,
+    random_states,
+    seed_generators,
+)
 from hf_ga.exact.hooks import Call, Counts, SpeedUp
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
@@ -44,7 +58,13 @@ class Prober:
         unused: names of trainable parameters without a gradient in all probes.
     """
 
-    def __init__(self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        collate_fn: Callable,
+        loss_fn: LossFunction | None,
+    ) -> None:
         if not len(samples):
             raise LossNotAdditive("a proof needs samples, got none.")
         self.model, self.collate_fn, self.loss_fn = unwrapped(model), collate_fn, loss_fn
@@ -62,13 +82,21 @@ class Prober:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Run the block in training mode and full precision; then restore random states, buffers and modes.
+        """Run the block in training mode and full precision; then restore random states, buffers
+        and modes.
 
         Raises:
-            LossNotAdditive: an index is out of range: a token, a label, or the label that marks ignored targets.
+            LossNotAdditive: an index is out of range: a token, a label, or the label that marks
+                ignored targets.
         """
-        with preserved_random_states(), restored_buffers(self.model), restored_modes(self.model), full_precision(self.model):
-            # A model in training mode keeps its submodules in evaluation mode: it will be trained this way.
+        with (
+            preserved_random_states(),
+            restored_buffers(self.model),
+            restored_modes(self.model),
+            full_precision(self.model),
+        ):
+            # A model in training mode keeps its submodules in evaluation mode: it will be trained
+            # this way.
             if not self.model.training:
                 self.model.train()
             self.entries = entries_of_samples(self.collate, self.by_length[-1])
@@ -76,17 +104,21 @@ class Prober:
                 yield
             except IndexError as error:
                 raise LossNotAdditive(
-                    f"the model or its loss fails on the samples ({error}). Likely causes: a token outside of the vocabulary, a "
-                    f"label that is not a class, or a loss that ignores another label than {IGNORED_LABEL}: for that, pass loss_fn."
+                    f"the model or its loss fails on the samples ({error}). Likely causes: a "
+                    "token outside of the vocabulary, a "
+                    "label that is not a class, or a loss that ignores another label than "
+                    f"{IGNORED_LABEL}: for that, pass loss_fn."
                 ) from error
 
     @contextmanager
     def keyed(self, allow_split_dependent_randomness: bool) -> Iterator[None]:
-        """Find the dropout sites and run the block with keyed dropout. Modules with other draws, if allowed, are in evaluation
-        mode.
+        """Find the dropout sites and run the block with keyed dropout. Modules with other draws, if
+        allowed, are in evaluation mode.
         """
         self.dropout = find_dropout_sites(
-            self.model, self._forward_copies, allow_split_dependent_randomness=allow_split_dependent_randomness
+            self.model,
+            self._forward_copies,
+            allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
         for module in self.dropout.unkeyed:  # the proof needs equal forwards
             module.training = False
@@ -102,24 +134,31 @@ class Prober:
         return batch
 
     def _forward_copies(self, num_samples: int) -> None:
-        """A forward on equal samples. Random draws of the collate function do not count as the model's."""
+        """A forward on equal samples. Random draws of the collate function do not count as the
+        model's.
+        """
         with preserved_random_states():
             batch = self._on_device(self.collate([self.by_length[-1]] * num_samples))
         run_forward(self.model, batch, self.loss_fn)
 
     def _rows_with_targets(self) -> dict[str, Any]:
-        """The probe samples: candidates with targets, as different as possible, repeated if too few. Taken from the shorter half
+        """The probe samples: candidates with targets, as different as possible, repeated if too
+        few. Taken from the shorter half
         if it has enough targets: a proof should not need more memory than training.
         """
         count = len(self.candidates) // 2
-        if not (count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)):
+        if not (
+            count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)
+        ):
             batch, count = self.collate(self.candidates), len(self.candidates)
         picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 
     def _call(self, batch: Batch, rows: np.ndarray, counts: Counts = ()) -> Call:
         keys, shared = sample_keys(0, 0, rows).to(self.device), window_key(0, 0, 0).to(self.device)
-        return Call(MicroBatch(dict(batch), rows, rows), self._on_device(batch), counts, keys, shared)
+        return Call(
+            MicroBatch(dict(batch), rows, rows), self._on_device(batch), counts, keys, shared
+        )
 
     def _outputs(self, call: Call) -> Any:
         for hook in (self.dropout, *self.speed_ups):
@@ -127,8 +166,12 @@ class Prober:
         return self.model(**self._accepted(call.batch))
 
     def _probe(self, call: Call, totals: Counts | None = None) -> Probe:
-        """Loss, targets that loss_fn counts, gradients. totals: compute the call's term in a window with so many targets."""
-        with gradients_apart(self.parameters):  # not autograd.grad: reentrant checkpointing supports backward() only
+        """Loss, targets that loss_fn counts, gradients. totals: compute the call's term in a window
+        with so many targets.
+        """
+        with gradients_apart(
+            self.parameters
+        ):  # not autograd.grad: reentrant checkpointing supports backward() only
             loss, number = self._value(self._outputs(call), call, totals)
             if loss.requires_grad:  # a constant if there is no target
                 loss.backward()
@@ -141,7 +184,14 @@ class Prober:
     def _value(self, outputs: Any, call: Call, totals: Counts | None) -> tuple[Tensor, float]:
         if totals is not None:
             return torch.as_tensor(self.loss.mean(self.loss.sums(outputs, call)[0], totals)), 0.0
-        return (head_loss(outputs), 0.0) if self.loss_fn is None else own_loss(self.loss_fn, outputs, call.batch)
+        return (
+            (head_loss(outputs), 0.0)
+            if self.loss_fn is None
+            else own_loss(self.loss_fn, outputs, call.batch)
+        )
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:
-        return {name: at_least_float32(v.to(self.device)) if isinstance(v, Tensor) else v for name, v in batch.items()}
+        return {
+            name: at_least_float32(v.to(self.device)) if isinstance(v, Tensor) else v
+            for name, v in batch.items()
+        }

@@ -1,4 +1,6 @@
-"""The probe batches of a proof, masked so that counting rules give different numbers, and the comparison of their results."""
+"""The probe batches of a proof, masked so that counting rules give different numbers, and the
+comparison of their results.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +12,11 @@ from torch import Tensor
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
 
-Probe = tuple[float, float, list[Tensor]]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
-# Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm over all parameters.
+Probe = tuple[
+    float, float, list[Tensor]
+]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
+# Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm
+# over all parameters.
 TOLERANCE, FLOOR = 2e-5, 1e-2
 NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2: BatchNorm has no statistics of 1 sample
 MANY_TARGETS = 4  # three of them are kept in B
@@ -20,17 +25,25 @@ SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
 def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Mask labels in a copy so that the rules count differently: samples of A keep column 0 and one more label, the others three
-    labels without column 0. With one label per sample, the last sample's is masked. Float labels are unchanged.
+    """Mask labels in a copy so that the rules count differently: samples of A keep column 0 and one
+    more label, the others three labels without column 0. With one label per sample, the last
+    sample's is masked. Float labels are unchanged.
     """
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point() or len(labels) != num_samples:
+    if (
+        not isinstance(labels, Tensor)
+        or labels.dim() == 0
+        or labels.is_floating_point()
+        or len(labels) != num_samples
+    ):
         return dict(batch)
     labels = labels.clone()
     if labels[0].numel() == 1:
         labels[-1] = IGNORED_LABEL
         return {**batch, "labels": labels}
-    for row, values in enumerate(labels.view(num_samples, -1)):  # flatten several axes of labels (pixels)
+    for row, values in enumerate(
+        labels.view(num_samples, -1)
+    ):  # flatten several axes of labels (pixels)
         kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
         kept = kept[: 1 if row < NUM_IN_A else 3]
         masked = torch.full_like(values, IGNORED_LABEL)
@@ -42,8 +55,9 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
 
 
 def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Also mask, in a copy, targets of a second mean, in different samples than the first: a start beyond the text in A, an end
-    beyond it and a sentence label of -100 in B. A batch without such entries is unchanged.
+    """Also mask, in a copy, targets of a second mean, in different samples than the first: a start
+    beyond the text in A, an end beyond it and a sentence label of -100 in B. A batch without such
+    entries is unchanged.
     """
     changed = dict(batch)
     beyond = batch["input_ids"].shape[1] if isinstance(batch.get("input_ids"), Tensor) else 0
@@ -53,42 +67,66 @@ def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
         *((-1, name, IGNORED_LABEL) for name in SECOND_LABELS),
     ]:
         targets = batch.get(name)
-        if isinstance(targets, Tensor) and len(targets) == num_samples and not targets.is_floating_point():
+        if (
+            isinstance(targets, Tensor)
+            and len(targets) == num_samples
+            and not targets.is_floating_point()
+        ):
             changed[name] = targets.clone()
             changed[name][row] = value
     return changed
 
 
 def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
-    """Number of targets of each sample: labels that are not ignored (beyond column 0, if there are columns)."""
+    """Number of targets of each sample: labels that are not ignored (beyond column 0, if there are
+    columns).
+    """
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0 or len(labels) != num_samples:
+    if (
+        not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.dim() == 0
+        or len(labels) != num_samples
+    ):
         return np.ones(num_samples, np.int64)
-    counting = (labels != IGNORED_LABEL).flatten(1) if labels.dim() > 1 else (labels != IGNORED_LABEL).unsqueeze(1)
+    counting = (
+        (labels != IGNORED_LABEL).flatten(1)
+        if labels.dim() > 1
+        else (labels != IGNORED_LABEL).unsqueeze(1)
+    )
     return (counting[:, 1:] if counting.shape[1] > 1 else counting).sum(1).numpy()
 
 
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
-    """Whether there are enough samples, and a quarter of them have enough targets to distinguish the rules."""
+    """Whether there are enough samples, and a quarter of them have enough targets to distinguish
+    the rules.
+    """
     counts = np.sort(targets_per_row(batch, num_samples))
     one_per_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
-    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (1 if one_per_sample else MANY_TARGETS)
+    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (
+        1 if one_per_sample else MANY_TARGETS
+    )
 
 
 def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
-    """At most `most` rows with targets, as different as possible: over all lengths, shortest first, and with one label per sample
-    over all labels. The rows are sorted by length.
+    """At most `most` rows with targets, as different as possible: over all lengths, shortest first,
+    and with one label per sample over all labels. The rows are sorted by length.
 
     Raises:
         LossNotAdditive: no row has a target.
     """
     useful = np.flatnonzero(targets_per_row(batch, num_samples))
     if not len(useful):
-        raise LossNotAdditive(f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): pass other samples.")
+        raise LossNotAdditive(
+            f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): pass "
+            "other samples."
+        )
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() == 1:
         values = labels.numpy()[useful]
-        turn = [int((values[:i] == value).sum()) for i, value in enumerate(values)]  # number of earlier rows with the same label
+        turn = [
+            int((values[:i] == value).sum()) for i, value in enumerate(values)
+        ]  # number of earlier rows with the same label
         return np.sort(useful[np.argsort(turn, kind="stable")][:most])
     return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
 
@@ -106,26 +144,41 @@ def applicable_rules(arguments: Batch) -> list[str]:
 
 def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
     """Relative error of the weighted sum of A and B against the weighted A+B."""
-    counted = counts[2] if is_sum else all(counts)  # a part of a sum may have weight 0 (class weights), a mean may not
-    if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])):
+    counted = (
+        counts[2] if is_sum else all(counts)
+    )  # a part of a sum may have weight 0 (class weights), a mean may not
+    if not counted or (
+        is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])
+    ):
         return float("inf")
     a, b, whole = (
         (loss * weight, 0.0, torch._foreach_mul(gradients, weight))
-        for (loss, _, gradients), weight in zip(probes, [1.0] * 3 if is_sum else map(float, counts), strict=True)
+        for (loss, _, gradients), weight in zip(
+            probes, [1.0] * 3 if is_sum else map(float, counts), strict=True
+        )
     )
     return relative_error((a[0] + b[0], 0.0, torch._foreach_add(a[2], b[2])), whole)
 
 
 def relative_error(probe: Probe, reference: Probe) -> float:
-    """The largest relative difference of the loss and of every parameter's gradient (with the floor); a NaN counts as infinite."""
+    """The largest relative difference of the loss and of every parameter's gradient (with the
+    floor); a NaN counts as infinite.
+    """
     of_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
     differences = torch._foreach_sub(probe[2], reference[2])
-    distance, size = (torch.stack(torch._foreach_norm(tensors)).double().cpu() for tensors in (differences, reference[2]))
+    distance, size = (
+        torch.stack(torch._foreach_norm(tensors)).double().cpu()
+        for tensors in (differences, reference[2])
+    )
     scale = size + FLOOR * size.norm()
-    worst = torch.maximum((distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double())  # propagates NaN, unlike max()
+    worst = torch.maximum(
+        (distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double()
+    )  # propagates NaN, unlike max()
     return float(worst.nan_to_num(nan=float("inf")))
 
 
 def same_shapes(batch: Batch, other: Batch) -> bool:
     """Whether all tensors of two batches have equal shapes."""
-    return all(not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items())
+    return all(
+        not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items()
+    )

@@ -1,4 +1,6 @@
-"""Finds out what a model's loss averages over, whether it depends on padding, and which speed-ups leave it unchanged."""
+"""Finds out what a model's loss averages over, whether it depends on padding, and which speed-ups
+leave it unchanged.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,10 +32,16 @@ from hf_ga.proof.probes import (
     targets_per_row,
 )
 
-# A correct rule's residual is rounding: at most TOLERANCE, or 20 times the relative error of reordering the samples.
-TIMES_ROUNDING, MAX_ROUNDING = 20.0, 5e-4  # above MAX_ROUNDING, correct and wrong rules are indistinguishable
+# A correct rule's residual is rounding: at most TOLERANCE, or 20 times the relative error of
+# reordering the samples.
+TIMES_ROUNDING, MAX_ROUNDING = (
+    20.0,
+    5e-4,
+)  # above MAX_ROUNDING, correct and wrong rules are indistinguishable
 NUM_WIDTHS = 8  # number of short samples to pad
-TRIAL_ROWS = np.array([0, 1, NUM_PROBE_SAMPLES - 1])  # two short ones with few targets, and the longest
+TRIAL_ROWS = np.array(
+    [0, 1, NUM_PROBE_SAMPLES - 1]
+)  # two short ones with few targets, and the longest
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
 GROUPS = {"A": ALL_ROWS[:NUM_IN_A], "B": ALL_ROWS[NUM_IN_A:], "A+B": ALL_ROWS}
 
@@ -42,10 +50,17 @@ class Prover(Prober):
     """Runs the parts of a proof. Args: see `targets.prove`.
 
     Attributes:
-        router: the model's balancing loss, if the head adds one. speed_ups: those in use. left_out: the others, and why.
+        router: the model's balancing loss, if the head adds one. speed_ups: those in use. left_out:
+            the others, and why.
     """
 
-    def __init__(self, model: nn.Module, samples: Sequence[Any], collate_fn: Callable, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        collate_fn: Callable,
+        loss_fn: LossFunction | None,
+    ) -> None:
         super().__init__(model, samples, collate_fn, loss_fn)
         self.router: Router | None = None
         self.left_out: dict[str, str] = {}
@@ -65,7 +80,8 @@ class Prover(Prober):
 
     @contextmanager
     def with_speed_ups(self, candidates: Sequence[SpeedUp]) -> Iterator[None]:
-        """Try each speed-up on top of those that passed, and run the block with these, as in training.
+        """Try each speed-up on top of those that passed, and run the block with these, as in
+        training.
 
         It passes if loss and gradient of three samples are the same with it, up to rounding.
         """
@@ -88,7 +104,9 @@ class Prover(Prober):
         """The reason why it fails; "" if it passes."""
         reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
         is_routed = self.router is not None
-        if reason := speed_up.attach(self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed):
+        if reason := speed_up.attach(
+            self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed
+        ):
             return reason
         self.speed_ups.append(speed_up)
         try:
@@ -99,10 +117,15 @@ class Prover(Prober):
             return f"{type(failure).__name__}: {failure}"
         finally:
             self.speed_ups.remove(speed_up)
-        return reason or ("" if error <= tolerance else f"it changes loss or gradient (relative error {error:.0e})")
+        return reason or (
+            ""
+            if error <= tolerance
+            else f"it changes loss or gradient (relative error {error:.0e})"
+        )
 
     def prove_loss(self) -> float:
-        """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative residual.
+        """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative
+        residual.
 
         Raises:
             LossNotAdditive: there is none, or several different ones.
@@ -110,15 +133,23 @@ class Prover(Prober):
         whole = self._separated(self._rows_with_targets())
         batches = {name: take_rows(whole, rows, self.entries) for name, rows in GROUPS.items()}
         with self._without_router():
-            probes = {name: self._probe(self._call(batch, GROUPS[name])) for name, batch in batches.items()}
+            probes = {
+                name: self._probe(self._call(batch, GROUPS[name]))
+                for name, batch in batches.items()
+            }
             self.tolerance = self._tolerance(whole, ALL_ROWS, probes["A+B"])
-            self.loss, residual = self._sum_of_means(batches, probes["A+B"]) or self._one_mean(batches, probes)
+            self.loss, residual = self._sum_of_means(batches, probes["A+B"]) or self._one_mean(
+                batches, probes
+            )
         if self.router is not None:
             self.loss = WithRouter(self.loss, self.router)
-            residual = relative_error(self._added_up(batches), self._probe(self._call(whole, ALL_ROWS)))
+            residual = relative_error(
+                self._added_up(batches), self._probe(self._call(whole, ALL_ROWS))
+            )
             if not residual <= self.tolerance:
                 raise LossNotAdditive(
-                    f"the router's auxiliary loss differs from that of Switch Transformer (relative error {residual:.1e}). Set "
+                    "the router's auxiliary loss differs from that of Switch Transformer "
+                    f"(relative error {residual:.1e}). Set "
                     "output_router_logits=False (no load balancing), or pass loss_fn."
                 )
         return residual
@@ -141,10 +172,18 @@ class Prover(Prober):
             counts = {OwnSum.name: [probes[name][1] for name in GROUPS]}
         else:
             rules = applicable_rules(self._accepted(batches["A+B"]))
-            counts = {rule: [COUNTING_RULES[rule](batches[n], len(rows)) for n, rows in GROUPS.items()] for rule in rules}
-        residuals = {rule: residual_of(list(probes.values()), numbers, is_sum) for rule, numbers in counts.items()}
+            counts = {
+                rule: [COUNTING_RULES[rule](batches[n], len(rows)) for n, rows in GROUPS.items()]
+                for rule in rules
+            }
+        residuals = {
+            rule: residual_of(list(probes.values()), numbers, is_sum)
+            for rule, numbers in counts.items()
+        }
         fitting = [rule for rule, residual in residuals.items() if residual <= self.tolerance]
-        shares = {round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]}
+        shares = {
+            round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]
+        }
         if len(shares) != 1:
             losses = {name: probe[0] for name, probe in probes.items()}
             raise LossNotAdditive(_no_single_rule(self.model, fitting, residuals, counts, losses))
@@ -152,12 +191,16 @@ class Prover(Prober):
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
         """Sum of the terms of A and B and of their gradients, computed as in training."""
-        return self._sum_of_terms([self._counted(batches[name], GROUPS[name]) for name in ("A", "B")])
+        return self._sum_of_terms(
+            [self._counted(batches[name], GROUPS[name]) for name in ("A", "B")]
+        )
 
     def _sum_of_terms(self, calls: list[Call]) -> Probe:
         totals = tuple(map(sum, zip(*(call.counts for call in calls), strict=True)))
         with self._without_router():
-            totals = self.loss.prepare(calls, totals, self._outputs, lambda counts: counts, self.device)
+            totals = self.loss.prepare(
+                calls, totals, self._outputs, lambda counts: counts, self.device
+            )
             losses, gradients = [], None
             for call in calls:
                 loss, _, found = self._probe(call, totals)
@@ -166,14 +209,23 @@ class Prover(Prober):
         return sum(losses), 0.0, gradients
 
     def width_matters(self) -> bool | None:
-        """Whether padding short samples to a long one's width changes their loss or gradient; None: unknown."""
+        """Whether padding short samples to a long one's width changes their loss or gradient; None:
+        unknown.
+        """
         shorter, longest = self.candidates[:-1], self.by_length[-1]
-        useful = np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
+        useful = (
+            np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
+        )
         if not len(useful) or self.collate_draws:
             return None
-        picked = [shorter[i] for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]]
+        picked = [
+            shorter[i]
+            for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]
+        ]
         whole, shapes_differ = self.collate([*picked, longest]), False
-        for i, sample in enumerate(picked):  # one by one: at some lengths padding may have no effect (pooling, top-k)
+        for i, sample in enumerate(
+            picked
+        ):  # one by one: at some lengths padding may have no effect (pooling, top-k)
             narrow, wide = self.collate([sample]), take_rows(whole, np.array([i]), self.entries)
             if same_shapes(narrow, wide):
                 continue
@@ -181,38 +233,55 @@ class Prover(Prober):
             try:
                 if relative_error(self._probe_alone(narrow), self._probe_alone(wide)) > TOLERANCE:
                     return True
-            except (RuntimeError, ValueError, LossNotAdditive):  # the model does not support such a narrow batch
+            except (
+                RuntimeError,
+                ValueError,
+                LossNotAdditive,
+            ):  # the model does not support such a narrow batch
                 return True
         return False if shapes_differ else None
 
     def check_unpadded(self) -> None:
-        """If padding matters: check that the longest sample alone (unpadded) and a padded one sum to both together.
+        """If padding matters: check that the longest sample alone (unpadded) and a padded one sum
+        to both together.
 
         Raises:
-            LossNotAdditive: they do not, so even one width for all micro-batches of a window is not exact.
+            LossNotAdditive: they do not, so even one width for all micro-batches of a window is not
+                exact.
         """
         if self.loss_fn is not None or self.collate_draws:
             return
         whole = self.collate([self.by_length[0], self.by_length[-1]])
-        calls = [self._counted(take_rows(whole, np.array([row]), self.entries), np.array([row])) for row in (0, 1)]
+        calls = [
+            self._counted(take_rows(whole, np.array([row]), self.entries), np.array([row]))
+            for row in (0, 1)
+        ]
         if not any(any(call.counts) for call in calls):
             return
-        error = relative_error(self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))]))
+        error = relative_error(
+            self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))])
+        )
         if not error <= self.tolerance:
             raise LossNotAdditive(
-                f"the model treats a batch without padding differently from one with padding (relative error {error:.1e}), so a "
-                "sample's loss depends on whether its micro-batch is padded. Likely cause: an argument that the "
-                "model's processor returns is missing (token_type_ids), or the attention mask is omitted when all ones. "
-                "Remedy: pass it, or pad every batch in the collate function to one width, larger than the longest sample."
+                "the model treats a batch without padding differently from one with padding "
+                f"(relative error {error:.1e}), so a "
+                "sample's loss depends on whether its micro-batch is padded. Likely cause: an "
+                "argument that the "
+                "model's processor returns is missing (token_type_ids), or the attention mask is "
+                "omitted when all ones. "
+                "Remedy: pass it, or pad every batch in the collate function to one width, larger "
+                "than the longest sample."
             )
 
     def _without_router(self) -> AbstractContextManager[None]:
         return nullcontext() if self.router is None else self.router.patched()
 
     def _separated(self, batch: Batch) -> Batch:
-        """Mask labels so that counting rules differ, and those of a second mean if the head supports ignoring them.
+        """Mask labels so that counting rules differ, and those of a second mean if the head
+        supports ignoring them.
 
-        A loss function counts its own targets and may not support ignored labels: then nothing is masked.
+        A loss function counts its own targets and may not support ignored labels: then nothing is
+            masked.
         """
         if self.loss_fn is not None:
             return batch
@@ -226,19 +295,30 @@ class Prover(Prober):
         return separated if is_finite else batch
 
     def _probe_alone(self, batch: Batch) -> Probe:
-        """Probe one sample. If it lacks targets of some mean, the head's loss is NaN: compute the terms instead."""
+        """Probe one sample. If it lacks targets of some mean, the head's loss is NaN: compute the
+        terms instead.
+        """
         if self.loss.num_means > 1:
             return self._sum_of_terms([self._counted(batch, np.arange(1))])
         return self._probe(self._call(batch, np.arange(1)))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
-        """The size of rounding errors: the same samples in reverse order have the same mean, summed in another order."""
+        """The size of rounding errors: the same samples in reverse order have the same mean, summed
+        in another order.
+        """
         reverse = np.arange(len(rows))[::-1].copy()
-        rounding = relative_error(self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe)
+        rounding = relative_error(
+            self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe
+        )
         if not rounding <= MAX_ROUNDING:
-            cause = _likely_cause(self.model, None) if probe[0] == probe[0] else "the loss is NaN, a mean over no targets"
+            cause = (
+                _likely_cause(self.model, None)
+                if probe[0] == probe[0]
+                else "the loss is NaN, a mean over no targets"
+            )
             raise LossNotAdditive(
-                f"the loss or its gradient depends on the order of the samples in a batch (relative error {rounding:.1e}, limit "
+                "the loss or its gradient depends on the order of the samples in a batch "
+                f"(relative error {rounding:.1e}, limit "
                 f"{MAX_ROUNDING:.0e}). Likely cause: {cause}. Low precision can be a cause, too."
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
@@ -252,32 +332,51 @@ def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return (
-                f"{name} ({type(module).__name__}) normalises by the statistics of the whole micro-batch: freeze it with "
+                f"{name} ({type(module).__name__}) normalises by the statistics of the whole "
+                "micro-batch: freeze it with "
                 "module.eval(), or use GroupNorm instead"
             )
     config = getattr(model, "config", None)
     if getattr(config, "expert_capacity", None):
-        return "the capacity of an expert (expert_capacity) limits its tokens over the whole micro-batch"
+        return (
+            "the capacity of an expert (expert_capacity) limits its tokens over the whole "
+            "micro-batch"
+        )
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
         return "the loss is a sum, not a mean"
-    return "a loss across samples (in-batch negatives), a sum of several means, or a mean over something else"
+    return (
+        "a loss across samples (in-batch negatives), a sum of several means, or a mean over "
+        "something else"
+    )
 
 
 def _no_single_rule(
-    model: nn.Module, fitting: list[str], residuals: dict[str, float], counts: dict[str, list], losses: dict[str, float]
+    model: nn.Module,
+    fitting: list[str],
+    residuals: dict[str, float],
+    counts: dict[str, list],
+    losses: dict[str, float],
 ) -> str:
     """The error if no counting rule fits, or more than one."""
     if fitting:
         return (
-            f"several counting rules fit and cannot be distinguished on these samples: {', '.join(fitting)}. Give "
+            "several counting rules fit and cannot be distinguished on these samples: "
+            f"{', '.join(fitting)}. Give "
             "prove_targets more samples of different lengths, or pass loss_fn."
         )
     remedy = "pass loss_fn(outputs, batch) -> (sum of the loss over the targets, number of targets)"
     if "loss_fn" in residuals:
-        remedy = "make sure that loss_fn returns the sum of the loss over the targets, not their mean"
+        remedy = (
+            "make sure that loss_fn returns the sum of the loss over the targets, not their mean"
+        )
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
-    numbers = "; ".join(f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}" for rule in residuals)
+    numbers = "; ".join(
+        f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}"
+        for rule in residuals
+    )
     return (
-        f"the loss of a batch is not the mean over its targets by any counting rule. Likely cause: {_likely_cause(model, losses)}. "
-        f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; {numbers}.)"
+        "the loss of a batch is not the mean over its targets by any counting rule. Likely "
+        f"cause: {_likely_cause(model, losses)}. "
+        f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; "
+        f"{numbers}.)"
     )

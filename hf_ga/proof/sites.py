@@ -1,4 +1,6 @@
-"""Finds a model's dropout sites and their sample axes, by two training forwards with 2 and 3 equal samples."""
+"""Finds a model's dropout sites and their sample axes, by two training forwards with 2 and 3 equal
+samples.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +18,10 @@ SMALL, LARGE = 2, 3  # batch sizes of the two forwards
 
 
 def find_dropout_sites(
-    model: nn.Module, forward: Callable[[int], Any], *, allow_split_dependent_randomness: bool = False
+    model: nn.Module,
+    forward: Callable[[int], Any],
+    *,
+    allow_split_dependent_randomness: bool = False,
 ) -> KeyedDropout:
     """Find a model's dropout sites, without dropping anything.
 
@@ -25,16 +30,27 @@ def find_dropout_sites(
         allow_split_dependent_randomness: accept draws that cannot be tied to a sample.
 
     Raises:
-        UnkeyedRandomness: a module draws random numbers outside of dropout, or a mask has no single sample axis.
+        UnkeyedRandomness: a module draws random numbers outside of dropout, or a mask has no single
+            sample axis.
     """
     finder = _SiteFinder(model)
-    with preserved_random_states(), torch.no_grad(), restored_buffers(model), finder._patched(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
+    with (
+        preserved_random_states(),
+        torch.no_grad(),
+        restored_buffers(model),
+        finder._patched(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings(
+            "ignore", "None of the inputs have requires_grad"
+        )  # checkpointing under no_grad
         for num_samples in (SMALL, LARGE):
             finder.start()
             forward(num_samples)
             finder.record_draws(model)  # draws of a loss function after the last module
-    problems = [f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()]
+    problems = [
+        f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()
+    ]
     for site in finder.sites.values():
         try:
             site.axis = sample_axis(site.shapes)
@@ -43,14 +59,22 @@ def find_dropout_sites(
             problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
     if problems and not allow_split_dependent_randomness:
         raise UnkeyedRandomness(
-            "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on the split of a window: "
+            "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on "
+            "the split of a window: "
             + "; ".join(problems)
-            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
+            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is "
+            "attention dropout, or accept "
             "split-dependent randomness with allow_split_dependent_randomness."
         )
     dropout = KeyedDropout(model)
-    dropout.sites, dropout.hooked = finder.sites, [m for m in finder.names if m in finder.on_the_way]
-    dropout.unkeyed = [*finder.moved, *(site.module for site in finder.sites.values() if not site.is_keyed)]
+    dropout.sites, dropout.hooked = (
+        finder.sites,
+        [m for m in finder.names if m in finder.on_the_way],
+    )
+    dropout.unkeyed = [
+        *finder.moved,
+        *(site.module for site in finder.sites.values() if not site.is_keyed),
+    ]
     return dropout
 
 
@@ -61,13 +85,18 @@ def sample_axis(shapes: list[torch.Size]) -> int | None:
         ValueError: not exactly one axis grew in that ratio.
     """
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
-        raise ValueError(f"for {SMALL} and {LARGE} samples the masks have shapes {[list(s) for s in shapes]}")
+        raise ValueError(
+            f"for {SMALL} and {LARGE} samples the masks have shapes {[list(s) for s in shapes]}"
+        )
     small, large = shapes
     changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
     if not changed:
         return None
     if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
-        raise ValueError(f"the mask of {SMALL} samples has shape {list(small)}, that of {LARGE} samples {list(large)}")
+        raise ValueError(
+            f"the mask of {SMALL} samples has shape {list(small)}, that of {LARGE} samples "
+            f"{list(large)}"
+        )
     return changed[0]
 
 
@@ -75,7 +104,8 @@ class _SiteFinder(KeyedDropout):
     """Records the masks to draw, and drops nothing.
 
     Attributes:
-        on_the_way: modules on the path to a site. moved: modules that drew from a random generator directly, and the generator.
+        on_the_way: modules on the path to a site. moved: modules that drew from a random generator
+            directly, and the generator.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +118,9 @@ class _SiteFinder(KeyedDropout):
         self._states = random_states()
 
     def record_draws(self, module: nn.Module) -> None:
-        """At the start of a submodule of `module` or the end of `module`: draws since the last such boundary are `module`'s own."""
+        """At the start of a submodule of `module` or the end of `module`: draws since the last such
+        boundary are `module`'s own.
+        """
         if moved := moved_generators(self._states):
             self.moved[module] = " and ".join(moved)
             self._states = random_states()
@@ -105,6 +137,10 @@ class _SiteFinder(KeyedDropout):
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         module = self._stack[-1].module
-        self.sites.setdefault(key, DropoutSite(self.names[module], module, key)).shapes.append(shape)
+        self.sites.setdefault(key, DropoutSite(self.names[module], module, key)).shapes.append(
+            shape
+        )
         self.on_the_way.update(frame.module for frame in self._stack)
-        return torch.ones(shape, dtype=torch.bool, device=next(self.model.parameters(), torch.empty(0)).device)
+        return torch.ones(
+            shape, dtype=torch.bool, device=next(self.model.parameters(), torch.empty(0)).device
+        )

@@ -1,4 +1,6 @@
-"""Atomic saving and loading at window boundaries. All randomness is keyed, so there is no random state to save."""
+"""Atomic saving and loading at window boundaries. All randomness is keyed, so there is no random
+state to save.
+"""
 
 import hashlib
 import json
@@ -37,14 +39,17 @@ def save_checkpoint(
     keep: int,
     trained_only: bool = False,
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` under a temporary name, flush it, rename it, write its name into `latest`. Then delete
-    checkpoints of later steps (from before a resume) and all but the newest `keep`. All processes must call it.
+    """Write `output_dir/checkpoint-<step>` under a temporary name, flush it, rename it, write its
+    name into `latest`. Then delete checkpoints of later steps (from before a resume) and all but
+    the newest `keep`. All processes must call it.
 
     Args:
-        state: further plain values (position, schedule, best loss). trained_only: skip frozen parameters.
+        state: further plain values (position, schedule, best loss). trained_only: skip frozen
+            parameters.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
+        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are
+            kept.
     """
     final, is_main = output_dir / f"{PREFIX}{step}", accelerator.is_main_process
     partial = partial_of(final)
@@ -58,7 +63,10 @@ def save_checkpoint(
             save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
         with raise_on_all_ranks(accelerator):
             if is_main:
-                groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                groups = [
+                    {k: v for k, v in group.items() if k != "params"}
+                    for group in optimizer.param_groups
+                ]
                 _finish(final, {"step": step, "param_groups": groups, **state}, keep)
     except CheckpointError:
         if is_main:
@@ -84,7 +92,8 @@ def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, Any]:
-    """Load weights and optimizer in place, from any layout into any layout; returns the saved state.
+    """Load weights and optimizer in place, from any layout into any layout; returns the saved
+    state.
 
     Args:
         folder: verified by `find_checkpoint` on all processes. trained_only: as in saving.
@@ -107,19 +116,29 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()` or gradients, in the order of the names."""
+    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()` or gradients, in the
+    order of the names.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn loading errors of a verified checkpoint, which may be of another model, into a CheckpointError."""
+    """Turn loading errors of a verified checkpoint, which may be of another model, into a
+    CheckpointError.
+    """
     try:
         yield
     except (*_LOAD_ERRORS, CheckpointException) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0 if isinstance(error, _LOAD_ERRORS) else -1]
-        raise CheckpointError(f"{path} does not fit this model: {reason} Use another checkpoint, or start a new run.") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[
+            0 if isinstance(error, _LOAD_ERRORS) else -1
+        ]
+        raise CheckpointError(
+            f"{path} does not fit this model: {reason} Use another checkpoint, or start a new run."
+        ) from error

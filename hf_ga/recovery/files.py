@@ -1,8 +1,9 @@
 """Atomic files and folders: written under a temporary name, flushed to disk, renamed.
 
-Temporary names begin with `partial-` (folders) or end in `.partial` (files). A folder being replaced is renamed to `replaced-...`
-until the new one has its name. `tidy` removes what a crash leaves. `writing` gives one clear error for a full disk, a quota or a
-read-only folder, instead of each library's own.
+Temporary names begin with `partial-` (folders) or end in `.partial` (files). A folder being
+replaced is renamed to `replaced-...` until the new one has its name. `tidy` removes what a crash
+leaves. `writing` gives one clear error for a full disk, a quota or a read-only folder, instead of
+each library's own.
 """
 
 import json
@@ -99,15 +100,22 @@ def restore(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """`restore`, then delete partial and replaced files and folders that crashes left in `folder`."""
+    """`restore`, then delete partial and replaced files and folders that crashes left in
+    `folder`.
+    """
     restore(folder)
-    for path in (*folder.glob(PARTIAL + "*"), *folder.glob(REPLACED + "*"), *folder.glob("*" + SUFFIX)):
+    for path in (
+        *folder.glob(PARTIAL + "*"),
+        *folder.glob(REPLACED + "*"),
+        *folder.glob("*" + SUFFIX),
+    ):
         delete(path)
 
 
 @contextmanager
 def writing(path: Path, output_dir: Path) -> Iterator[None]:
-    """Turn errors of the block, which writes `path` for a run in `output_dir`, into one clear error.
+    """Turn errors of the block, which writes `path` for a run in `output_dir`, into one clear
+    error.
 
     Raises:
         CheckpointError: the system refused to write. Other errors are re-raised unchanged.
@@ -117,20 +125,26 @@ def writing(path: Path, output_dir: Path) -> Iterator[None]:
     except HfGaError:
         raise
     except (Exception, CheckpointException) as error:  # the latter derives from BaseException
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save raises a RuntimeError
-        refused = isinstance(cause, OSError | SafetensorError | CheckpointException) or "(os error " in str(cause)  # tokenizers
+        cause = (
+            error.__context__ if isinstance(error.__context__, OSError) else error
+        )  # torch.save raises a RuntimeError
+        refused = isinstance(
+            cause, OSError | SafetensorError | CheckpointException
+        ) or "(os error " in str(cause)  # tokenizers
         if not refused:
             raise
         reason = getattr(cause, "strerror", None) or str(cause).strip().splitlines()[-1]
         raise CheckpointError(
-            f"cannot write {path}: {reason}. The files in {output_dir} are kept: free disk space or change the permissions, then "
+            f"cannot write {path}: {reason}. The files in {output_dir} are kept: free disk space "
+            "or change the permissions, then "
             "use --resume_from_checkpoint auto."
         ) from error
 
 
 @contextmanager
 def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
-    """Create `partial_of(final)` for the block to fill, then rename it to `final`. If writing fails, it is deleted.
+    """Create `partial_of(final)` for the block to fill, then rename it to `final`. If writing
+    fails, it is deleted.
 
     Args:
         names: the path in the error message, by default `final`.

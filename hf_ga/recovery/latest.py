@@ -1,4 +1,6 @@
-"""Lists checkpoints and finds the one to resume from: the file `latest`, written last, names the newest."""
+"""Lists checkpoints and finds the one to resume from: the file `latest`, written last, names the
+newest.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,11 @@ LATEST = "latest"
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
-    folders = [folder for folder in output_dir.glob(f"{PREFIX}*") if folder.name.removeprefix(PREFIX).isdigit()]
+    folders = [
+        folder
+        for folder in output_dir.glob(f"{PREFIX}*")
+        if folder.name.removeprefix(PREFIX).isdigit()
+    ]
     return sorted(folders, key=step_of)
 
 
@@ -30,7 +36,9 @@ def set_latest(folder: Path) -> None:
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
     """Delete checkpoints up to `step`, except the newest `keep`."""
-    for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][:-keep]:
+    for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][
+        :-keep
+    ]:
         discard(old)
 
 
@@ -40,17 +48,19 @@ def newest(output_dir: Path) -> Path | None:
 
 
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
-    """Find a checkpoint whose files all match their SHA-256. The main process searches and broadcasts the result.
+    """Find a checkpoint whose files all match their SHA-256. The main process searches and
+    broadcasts the result.
 
     Args:
-        name: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged, the newest complete one. The
-            main process prints a line for each skipped checkpoint.
+        name: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged,
+            the newest complete one. The main process prints a line for each skipped checkpoint.
 
     Returns:
         None if `auto` finds no checkpoint: the run starts from step 0, which is printed too.
 
     Raises:
-        CheckpointError: the folder is damaged or not a checkpoint, or `output_dir` has damaged ones only. On all processes.
+        CheckpointError: the folder is damaged or not a checkpoint, or `output_dir` has damaged ones
+            only. On all processes.
     """
     found = None
     with raise_on_all_ranks(accelerator):
@@ -75,8 +85,13 @@ def _find_newest(output_dir: Path) -> Path | None:
             print(f"skipped {passed}, resuming from {folder.name}: {damage}")
         return folder
     if damages:
-        raise CheckpointError(f"{output_dir} has no undamaged checkpoint to resume from: {' '.join(damages.values())}")
-    print(f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts from step 0")
+        raise CheckpointError(
+            f"{output_dir} has no undamaged checkpoint to resume from: {' '.join(damages.values())}"
+        )
+    print(
+        f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts from "
+        "step 0"
+    )
     return None
 
 
@@ -84,4 +99,8 @@ def _by_preference(output_dir: Path) -> list[Path]:
     """The checkpoint that `latest` names, then the others from newest to oldest."""
     latest = output_dir / LATEST
     named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-    return sorted(list_checkpoints(output_dir), key=lambda folder: (folder.name == named, step_of(folder)), reverse=True)
+    return sorted(
+        list_checkpoints(output_dir),
+        key=lambda folder: (folder.name == named, step_of(folder)),
+        reverse=True,
+    )

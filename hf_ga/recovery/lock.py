@@ -1,4 +1,6 @@
-"""One run per folder at a time: a lock of the operating system, which is released when a run is killed."""
+"""One run per folder at a time: a lock of the operating system, which is released when a run is
+killed.
+"""
 
 import errno
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ LOCK = "run.lock"  # exists while a run uses the folder
 
 @contextmanager
 def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock the folder against other runs. Creates the folder if missing, and removes it if it is still empty at the end.
+    """Lock the folder against other runs. Creates the folder if missing, and removes it if it is
+    still empty at the end.
 
     The main process has the lock. File systems without locks are not protected.
 
@@ -32,7 +35,9 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            (folder / LOCK).unlink(missing_ok=True)  # before the release: a process that has just opened it detects the removal
+            (folder / LOCK).unlink(
+                missing_ok=True
+            )  # before the release: a process that has just opened it detects the removal
             lock.release()
         with suppress(OSError):  # not empty
             for path in missing:
@@ -51,7 +56,8 @@ def _take(lock: FileLock, folder: Path) -> str:
         lock.acquire()
     except Timeout:
         return (
-            "is in use by another run, and two would overwrite each other's checkpoints and metrics: wait until it ends, stop it, "
+            "is in use by another run, and two would overwrite each other's checkpoints and "
+            "metrics: wait until it ends, stop it, "
             "or choose another output_dir."
         )
     except OSError as error:

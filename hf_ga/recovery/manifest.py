@@ -18,7 +18,11 @@ _REMEDY = "Resume from another checkpoint, or start a new run."
 
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
     """Write the manifest of the folder's current files."""
-    files = {path.relative_to(folder).as_posix(): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): digest(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     content = {"format": FORMAT, "step": step, "versions": versions, "files": files}
     (folder / MANIFEST).write_text(_dump(content), encoding="utf-8")
 
@@ -27,16 +31,21 @@ def verify(folder: Path) -> dict[str, Any]:
     """Compare every file with the manifest; returns the manifest.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or from another checkpoint; the message names it.
+        CheckpointError: a file is missing, damaged, or from another checkpoint; the message names
+            it.
     """
     manifest = read_manifest(folder)
     for name, sha256 in manifest["files"].items():
         try:
             found = digest(folder / name)
         except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}. {_REMEDY}") from error
+            raise CheckpointError(
+                f"{folder / name} cannot be read: {error.strerror}. {_REMEDY}"
+            ) from error
         if found != sha256:
-            raise CheckpointError(f"{folder / name} is damaged: SHA-256 mismatch with {MANIFEST}. {_REMEDY}")
+            raise CheckpointError(
+                f"{folder / name} is damaged: SHA-256 mismatch with {MANIFEST}. {_REMEDY}"
+            )
     return manifest
 
 
@@ -52,11 +61,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(text)
         del content["sha256"]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}. {_REMEDY}") from error
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: it has no {MANIFEST}. {_REMEDY}"
+        ) from error
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not the JSON that hf_ga writes. {_REMEDY}") from error
+        raise CheckpointError(
+            f"{path} is damaged: it is not the JSON that hf_ga writes. {_REMEDY}"
+        ) from error
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {content.get('format')}, but this version of hf_ga reads {FORMAT}. {_REMEDY}")
+        raise CheckpointError(
+            f"{path} has format {content.get('format')}, but this version of hf_ga reads "
+            f"{FORMAT}. {_REMEDY}"
+        )
     if text != _dump(content).encode():  # compare the text: white space is not part of the hash
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     return content

@@ -1,7 +1,8 @@
-"""Finds the origin of a non-finite loss or gradient, samples and first module, by repeating a window's forwards.
+"""Finds the origin of a non-finite loss or gradient, samples and first module, by repeating a
+window's forwards.
 
-It runs only after a window with a non-finite loss or gradient, so it may be slow. Each rank searches its own micro-batches, and
-the ranks gather the results, so that all report the same.
+It runs only after a window with a non-finite loss or gradient, so it may be slow. Each rank
+searches its own micro-batches, and the ranks gather the results, so that all report the same.
 """
 
 import math
@@ -41,7 +42,8 @@ class Repeated:
 
     Attributes:
         modules: those with a non-finite output, in the order in which they ended.
-        parameter: the last one in the model with a non-finite gradient: gradients flow from the loss backwards.
+        parameter: the last one in the model with a non-finite gradient: gradients flow from the
+            loss backwards.
     """
 
     call: Call
@@ -54,16 +56,24 @@ class Repeated:
         return bool(self.call.weight) and (not self.is_finite or self.parameter is not None)
 
 
-Found = tuple[list[int], str | None, str | None]  # by one rank: sample ids, names of the first module and of a parameter
+Found = tuple[
+    list[int], str | None, str | None
+]  # by one rank: sample ids, names of the first module and of a parameter
 
 
 def find_cause(
-    accelerator: Accelerator, model: nn.Module, window: Window, loss: Loss, dropout: KeyedDropout, mean_loss: float
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: Window,
+    loss: Loss,
+    dropout: KeyedDropout,
+    mean_loss: float,
 ) -> str:
-    """One line with the samples of the window, and the module or parameter, that gave a non-finite number.
+    """One line with the samples of the window, and the module or parameter, that gave a non-finite
+    number.
 
-    All ranks must call it, before the weights change; all return the same text. Weights, buffers, random states and modes are
-    unchanged; gradients are removed.
+    All ranks must call it, before the weights change; all return the same text. Weights, buffers,
+    random states and modes are unchanged; gradients are removed.
 
     Args:
         window: as computed. loss: the window's loss. dropout: the model's keyed dropout.
@@ -71,24 +81,57 @@ def find_cause(
     """
     backend, backward = backend_for(accelerator), math.isfinite(mean_loss)
     with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpointing under no_grad
-        found = _search(backend, model, window if backend.is_sharded else window.fitting(), loss, dropout, backward)
+        warnings.filterwarnings(
+            "ignore", "None of the inputs have requires_grad"
+        )  # checkpointing under no_grad
+        found = _search(
+            backend,
+            model,
+            window if backend.is_sharded else window.fitting(),
+            loss,
+            dropout,
+            backward,
+        )
     model.zero_grad()
-    return _describe(f"window {window.index} of epoch {window.epoch}", loss.name, mean_loss, gather_object([found]))
+    return _describe(
+        f"window {window.index} of epoch {window.epoch}",
+        loss.name,
+        mean_loss,
+        gather_object([found]),
+    )
 
 
-def _search(backend: Backend, model: nn.Module, window: Window, loss: Loss, dropout: KeyedDropout, backward: bool) -> Found:
-    """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where forwards are collectives)."""
+def _search(
+    backend: Backend,
+    model: nn.Module,
+    window: Window,
+    loss: Loss,
+    dropout: KeyedDropout,
+    backward: bool,
+) -> Found:
+    """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where
+    forwards are collectives).
+    """
     repeat = partial(_repeat, backend, model, loss, dropout, backward)
     repeated = repeat(window)
     if backward and backend.is_sharded:
-        _exchange_parameters(model, repeated)  # a sharded gradient may be non-finite on another rank only
+        _exchange_parameters(
+            model, repeated
+        )  # a sharded gradient may be non-finite on another rank only
     bad = [one for one in repeated if one.is_bad]
     if not backend.is_sharded:
-        offsets = [offset for one in bad for offset in one.call.micro_batch.positions - window.request.positions[0]]
-        singles = repeat(window.split([np.array([offset]) for offset in offsets])) if offsets else []
+        offsets = [
+            offset
+            for one in bad
+            for offset in one.call.micro_batch.positions - window.request.positions[0]
+        ]
+        singles = (
+            repeat(window.split([np.array([offset]) for offset in offsets])) if offsets else []
+        )
         repeated += singles
-        bad = [single for single in singles if single.is_bad] or bad  # if no sample alone is bad, report the micro-batch
+        bad = [
+            single for single in singles if single.is_bad
+        ] or bad  # if no sample alone is bad, report the micro-batch
     # A module whose output is non-finite in a good forward too does so on purpose: a mask of -inf.
     healthy = {module for one in repeated if not one.is_bad for module in one.modules}
     samples = [int(i) for one in bad for i in one.call.micro_batch.sample_ids]
@@ -97,7 +140,12 @@ def _search(backend: Backend, model: nn.Module, window: Window, loss: Loss, drop
 
 
 def _repeat(
-    backend: Backend, model: nn.Module, loss: Loss, dropout: KeyedDropout, backward: bool, window: Window
+    backend: Backend,
+    model: nn.Module,
+    loss: Loss,
+    dropout: KeyedDropout,
+    backward: bool,
+    window: Window,
 ) -> list[Repeated]:
     """Repeat the window's forwards on this rank with the same dropout masks. Leaves gradients."""
     calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in window.micro_batches]
@@ -119,8 +167,14 @@ def _repeat(
 def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
     model.zero_grad()
     loss.backward()
-    named = [(name, own_part(p.grad)) for name, p in callable_module(model).named_parameters() if p.grad is not None]
-    return next((own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None)
+    named = [
+        (name, own_part(p.grad))
+        for name, p in callable_module(model).named_parameters()
+        if p.grad is not None
+    ]
+    return next(
+        (own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None
+    )
 
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
@@ -136,7 +190,9 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
     modules: list[str] = []
     with ExitStack() as stack:
         for name, module in callable_module(model).named_modules():
-            own_class = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 subclasses it
+            own_class = next(
+                c for c in type(module).__mro__ if not issubclass(c, FSDPModule)
+            )  # FSDP2 subclasses it
             label = f"{own_name(name) or 'the model itself'} ({own_class.__name__})"
             stack.callback(module.register_forward_hook(partial(_note, modules, label)).remove)
         yield modules
@@ -159,11 +215,14 @@ def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) ->
     samples = [sample for of_rank in by_rank for sample in of_rank]
     module, parameter = (next(filter(None, names), None) for names in (modules, parameters))
     if samples:
-        named = ", ".join(map(str, samples[:MAX_NAMED])) + (", ..." if len(samples) > MAX_NAMED else "")
+        named = ", ".join(map(str, samples[:MAX_NAMED])) + (
+            ", ..." if len(samples) > MAX_NAMED else ""
+        )
         parts.append(f"it comes from {'samples' if len(samples) > 1 else 'sample'} {named}")
     else:
         parts.append(
-            "each micro-batch alone gives finite numbers: their sum or its norm overflows float32, or some randomness is not keyed"
+            "each micro-batch alone gives finite numbers: their sum or its norm overflows "
+            "float32, or some randomness is not keyed"
         )
     if module is not None:
         parts.append(f"the first module with a non-finite output is {module}")

@@ -1,4 +1,6 @@
-"""SIGTERM, SIGINT (Ctrl-C) and SLURM's warning signals during training: recorded, and handled at the end of a window."""
+"""SIGTERM, SIGINT (Ctrl-C) and SLURM's warning signals during training: recorded, and handled at
+the end of a window.
+"""
 
 import signal
 import threading
@@ -8,8 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")  # SLURM can warn with the last two, which Windows lacks
-# Seconds in which a repeated signal is ignored: launchers forward signals that their processes also received directly.
+NAMES = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGUSR1",
+    "SIGUSR2",
+)  # SLURM can warn with the last two, which Windows lacks
+# Seconds in which a repeated signal is ignored: launchers forward signals that their processes also
+# received directly.
 SAME_REQUEST = 1.0
 
 
@@ -18,7 +26,8 @@ class StopRequest:
     """The signals that this process received.
 
     Attributes:
-        first: signal number -> time of the first arrival, in seconds of `time.monotonic()`; in order of arrival.
+        first: signal number -> time of the first arrival, in seconds of `time.monotonic()`; in
+            order of arrival.
     """
 
     first: dict[int, float] = field(default_factory=dict)
@@ -34,20 +43,30 @@ class StopRequest:
             signal.raise_signal(number)
 
     def __str__(self) -> str:
-        return signal.Signals(next(iter(self.first))).name if self.first else "a signal to another process"
+        return (
+            signal.Signals(next(iter(self.first))).name
+            if self.first
+            else "a signal to another process"
+        )
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """In this block signals are only recorded. The same signal again, more than a second later, calls the original handler.
+    """In this block signals are only recorded. The same signal again, more than a second later,
+    calls the original handler.
 
-    Ignored signals stay ignored (SLURM's warning in a job that submitit requeues, Ctrl-C in the background). Outside the main
-    thread, where Python cannot handle signals, the block does nothing.
+    Ignored signals stay ignored (SLURM's warning in a job that submitit requeues, Ctrl-C in the
+    background). Outside the main thread, where Python cannot handle signals, the block does
+    nothing.
     """
     request, handlers = StopRequest(), {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-        handlers = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}  # None: from C
+        handlers = {
+            n: signal.getsignal(n)
+            for n in numbers
+            if signal.getsignal(n) not in (signal.SIG_IGN, None)
+        }  # None: from C
 
     def record(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:

@@ -14,10 +14,14 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int | bool]:
-    """What the bits of a result depend on besides versions: device, threads of this process, deterministic kernels."""
+    """What the bits of a result depend on besides versions: device, threads of this process,
+    deterministic kernels.
+    """
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name()
+        if on_gpu
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }

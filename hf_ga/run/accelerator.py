@@ -1,4 +1,6 @@
-"""The accelerator of a run: device, precision and processes as launched, and what is unsupported with them."""
+"""The accelerator of a run: device, precision and processes as launched, and what is unsupported
+with them.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,10 @@ def precision_name(accelerator: Accelerator) -> str:
     if not accelerator.native_amp:
         return "float32"
     scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-    return f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 weights and gradients"
+    return (
+        f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 "
+        "weights and gradients"
+    )
 
 
 def make_accelerator(config: FinetuneConfig) -> Accelerator:
@@ -37,19 +42,26 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
     """
     try:
         accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(),  # several CPU processes form a group only with cpu=True
+            # several CPU processes form a group only with cpu=True
+            cpu=not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision,
             step_scheduler_with_optimizer=False,
             log_with=tracker_names(config.report_to) or None,
             project_dir=str(Path(config.output_dir) / "trackers"),
         )
-    except ValueError as error:  # a mixed precision that the device does not support, an unknown tracker
+    except (
+        ValueError
+    ) as error:  # a mixed precision that the device does not support, an unknown tracker
         raise ConfigError(f"Accelerate cannot start: {error}") from error
-    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = config.fsdp_reduce_each_micro_batch
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = (
+        config.fsdp_reduce_each_micro_batch
+    )
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
-    if not accelerator.is_main_process:  # which alone shows the libraries' progress bars and warnings
+    if (
+        not accelerator.is_main_process
+    ):  # which alone shows the libraries' progress bars and warnings
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
         logging.set_verbosity_error()
@@ -71,14 +83,23 @@ def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     """
     if not is_sharded(accelerator):
         return
-    generates = config.predict_with_generate or (config.predict_file is not None and config.task == "seq2seq")
-    loads_once = config.model_name_or_path is not None and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    generates = config.predict_with_generate or (
+        config.predict_file is not None and config.task == "seq2seq"
+    )
+    loads_once = (
+        config.model_name_or_path is not None
+        and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    )
+    has_same_bits = config.same_bits is not None
     unsupported = {
-        "same_bits, because it adds the ranks' gradients in another order: use DDP": config.same_bits is not None,
+        "same_bits, because it adds the ranks' gradients in another order: use DDP": has_same_bits,
         "load_in_4bit: use DDP": config.load_in_4bit,
-        f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim in ("adafactor", "adagrad"),
-        "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded weights: set it to false": loads_once,
-        "generation, because ranks need different numbers of forwards: generate with the saved model and --eval_only": generates,
+        f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim
+        in ("adafactor", "adagrad"),
+        "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded "
+        "weights: set it to false": loads_once,
+        "generation, because ranks need different numbers of forwards: generate with the saved "
+        "model and --eval_only": generates,
     }
     if found := [what for what, is_set in unsupported.items() if is_set]:
         raise ConfigError(f"FSDP does not support {found[0]}.")

@@ -1,8 +1,9 @@
-"""The flags of TrainingArguments and of transformers' example scripts (run_clm, run_glue, ... and their _no_trainer forms).
+"""The flags of TrainingArguments and of transformers' example scripts (run_clm, run_glue, ... and
+their _no_trainer forms).
 
-`FinetuneConfig` has many of them under the same name. `translate` converts RENAMED and CONVERTED to its options. NO_EFFECT is
-accepted, DIFFERENT too, with a printed reason. REFUSED raises ConfigError unless the value changes nothing. `docs/flags.md` is
-generated from these tables.
+`FinetuneConfig` has many of them under the same name. `translate` converts RENAMED and CONVERTED to
+its options. NO_EFFECT is accepted, DIFFERENT too, with a printed reason. REFUSED raises ConfigError
+unless the value changes nothing. `docs/flags.md` is generated from these tables.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ SCRIPTS = {  # --task takes these names, too, also with _no_trainer
     "run_summarization": "seq2seq",
     "run_translation": "seq2seq",
 }
-# What the scripts train with if a flag is not given: the defaults of TrainingArguments, and the scripts' lengths in tokens.
+# What the scripts train with if a flag is not given: the defaults of TrainingArguments, and the
+# scripts' lengths in tokens.
 TRAINING_DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -33,7 +35,12 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "seed": 42,
 }
-LENGTHS = {"text-classification": 128, "regression": 128, "multi-label": 128, "question-answering": 384}
+LENGTHS = {
+    "text-classification": 128,
+    "regression": 128,
+    "multi-label": 128,
+    "question-answering": 384,
+}
 OTHER_LENGTH, TARGET_LENGTH = 1024, 128
 
 RENAMED = {
@@ -58,25 +65,34 @@ RENAMED = {
     "max_test_samples": "max_predict_samples",
 }
 CONVERTED = {
-    "do_train": "flags that you leave out have the defaults of TrainingArguments and of the task's script",
+    "do_train": "flags that you leave out have the defaults of TrainingArguments and of the "
+    "task's script",
     "do_eval": "`--eval_only` without `--do_train`; a training run always evaluates",
-    "do_predict": "`--predict_file` with the file of `--test_file`; `--eval_only` without `--do_train`",
+    "do_predict": "`--predict_file` with the file of `--test_file`; `--eval_only` without "
+    "`--do_train`",
     "bf16": "`--mixed_precision bf16`",
     "fp16": "`--mixed_precision fp16`",
-    "eval_strategy": "steps: `--eval_steps 500` unless given; epoch: the default; no: evaluates once per epoch, too",
+    "eval_strategy": "steps: `--eval_steps 500` unless given; epoch: the default; no: evaluates "
+    "once per epoch, too",
     "evaluation_strategy": "as `eval_strategy`",
-    "save_strategy": "steps: `--save_steps 500` unless given; others: once per epoch; `best/` always has the best model",
+    "save_strategy": "steps: `--save_steps 500` unless given; others: once per epoch; `best/` "
+    "always has the best model",
     "checkpointing_steps": "a number: `--save_steps`; epoch: the default",
     "with_tracking": "`--report_to all` unless given",
-    "task_name": "token-classification: `--label_column NAME_tags`; else `--dataset_name nyu-mll/glue --dataset_config_name NAME`",
+    "task_name": "token-classification: `--label_column NAME_tags`; else `--dataset_name "
+    "nyu-mll/glue --dataset_config_name NAME`",
     "source_lang": "`--text_column translation.LANGUAGE`",
     "target_lang": "`--target_column translation.LANGUAGE`",
-    "line_by_line": "masked-lm with the script's defaults: without it, `--block_size` is set, as the script concatenates rows",
+    "line_by_line": "masked-lm with the script's defaults: without it, `--block_size` is set, as "
+    "the script concatenates rows",
     "data_seed": "must equal `--seed`, which the order of samples depends on",
     "hub_strategy": "must be `end` with `--push_to_hub`: the model is uploaded once, after the run",
-    "greater_is_better": "must fit `--metric_for_best_model`: lower is better for loss, perplexity and mae",
-    "config_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights in one folder",
-    "tokenizer_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights in one folder",
+    "greater_is_better": "must fit `--metric_for_best_model`: lower is better for loss, "
+    "perplexity and mae",
+    "config_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights "
+    "in one folder",
+    "tokenizer_name": "must equal `--model_name_or_path`: save configuration, tokenizer and "
+    "weights in one folder",
 }
 NO_EFFECT = {  # reason: flags
     "metrics.jsonl has every optimizer step": """logging_strategy logging_steps logging_first_step logging_nan_inf_filter
@@ -116,12 +132,16 @@ REFUSED = {  # remedy: flags
     "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": "optim_args",
     "use lora_target_modules": "optim_target_modules",
     "omit it: every update averages over all targets of the global batch": "average_tokens_across_devices",
-    "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval tf32 fp16_opt_level",
-    "use gradient_checkpointing alone": "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
-    "omit it: hf_ga does not compile the model": "torch_compile torch_compile_backend torch_compile_mode",
+    "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval tf32 "
+    "fp16_opt_level",
+    "use gradient_checkpointing alone": "gradient_checkpointing_kwargs "
+    "activation_checkpointing_kwargs",
+    "omit it: hf_ga does not compile the model": "torch_compile torch_compile_backend "
+    "torch_compile_mode",
     "omit it: its noise depends on the padding": "neftune_noise_alpha",
     "omit it: the upload is to the branch main": "hub_revision",
-    "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id "
+    "trackio_static_space_id",
     "omit it: a resumed run continues at the next sample": "ignore_data_skip",
     "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
     "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of DeepSpeed)": """accelerator_config
@@ -135,9 +155,11 @@ REFUSED = {  # remedy: flags
     "set model_name_or_path to the folder that `hf download --revision` prints": "model_revision",
     "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token",
     "omit it: a fast tokenizer is used where there is one": "use_fast_tokenizer use_slow_tokenizer",
-    "use bf16 or fp16: weights are float32, autocast computes in another precision": "torch_dtype dtype",
+    "use bf16 or fp16: weights are float32, autocast computes in another precision": "torch_dtype "
+    "dtype",
     "use a max_length within the model's positions": "resize_position_embeddings",
-    "save the tokenizer with its language codes set, and forced_bos_token_id in the generation config": "lang forced_bos_token",
+    "save the tokenizer with its language codes set, and forced_bos_token_id in the generation "
+    "config": "lang forced_bos_token",
     "omit it: padding is never a target": "ignore_pad_token_for_loss",
     "omit it: a tag counts at the first token of its word": "label_all_tokens",
 }
@@ -156,19 +178,24 @@ _ALLOWED = {  # values of REFUSED that change nothing; of the others, those that
 
 
 def known_flags() -> list[str]:
-    """Names that `translate` and `complete` take besides the options of `FinetuneConfig`; `task` and `report_to` are both."""
+    """Names that `translate` and `complete` take besides the options of `FinetuneConfig`; `task`
+    and `report_to` are both.
+    """
     no_effect = [name for names in NO_EFFECT.values() for name in names.split()]
     return [*RENAMED, *CONVERTED, *no_effect, *DIFFERENT, *_REMEDIES, "report_to"]
 
 
 def translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of the example scripts as options of `FinetuneConfig`, among them the scripts' defaults.
+    """Flags of the example scripts as options of `FinetuneConfig`, among them the scripts'
+    defaults.
 
     Args:
-        given: `task`, and flags of `known_flags`, with their texts ("true" for a switch without a value, a list for several names).
+        given: `task`, and flags of `known_flags`, with their texts ("true" for a switch without a
+            value, a list for several names).
 
     Raises:
-        ConfigError: a flag of REFUSED with a value that would change the run, or a value that cannot be converted.
+        ConfigError: a flag of REFUSED with a value that would change the run, or a value that
+            cannot be converted.
 
     >>> translate({"warmup_ratio": "0.1", "logging_steps": "10"})
     {'warmup_steps': '0.1'}
@@ -187,27 +214,46 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
-    """Convert values of `config`, after all flags are parsed, and check flags of `given` against it; returns lines to print."""
+    """Convert values of `config`, after all flags are parsed, and check flags of `given` against
+    it; returns lines to print.
+    """
     config.optim = "adamw" if config.optim in ("adamw_torch", "adamw_torch_fused") else config.optim
     config.max_steps = None if config.max_steps == -1 else config.max_steps
     if _is_on(given, "do_predict") and config.test_file and not config.predict_file:
         config.predict_file, config.test_file = config.test_file, None
     model, lower = config.model_name_or_path, config.lower_is_better
-    must_equal = {"data_seed": config.seed, "config_name": model, "tokenizer_name": model, "greater_is_better": not lower}
+    must_equal = {
+        "data_seed": config.seed,
+        "config_name": model,
+        "tokenizer_name": model,
+        "greater_is_better": not lower,
+    }
     must_equal |= {"hub_strategy": "end"} if config.push_to_hub else {}
     for name, value in must_equal.items():
         if given.get(name, "none").lower() not in ("none", str(value).lower()):
-            raise ConfigError(f"{name} {given[name]} is not supported: it {CONVERTED[name].replace('`', '')}.")
-    lines = [f"{name}: {DIFFERENT[name]}" for name, value in given.items() if name in DIFFERENT and value.lower() not in _OFF]
+            raise ConfigError(
+                f"{name} {given[name]} is not supported: it {CONVERTED[name].replace('`', '')}."
+            )
+    lines = [
+        f"{name}: {DIFFERENT[name]}"
+        for name, value in given.items()
+        if name in DIFFERENT and value.lower() not in _OFF
+    ]
     if not _has_defaults(given):
         return lines
     lines.insert(0, "unset flags have the defaults of the example script (docs/flags.md)")
     if config.gradient_accumulation_steps is None and config.global_batch_size is None:
         config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
-        config.dataset_name, config.dataset_config_name = "allenai/swag", "regular"  # the script's default
+        config.dataset_name, config.dataset_config_name = (
+            "allenai/swag",
+            "regular",
+        )  # the script's default
     if "train_file" in given and config.validation_file is None:
-        lines.append(f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows are for validation only")
+        lines.append(
+            f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows "
+            "are for validation only"
+        )
     limit = num_positions(load_base_config(config))
     for name in ("max_length", "block_size"):
         if limit and isinstance(value := getattr(config, name), int) and value > limit:
@@ -248,7 +294,11 @@ def _training_options(given: Mapping[str, str]) -> dict[str, Any]:
     if len(precisions) == 2:
         raise ConfigError("bf16 and fp16 exclude each other: use one of them.")
     options: dict[str, Any] = {"mixed_precision": precisions[0]} if precisions else {}
-    for name, option in {"eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps", "save_strategy": "save_steps"}.items():
+    for name, option in {
+        "eval_strategy": "eval_steps",
+        "evaluation_strategy": "eval_steps",
+        "save_strategy": "save_steps",
+    }.items():
         check_one_of(name, given.get(name, "no"), ("no", "steps", "epoch", "best"))
         options |= {option: 500} if given.get(name) == "steps" else {}
     if given.get("checkpointing_steps", "epoch") != "epoch":
@@ -264,15 +314,21 @@ def _data_options(given: Mapping[str, str], task: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     name = given.get("task_name")
     if name and task == "token-classification":
-        options |= {} if name == "ner" else {"label_column": f"{name}_tags"}  # ner is among the usual names
+        options |= (
+            {} if name == "ner" else {"label_column": f"{name}_tags"}
+        )  # ner is among the usual names
     elif name:
         if name == "mnli" or (name == "stsb" and task != "regression"):
-            raise ConfigError(f"task_name {name}: use {'--task regression' if name == 'stsb' else 'files with its splits'}.")
+            raise ConfigError(
+                f"task_name {name}: use "
+                f"{'--task regression' if name == 'stsb' else 'files with its splits'}."
+            )
         options |= {"dataset_name": "nyu-mll/glue", "dataset_config_name": name}
     for flag, option in {"source_lang": "text_column", "target_lang": "target_column"}.items():
         if "_" in given.get(flag, ""):
             raise ConfigError(
-                f"{flag} {given[flag]} is a language code of a tokenizer: save the tokenizer with its codes set, and use the "
+                f"{flag} {given[flag]} is a language code of a tokenizer: save the tokenizer with "
+                "its codes set, and use the "
                 "language alone."
             )
         if flag in given:

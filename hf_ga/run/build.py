@@ -1,4 +1,6 @@
-"""Build a run from a configuration and prepared data: model, proof, optimizer, schedule, windows."""
+"""Build a run from a configuration and prepared data: model, proof, optimizer, schedule,
+windows.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +28,13 @@ from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy
-from hf_ga.run.models import complete_config, known_labels, load_base_config, load_model, load_tokenizer
+from hf_ga.run.models import (
+    complete_config,
+    known_labels,
+    load_base_config,
+    load_model,
+    load_tokenizer,
+)
 from hf_ga.run.optimizers import ADAM, build_optimizer
 from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
@@ -35,37 +43,56 @@ from hf_ga.run.train_windows import train_windows
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 # Flags of which only the last part of a path must be equal on resume.
-LOCATIONS = ("model_name_or_path", "adapter_name_or_path", "dataset_name", "validation_file", "test_file")
+LOCATIONS = (
+    "model_name_or_path",
+    "adapter_name_or_path",
+    "dataset_name",
+    "validation_file",
+    "test_file",
+)
 # Flags that may change on resume, as they do not affect the results. reason: flags
 FREE_TO_CHANGE = {
-    "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub hub_model_id hub_private_repo
-        predict_file max_predict_samples""",
-    "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens num_beams early_stopping_patience",
+    "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
+        hub_model_id hub_private_repo predict_file max_predict_samples""",
+    "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens "
+    "num_beams early_stopping_patience",
     "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",
-    "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing fsdp_reduce_each_micro_batch",
-    "checked as `window_size` and `chunks`": """per_device_train_batch_size gradient_accumulation_steps global_batch_size
-        max_tokens_per_micro_batch same_bits""",
+    "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing "
+    "fsdp_reduce_each_micro_batch",
+    "checked as `window_size` and `chunks`": """per_device_train_batch_size
+        gradient_accumulation_steps global_batch_size max_tokens_per_micro_batch same_bits""",
 }
 
 
 def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
-    """Load the tokenizer, the data and the configuration of the model, and check that they fit. `functions`: see `finetune`."""
+    """Load the tokenizer, the data and the configuration of the model, and check that they fit.
+    `functions`: see `finetune`.
+    """
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     model_config = complete_config(base, config, data)
-    return Setup(config=config, accelerator=accelerator, data=data, model_config=model_config, **functions)
+    return Setup(
+        config=config, accelerator=accelerator, data=data, model_config=model_config, **functions
+    )
 
 
 def build_model(setup: Setup) -> nn.Module:
-    """Build the model with float32 trainable parameters; weights frozen under adapters keep the compute dtype."""
+    """Build the model with float32 trainable parameters; weights frozen under adapters keep the
+    compute dtype.
+    """
     model, new = _load(setup)
     if new:
-        print_fact(setup.accelerator, "weights", f"{len(new)} new: {', '.join(new[:2])}{', ...' * (len(new) > 2)}")
+        print_fact(
+            setup.accelerator,
+            "weights",
+            f"{len(new)} new: {', '.join(new[:2])}{', ...' * (len(new) > 2)}",
+        )
     return model
 
 
 def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be merged. For the main process.
+    """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be
+    merged. For the main process.
 
     Args:
         weights: the full `state_dict()`.
@@ -86,7 +113,9 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
         model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(setup.accelerator.device).train(), new_weights  # also the model within PEFT's wrapper
+    return model.to(
+        setup.accelerator.device
+    ).train(), new_weights  # also the model within PEFT's wrapper
 
 
 def build_run(setup: Setup) -> Run:
@@ -97,16 +126,26 @@ def build_run(setup: Setup) -> Run:
     model = build_model(setup)
     _print_size(setup, model)
     allowed = config.allow_split_dependent_randomness
-    prove = partial(prove_targets, model, proof_samples(data, "train"), data.collate, allow_split_dependent_randomness=allowed)
+    prove = partial(
+        prove_targets,
+        model,
+        proof_samples(data, "train"),
+        data.collate,
+        allow_split_dependent_randomness=allowed,
+    )
     head_proven = prove()  # of the head's own loss, for evaluations
     proven = head_proven if loss_fn is None else prove(loss_fn=loss_fn)
     windows.state.pad_to_window = proven.pad_to_window
-    max_windows = math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
+    max_windows = (
+        math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
+    )
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
     identity = _identity(setup, model, windows.layout.window_size)  # before the weights are sharded
     model, optimizer = prepare(accelerator, model, optimizer)
-    once_per_epoch = max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)  # streams have no length
+    once_per_epoch = (
+        max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)
+    )  # streams have no length
     return Run(
         **vars(setup),
         model=model,
@@ -135,14 +174,26 @@ def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
-    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon} if config.optim in ADAM else {}
-    optimizer = build_optimizer(model, config.optim, config.learning_rate or usual, config.weight_decay, **adam)
-    warmup_steps = math.ceil(config.warmup_steps * max_steps) if config.warmup_steps < 1 else int(config.warmup_steps)
+    adam = (
+        {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+        if config.optim in ADAM
+        else {}
+    )
+    optimizer = build_optimizer(
+        model, config.optim, config.learning_rate or usual, config.weight_decay, **adam
+    )
+    warmup_steps = (
+        math.ceil(config.warmup_steps * max_steps)
+        if config.warmup_steps < 1
+        else int(config.warmup_steps)
+    )
     return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
-    """Settings that must be equal on resume. Only names of files and folders: their location may change."""
+    """Settings that must be equal on resume. Only names of files and folders: their location may
+    change.
+    """
     config = setup.config
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
     flags = {k: v for k, v in config.to_dict().items() if k not in free}
@@ -150,7 +201,9 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     flags |= {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
     return flags | {
         "window_size": window_size,
-        "chunks": [config.same_bits, config.max_tokens_per_micro_batch] if config.same_bits else None,
+        "chunks": [config.same_bits, config.max_tokens_per_micro_batch]
+        if config.same_bits
+        else None,
         "data": setup.data.content_hash,
         "mixed_precision": setup.accelerator.mixed_precision,
         "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
@@ -164,7 +217,9 @@ def _without_folder(place: str) -> str:
 
 def _frozen_sha256(model: nn.Module) -> str:
     named = unwrapped(model).named_parameters(remove_duplicate=False)
-    return state_sha256({name: parameter for name, parameter in named if not parameter.requires_grad})
+    return state_sha256(
+        {name: parameter for name, parameter in named if not parameter.requires_grad}
+    )
 
 
 def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
@@ -174,7 +229,9 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
     return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
 
 
-def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: str = "validation") -> dict[str, float]:
+def evaluate_split(
+    setup: Setup, model: nn.Module, proven: ProvenLoss, split: str = "validation"
+) -> dict[str, float]:
     """Loss of the head and metrics of a split, as `eval_loss` or `test_loss`, ..."""
     data = setup.data
     windows = evaluation_windows(
@@ -198,6 +255,8 @@ def evaluate_split(setup: Setup, model: nn.Module, proven: ProvenLoss, split: st
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
     """Samples over the whole range of lengths, to find out whether the loss depends on padding."""
     by_length = np.argsort(np.asarray(data.splits[split]["length"][:]), kind="stable")
-    ids = by_length[np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)]
+    ids = by_length[
+        np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)
+    ]
     samples = data.samples(split)
     return [samples[int(i)] for i in ids]

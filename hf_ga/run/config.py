@@ -17,122 +17,227 @@ DEFAULT_ACCUMULATION_STEPS = 4
 STREAMED_TASKS = ("causal-lm", "text-classification")
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "block_size": ("causal-lm", "masked-lm"),
-    "label_smoothing_factor": ("causal-lm", "masked-lm", "text-classification", "token-classification", "seq2seq"),
-    "text_pair_column": ("text-classification", "regression", "multi-label", "question-answering", "multiple-choice"),
+    "label_smoothing_factor": (
+        "causal-lm",
+        "masked-lm",
+        "text-classification",
+        "token-classification",
+        "seq2seq",
+    ),
+    "text_pair_column": (
+        "text-classification",
+        "regression",
+        "multi-label",
+        "question-answering",
+        "multiple-choice",
+    ),
     "choices_column": ("multiple-choice",),
     "target_column": ("seq2seq",),
     "source_prefix": ("seq2seq",),
     "max_target_length": ("seq2seq",),
-    "predict_file": tuple(task for task in TASKS if task not in ("causal-lm", "masked-lm")),  # use pipeline() for these
+    "predict_file": tuple(
+        task for task in TASKS if task not in ("causal-lm", "masked-lm")
+    ),  # use pipeline() for these
     "predict_with_generate": ("seq2seq",),
 }
 
 
 @dataclass
 class FinetuneConfig(DataOptions):
-    """All flags of a run. Device and number of processes come from `accelerate launch` and its config.
+    """All flags of a run. Device and number of processes come from `accelerate launch` and its
+    config.
 
     Example:
-        hf_ga.finetune(FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl", output_dir="outputs/gpt2"))
+        config = FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl")
+        hf_ga.finetune(config)
     """
 
     # model
-    model_name_or_path: str | None = option(None, "Hub id or local folder. Default: a small model built from scratch.")
+    model_name_or_path: str | None = option(
+        None, "Hub id or local folder. Default: a small model built from scratch."
+    )
     trust_remote_code: bool = option(False, "Allow code from the model's repository.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward: less memory, more time.")
-    freeze: list[str] | None = option(None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'.")
-    lora_r: int | None = option(None, "Rank of LoRA adapters (needs the extra `peft`); other weights are frozen. Default: no LoRA.")
-    lora_alpha: float | None = option(None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r.")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward: less memory, more time."
+    )
+    freeze: list[str] | None = option(
+        None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'."
+    )
+    lora_r: int | None = option(
+        None,
+        "Rank of LoRA adapters (needs the extra `peft`); other weights are frozen. Default: no "
+        "LoRA.",
+    )
+    lora_alpha: float | None = option(
+        None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r."
+    )
     lora_dropout: float = option(0.0, "Dropout in the adapters.")
-    lora_target_modules: list[str] | None = option(None, "Names of the linear layers with adapters. Default: all.")
-    lora_modules_to_save: list[str] | None = option(None, "Names of modules to train in full, besides adapters and new heads.")
+    lora_target_modules: list[str] | None = option(
+        None, "Names of the linear layers with adapters. Default: all."
+    )
+    lora_modules_to_save: list[str] | None = option(
+        None, "Names of modules to train in full, besides adapters and new heads."
+    )
     use_dora: bool = option(False, "DoRA: adapters that train the weights' magnitudes separately.")
-    adapter_name_or_path: str | None = option(None, "Hub id or local folder of an adapter to train further, with its own settings.")
-    load_in_4bit: bool = option(False, "QLoRA: 4-bit (NF4) frozen weights under the adapters (needs the extra `qlora`).")
+    adapter_name_or_path: str | None = option(
+        None, "Hub id or local folder of an adapter to train further, with its own settings."
+    )
+    load_in_4bit: bool = option(
+        False, "QLoRA: 4-bit (NF4) frozen weights under the adapters (needs the extra `qlora`)."
+    )
     # loss
-    label_smoothing_factor: float = option(0.0, "Label smoothing of the training loss (not of validation losses).")
+    label_smoothing_factor: float = option(
+        0.0, "Label smoothing of the training loss (not of validation losses)."
+    )
     # batch
-    per_device_train_batch_size: int = option(8, "Samples of maximum length in one micro-batch; every value gives the same update.")
+    per_device_train_batch_size: int = option(
+        8, "Samples of maximum length in one micro-batch; every value gives the same update."
+    )
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Maximum tokens in one micro-batch, padding included (samples x longest sample), so shorter samples make larger ones. "
+        "Maximum tokens in one micro-batch, padding included (samples x longest sample), so "
+        "shorter samples make larger ones. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
-        None, f"Micro-batches per process and optimizer step. Default: from global_batch_size, else {DEFAULT_ACCUMULATION_STEPS}."
+        None,
+        "Micro-batches per process and optimizer step. Default: from global_batch_size, else "
+        f"{DEFAULT_ACCUMULATION_STEPS}.",
     )
     global_batch_size: int | None = option(
-        None, "Samples in one optimizer step over all processes (the window). Default: processes x micro-batch x accumulation."
+        None,
+        "Samples in one optimizer step over all processes (the window). Default: processes x "
+        "micro-batch x accumulation.",
     )
     same_bits: int | None = option(
         None,
-        "Make the weights the same to the last bit on any number of processes (not under FSDP). The value: number of samples of "
-        "maximum length in each forward, the largest that fits into memory, at most per_device_train_batch_size. A CPU process "
+        "Make the weights the same to the last bit on any number of processes (not under FSDP). "
+        "The value: number of samples of "
+        "maximum length in each forward, the largest that fits into memory, at most "
+        "per_device_train_batch_size. A CPU process "
         "uses one thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
     dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
     # optimization
     learning_rate: float | None = option(
-        None, "Peak learning rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, 2e-4 for LoRA."
+        None,
+        "Peak learning rate. Default: 5e-5 for a pretrained model, 1e-3 for one from scratch, "
+        "2e-4 for LoRA.",
     )
     weight_decay: float = option(0.01, "Weight decay of matrices; none for norms and biases.")
     optim: str = option("adamw", f"One of: {', '.join(OPTIMIZERS)}.")
-    adam_beta1: float = option(0.9, "Decay rate of the average gradient (adamw, adam, nadam, radam).")
-    adam_beta2: float = option(0.999, "Decay rate of the average squared gradient (the same optimizers).")
+    adam_beta1: float = option(
+        0.9, "Decay rate of the average gradient (adamw, adam, nadam, radam)."
+    )
+    adam_beta2: float = option(
+        0.999, "Decay rate of the average squared gradient (the same optimizers)."
+    )
     adam_epsilon: float = option(1e-8, "Term added to the denominator (the same optimizers).")
-    lr_scheduler_type: str = option("cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}.")
-    warmup_steps: float = option(20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps.")
+    lr_scheduler_type: str = option(
+        "cosine", f"Schedule over optimizer steps, one of: {', '.join(SCHEDULES)}."
+    )
+    warmup_steps: float = option(
+        20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps."
+    )
     num_train_epochs: float = option(2.0, "Passes over the training data.")
     max_steps: int | None = option(None, "Optimizer steps; overrides num_train_epochs.")
-    max_grad_norm: float = option(1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping.")
+    max_grad_norm: float = option(
+        1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping."
+    )
     fsdp_reduce_each_micro_batch: bool = option(
         False, "FSDP: reduce gradients in every micro-batch: less memory, more communication."
     )
-    on_nonfinite: str = option("stop", f"Action on a non-finite loss or gradient, one of: {', '.join(ON_NONFINITE)} (the window).")
-    mixed_precision: str | None = option(None, "no, bf16 or fp16. Default: that of `accelerate launch`.")
+    on_nonfinite: str = option(
+        "stop",
+        f"Action on a non-finite loss or gradient, one of: {', '.join(ON_NONFINITE)} (the window).",
+    )
+    mixed_precision: str | None = option(
+        None, "no, bf16 or fp16. Default: that of `accelerate launch`."
+    )
     seed: int = option(0, "Seed of order, dropout and initial weights.")
     allow_split_dependent_randomness: bool = option(
-        False, "Allow random draws that depend on how the window is split: updates then depend on the split."
+        False,
+        "Allow random draws that depend on how the window is split: updates then depend on the "
+        "split.",
     )
-    full_determinism: bool = option(False, "Use deterministic kernels only (slower on a GPU, but bit for bit reproducible).")
+    full_determinism: bool = option(
+        False, "Use deterministic kernels only (slower on a GPU, but bit for bit reproducible)."
+    )
     # evaluation and output
-    per_device_eval_batch_size: int = option(32, "Maximum samples in one evaluation batch; results do not depend on it.")
-    eval_steps: int | None = option(None, "Optimizer steps between evaluations. Default: once per epoch.")
-    predict_with_generate: bool = option(False, "seq2seq: generate texts in evaluations, for generation metrics.")
+    per_device_eval_batch_size: int = option(
+        32, "Maximum samples in one evaluation batch; results do not depend on it."
+    )
+    eval_steps: int | None = option(
+        None, "Optimizer steps between evaluations. Default: once per epoch."
+    )
+    predict_with_generate: bool = option(
+        False, "seq2seq: generate texts in evaluations, for generation metrics."
+    )
     max_new_tokens: int = option(64, "seq2seq: maximum tokens to generate per row.")
     num_beams: int = option(1, "seq2seq: number of beams for beam search; 1: greedy.")
-    metric_for_best_model: str = option("loss", "Validation metric for `best/` and early stopping: loss, or a metric of the task.")
-    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without improvement. Default: never.")
-    save_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: once per epoch.")
+    metric_for_best_model: str = option(
+        "loss", "Validation metric for `best/` and early stopping: loss, or a metric of the task."
+    )
+    early_stopping_patience: int | None = option(
+        None, "Stop after this many evaluations without improvement. Default: never."
+    )
+    save_steps: int | None = option(
+        None, "Optimizer steps between checkpoints. Default: once per epoch."
+    )
     save_total_limit: int = option(2, "Checkpoints to keep.")
-    report_to: str = option("none", "Comma-separated trackers (tensorboard, wandb, ...), all (installed ones), or none.")
-    run_name: str | None = option(None, "Name of the run in the trackers. Default: the last folder of output_dir.")
-    project: str = option("hf_ga", "Project of the run in the trackers (in MLflow: the experiment).")
+    report_to: str = option(
+        "none", "Comma-separated trackers (tensorboard, wandb, ...), all (installed ones), or none."
+    )
+    run_name: str | None = option(
+        None, "Name of the run in the trackers. Default: the last folder of output_dir."
+    )
+    project: str = option(
+        "hf_ga", "Project of the run in the trackers (in MLflow: the experiment)."
+    )
     output_dir: str = option("outputs/finetune", "Folder for metrics, checkpoints and the model.")
-    resume_from_checkpoint: str | None = option(None, "`auto` (the newest in output_dir, if any) or the folder of a checkpoint.")
-    resume_with_changes: bool = option(False, "Resume with settings or data that differ from the checkpoint's (a different run).")
+    resume_from_checkpoint: str | None = option(
+        None, "`auto` (the newest in output_dir, if any) or the folder of a checkpoint."
+    )
+    resume_with_changes: bool = option(
+        False, "Resume with settings or data that differ from the checkpoint's (a different run)."
+    )
     # upload
-    push_to_hub: bool = option(False, "Upload the trained model to the Hugging Face Hub after the run.")
-    hub_model_id: str | None = option(None, "Repository for the upload: name or user/name. Default: the last folder of output_dir.")
+    push_to_hub: bool = option(
+        False, "Upload the trained model to the Hugging Face Hub after the run."
+    )
+    hub_model_id: str | None = option(
+        None,
+        "Repository for the upload: name or user/name. Default: the last folder of output_dir.",
+    )
     hub_token: str | None = option(
-        None, "Token for the upload; not saved. Default: that of `hf auth login`, or HF_TOKEN.", repr=False
+        None,
+        "Token for the upload; not saved. Default: that of `hf auth login`, or HF_TOKEN.",
+        repr=False,
     )
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
     def layout(self, num_processes: int) -> Layout:
-        """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the launcher's.
+        """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the
+        launcher's.
 
         Raises:
             ConfigError: sizes that fit no layout.
         """
         steps = self.gradient_accumulation_steps
         launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        if steps is None and launched.isdigit() and int(launched) > 1:  # `accelerate launch` always sets it, by default to 1
+        if (
+            steps is None and launched.isdigit() and int(launched) > 1
+        ):  # `accelerate launch` always sets it, by default to 1
             steps = int(launched)
         elif steps is None and self.global_batch_size is None:
             steps = DEFAULT_ACCUMULATION_STEPS
-        return Layout.from_sizes(num_processes, self.per_device_train_batch_size, steps, global_batch_size=self.global_batch_size)
+        return Layout.from_sizes(
+            num_processes,
+            self.per_device_train_batch_size,
+            steps,
+            global_batch_size=self.global_batch_size,
+        )
 
     @property
     def has_adapters(self) -> bool:
@@ -146,7 +251,9 @@ class FinetuneConfig(DataOptions):
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether lower values of `metric_for_best_model` are better. As in Trainer, those whose name ends in loss, too."""
+        """Whether lower values of `metric_for_best_model` are better. As in Trainer, those whose
+        name ends in loss, too.
+        """
         return str(self.metric_for_best_model).endswith(("loss", "perplexity", "mae"))
 
     def check(self, *, has_own_metrics: bool = False) -> None:
@@ -173,63 +280,113 @@ class FinetuneConfig(DataOptions):
 
     def check_output_dir(self) -> None:
         """Check that the folder can be written and contains no run to lose; a part of `check`."""
-        check_output_dir(self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only)
+        check_output_dir(
+            self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only
+        )
 
     def _check_task(self, has_own_metrics: bool) -> None:
         for name, tasks in _OF_TASKS.items():
             if getattr(self, name) and self.task not in tasks:
-                raise ConfigError(f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it.")
+                raise ConfigError(
+                    f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it."
+                )
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         metric, task = self.metric_for_best_model, TASKS[self.task]
         if has_own_metrics:
             return
-        check_one_of("metric_for_best_model", metric, ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics))
+        check_one_of(
+            "metric_for_best_model",
+            metric,
+            ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics),
+        )
         if metric in task.generated_metrics and not self.predict_with_generate:
-            raise ConfigError(f"metric_for_best_model {metric} compares generated texts: set --predict_with_generate.")
+            raise ConfigError(
+                f"metric_for_best_model {metric} compares generated texts: set "
+                "--predict_with_generate."
+            )
 
     def _check_combinations(self) -> None:
         """Check flags that need or exclude each other."""
-        if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (0.9, 0.999, 1e-8):
-            raise ConfigError(f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not {self.optim}: omit them.")
-        of_new = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora")
+        if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (
+            0.9,
+            0.999,
+            1e-8,
+        ):
+            raise ConfigError(
+                f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not "
+                f"{self.optim}: omit them."
+            )
+        of_new = (
+            "lora_alpha",
+            "lora_dropout",
+            "lora_target_modules",
+            "lora_modules_to_save",
+            "use_dora",
+        )
         if self.lora_r is None and (given := [name for name in of_new if getattr(self, name)]):
             raise ConfigError(f"{given[0]} needs lora_r, the rank of new adapters.")
         if self.lora_r is not None and self.adapter_name_or_path is not None:
-            raise ConfigError("lora_r creates new adapters, adapter_name_or_path loads existing ones: omit one of them.")
+            raise ConfigError(
+                "lora_r creates new adapters, adapter_name_or_path loads existing ones: omit one "
+                "of them."
+            )
         if self.load_in_4bit and not self.has_adapters:
-            raise ConfigError("load_in_4bit freezes the weights: set lora_r or adapter_name_or_path.")
-        for is_set, package, extra in ((self.has_adapters, "peft", "peft"), (self.load_in_4bit, "bitsandbytes", "qlora")):
+            raise ConfigError(
+                "load_in_4bit freezes the weights: set lora_r or adapter_name_or_path."
+            )
+        for is_set, package, extra in (
+            (self.has_adapters, "peft", "peft"),
+            (self.load_in_4bit, "bitsandbytes", "qlora"),
+        ):
             if is_set and find_spec(package) is None:
-                raise ConfigError(f"adapters need the package {package}: pip install 'hf_ga[{extra}]'.")
+                raise ConfigError(
+                    f"adapters need the package {package}: pip install 'hf_ga[{extra}]'."
+                )
         if self.has_adapters and self.freeze:
-            raise ConfigError("freeze has no effect with adapters, which freeze all other weights: omit one of them.")
+            raise ConfigError(
+                "freeze has no effect with adapters, which freeze all other weights: omit one of "
+                "them."
+            )
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
-                f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than one chunk of same_bits "
+                f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than "
+                "one chunk of same_bits "
                 f"{self.same_bits}: set it to at least {self.same_bits}, or lower same_bits."
             )
         if self.resume_with_changes and self.resume_from_checkpoint is None:
-            raise ConfigError("resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it.")
+            raise ConfigError(
+                "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."
+            )
         if self.eval_only and self.resume_from_checkpoint is not None:
-            raise ConfigError("eval_only does not resume: set model_name_or_path to the model's folder.")
+            raise ConfigError(
+                "eval_only does not resume: set model_name_or_path to the model's folder."
+            )
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: set model_name_or_path.")
         if self.eval_only and self.push_to_hub:
-            raise ConfigError("eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`.")
+            raise ConfigError(
+                "eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`."
+            )
 
     def _check_streaming(self) -> None:
+        num_workers = self.dataloader_num_workers
         unsupported = {
-            f"the task {self.task} (it reads all training rows first)": self.task not in STREAMED_TASKS,
+            f"the task {self.task} (it reads all training rows first)": self.task
+            not in STREAMED_TASKS,
             "block_size": self.block_size,
             "max_train_samples": self.max_train_samples,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": "stdlib" in as_list(self.dataset_name),
-            f"dataloader_num_workers {self.dataloader_num_workers} (one worker reads ahead)": self.dataloader_num_workers > 1,
+            f"dataloader_num_workers {num_workers} (one worker reads ahead)": num_workers > 1,
         }
         if found := [what for what, is_set in unsupported.items() if is_set]:
-            raise ConfigError(f"streaming does not support {found[0]}: change it, or omit streaming.")
+            raise ConfigError(
+                f"streaming does not support {found[0]}: change it, or omit streaming."
+            )
         if self.max_steps is None:
-            raise ConfigError("streaming needs max_steps: the number of rows of a stream is unknown.")
+            raise ConfigError(
+                "streaming needs max_steps: the number of rows of a stream is unknown."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The flags as plain values, for JSON and trackers: without `hub_token`."""

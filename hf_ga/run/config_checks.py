@@ -12,25 +12,49 @@ from hf_ga.recovery.latest import list_checkpoints
 from hf_ga.recovery.lock import is_empty_folder
 
 # Integers are at least 1, numbers at least 0, except these.
-_AT_LEAST = {"max_length": 2, "block_size": 2, "dataloader_num_workers": 0, "shuffle_buffer_size": 0, "seed": 0}
-_ABOVE_0 = ("learning_rate", "num_train_epochs", "validation_split_percentage", "mlm_probability", "lora_alpha", "adam_epsilon")
-_BELOW = {"label_smoothing_factor": 1, "lora_dropout": 1, "mlm_probability": 1, "validation_split_percentage": 100}
+_AT_LEAST = {
+    "max_length": 2,
+    "block_size": 2,
+    "dataloader_num_workers": 0,
+    "shuffle_buffer_size": 0,
+    "seed": 0,
+}
+_ABOVE_0 = (
+    "learning_rate",
+    "num_train_epochs",
+    "validation_split_percentage",
+    "mlm_probability",
+    "lora_alpha",
+    "adam_epsilon",
+)
+_BELOW = {
+    "label_smoothing_factor": 1,
+    "lora_dropout": 1,
+    "mlm_probability": 1,
+    "validation_split_percentage": 100,
+}
 _BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _NAMES |= {list[str]: "a list of strings", list[float]: "a list of numbers"}
 
 
 def check_fields(config: Any) -> None:
-    """Check the types of a dataclass's fields, which neither Python nor a configuration file enforces, and the bounds of numbers.
+    """Check the types of a dataclass's fields, which neither Python nor a configuration file
+    enforces, and the bounds of numbers.
 
     Raises:
         ConfigError: a value has the wrong type, is an empty string, out of bounds or not finite.
     """
     for name, hint in get_type_hints(type(config)).items():
-        kinds, value = (get_args(hint) if isinstance(hint, UnionType) else (hint,)), getattr(config, name)
+        kinds, value = (
+            (get_args(hint) if isinstance(hint, UnionType) else (hint,)),
+            getattr(config, name),
+        )
         if not any(_is_of(value, kind) for kind in kinds):
             expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
-            raise ConfigError(f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__}).")
+            raise ConfigError(
+                f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__})."
+            )
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -49,7 +73,10 @@ def _check_bounds(name: str, value: float, least: int) -> None:
     if name in _ABOVE_0 and not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
     if name not in _ABOVE_0 and not least <= value < float("inf"):
-        raise ConfigError(f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got {value}.")
+        raise ConfigError(
+            f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got "
+            f"{value}."
+        )
     if value >= _BELOW.get(name, float("inf")):
         raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
     if isinstance(value, int) and value >= 2**32:
@@ -62,11 +89,14 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
         raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(known)}.")
 
 
-def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_adds: bool = False) -> None:
+def check_output_dir(
+    output_dir: str, *, resume_from: str | None = None, only_adds: bool = False
+) -> None:
     """Check that a folder can be written and contains no run to lose.
 
     Args:
-        resume_from: the checkpoint to resume from, or "auto". only_adds: allow any content, as files are only added.
+        resume_from: the checkpoint to resume from, or "auto". only_adds: allow any content, as
+            files are only added.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -74,18 +104,30 @@ def check_output_dir(output_dir: str, *, resume_from: str | None = None, only_ad
     folder = Path(output_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if existing.is_file():
-        raise ConfigError(f"output_dir {folder} cannot be created: {existing} is a file. Name a folder.")
+        raise ConfigError(
+            f"output_dir {folder} cannot be created: {existing} is a file. Name a folder."
+        )
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name another folder.")
+        raise ConfigError(
+            f"output_dir {folder} cannot be written: {existing} is read-only for this user. Name "
+            "another folder."
+        )
     if only_adds or is_empty_folder(folder):
         return
     if resume_from is None:
         raise ConfigError(
-            f"output_dir {folder} contains another run. Continue it with --resume_from_checkpoint auto, delete it, or name another "
+            f"output_dir {folder} contains another run. Continue it with --resume_from_checkpoint "
+            "auto, delete it, or name another "
             "folder."
         )
-    if resume_from != "auto" and list_checkpoints(folder) and Path(resume_from).resolve().parent != folder.resolve():
+    if (
+        resume_from != "auto"
+        and list_checkpoints(folder)
+        and Path(resume_from).resolve().parent != folder.resolve()
+    ):
         raise ConfigError(
-            f"output_dir {folder} contains checkpoints, but {resume_from} is not one of them: a run resumed from "
-            "elsewhere would mix with them. Resume one of them with --resume_from_checkpoint auto, or name another folder."
+            f"output_dir {folder} contains checkpoints, but {resume_from} is not one of them: a "
+            "run resumed from "
+            "elsewhere would mix with them. Resume one of them with --resume_from_checkpoint "
+            "auto, or name another folder."
         )

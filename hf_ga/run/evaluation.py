@@ -1,7 +1,7 @@
 """Token-weighted loss and metrics over a whole split: the same numbers for every layout.
 
-The terms of all micro-batches are gathered on every process, sorted by sample, and then summed, so the results do not depend on
-which process computed a term.
+The terms of all micro-batches are gathered on every process, sorted by sample, and then summed, so
+the results do not depend on which process computed a term.
 """
 
 import math
@@ -32,7 +32,8 @@ from hf_ga.proof.targets import ProvenLoss
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
-# Samples with one padding width if a head's loss depends on it: a constant, so that the loss does not depend on the layout.
+# Samples with one padding width if a head's loss depends on it: a constant, so that the loss does
+# not depend on the layout.
 EVALUATION_WINDOW = 256
 
 
@@ -41,8 +42,10 @@ class Reader:
     """Reads the inputs of metrics from a model's outputs, and computes the metrics.
 
     Attributes:
-        compute: (predictions, references) of all samples of the split, in its order -> {name: value}.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions, references) of its samples.
+        compute: (predictions, references) of all samples of the split, in its order -> {name:
+            value}.
+        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions,
+            references) of its samples.
         predicts_tokens: the loss averages over tokens, so it has a perplexity.
     """
 
@@ -61,10 +64,12 @@ def evaluation_windows(
     proven: ProvenLoss,
     same_bits: bool = False,
 ) -> WindowLoader:
-    """The split in its own order, in batches of samples of similar length (less padding, same result), assigned round-robin.
+    """The split in its own order, in batches of samples of similar length (less padding, same
+    result), assigned round-robin.
 
-    The batches are the same for every number of processes, as long as each process has one in a window of 256 samples. More
-    processes use larger windows, except if the loss depends on the padding width, or for the same bits.
+    The batches are the same for every number of processes, as long as each process has one in a
+    window of 256 samples. More processes use larger windows, except if the loss depends on the
+    padding width, or for the same bits.
     """
     busy = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
     return WindowLoader(
@@ -72,7 +77,9 @@ def evaluation_windows(
         collate_fn,
         accelerator=accelerator,
         per_device_batch_size=batch_size,
-        global_batch_size=EVALUATION_WINDOW if proven.pad_to_window or same_bits else max(EVALUATION_WINDOW, busy),
+        global_batch_size=EVALUATION_WINDOW
+        if proven.pad_to_window or same_bits
+        else max(EVALUATION_WINDOW, busy),
         shuffle=False,
         lengths=lengths,
         planner=partial(plan_by_sizes, sizes=[batch_size]),
@@ -88,21 +95,31 @@ def evaluate(
     proven: ProvenLoss,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Evaluate in evaluation mode; the modes of all modules are restored. All ranks must call it, and return the same numbers.
+    """Evaluate in evaluation mode; the modes of all modules are restored. All ranks must call it,
+    and return the same numbers.
 
     Args:
-        windows: see `evaluation_windows`. proven: counts targets as in training. reader: for metrics besides the loss.
+        windows: see `evaluation_windows`. proven: counts targets as in training. reader: for
+            metrics besides the loss.
 
     Returns:
-        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the metrics (NaN if there is nothing to
-        compare); for losses over tokens also `perplexity` = exp(loss).
+        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the
+        metrics (NaN if there is nothing to compare); for losses over tokens also `perplexity` =
+        exp(loss).
     """
     windows.set_epoch(0)
-    loss, useful = proven.loss, LeanForward if reader else (LeanForward, ChunkedLoss)  # a reader needs logits
+    loss, useful = (
+        proven.loss,
+        LeanForward if reader else (LeanForward, ChunkedLoss),
+    )  # a reader needs logits
     hooks = [hook for hook in proven.speed_ups if isinstance(hook, useful)]
     with restored_modes(model):
         model.eval()
-        own = [share for window in windows for share in _shares(backend_for(accelerator), model, window, loss, hooks, reader)]
+        own = [
+            share
+            for window in windows
+            for share in _shares(backend_for(accelerator), model, window, loss, hooks, reader)
+        ]
         on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
         own = [replace(share, tally=[*map(on_host, share.tally)]) for share in own]
     shares = sorted(gather_object(own), key=lambda share: share.positions[0])
@@ -110,8 +127,14 @@ def evaluate(
     if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        samples = [entry for s in shares for entry in zip(s.positions, s.predictions, s.references, strict=True)]
-        _, predictions, references = map(list, zip(*sorted(samples, key=itemgetter(0)), strict=True))
+        samples = [
+            entry
+            for s in shares
+            for entry in zip(s.positions, s.predictions, s.references, strict=True)
+        ]
+        _, predictions, references = map(
+            list, zip(*sorted(samples, key=itemgetter(0)), strict=True)
+        )
         results |= reader.compute(predictions, references) | results  # the loss is never replaced
     return broadcast_from_main(accelerator, results)  # other machines may round differently
 
@@ -122,7 +145,8 @@ class _Share:
 
     Attributes:
         positions: int64, shape (n,), of the samples.
-        tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are computed.
+        tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are
+            computed.
         predictions, references: from the reader, one entry per sample.
     """
 
@@ -133,10 +157,20 @@ class _Share:
 
 
 def _shares(
-    backend: Backend, model: nn.Module, window: Window, loss: Loss, hooks: Sequence[Hook], reader: Reader | None
+    backend: Backend,
+    model: nn.Module,
+    window: Window,
+    loss: Loss,
+    hooks: Sequence[Hook],
+    reader: Reader | None,
 ) -> Iterable[_Share]:
-    """Contributions of this rank's micro-batches. Under FSDP, where forwards are collectives, all ranks run equally many."""
-    calls = [Call(micro_batch, counts=loss.count(micro_batch.batch, len(micro_batch))) for micro_batch in window.micro_batches]
+    """Contributions of this rank's micro-batches. Under FSDP, where forwards are collectives, all
+    ranks run equally many.
+    """
+    calls = [
+        Call(micro_batch, counts=loss.count(micro_batch.batch, len(micro_batch)))
+        for micro_batch in window.micro_batches
+    ]
     for call in backend.equalize(window, calls, loss):
         forward = Forward(backend.accelerator, model, window, (loss, *hooks))
         with forward.scope():  # excludes a reader's generation
@@ -148,9 +182,17 @@ def _shares(
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """The mean over all targets (NaN without any) and their number. Sums are exact and independent of the micro-batches."""
+    """The mean over all targets (NaN without any) and their number. Sums are exact and independent
+    of the micro-batches.
+    """
     tallies = zip(*(share.tally for share in shares), strict=True)
-    totals = [torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy())) for parts in tallies]
+    totals = [
+        torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy()))
+        for parts in tallies
+    ]
     sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
     number = float(sum(counts[: loss.num_means]))
-    return {"loss": float(loss.mean(sums, counts)) if number else float("nan"), "num_targets": number}
+    return {
+        "loss": float(loss.mean(sums, counts)) if number else float("nan"),
+        "num_targets": number,
+    }

@@ -20,7 +20,13 @@ from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict, prepare
-from hf_ga.parallel.processes import broadcast_from_main, check_agreement, end_training, main_process_first, raise_on_all_ranks
+from hf_ga.parallel.processes import (
+    broadcast_from_main,
+    check_agreement,
+    end_training,
+    main_process_first,
+    raise_on_all_ranks,
+)
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
@@ -28,7 +34,14 @@ from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 from hf_ga.run.accelerator import check_sharded, make_accelerator, precision_name
 from hf_ga.run.adapters import is_lora
-from hf_ga.run.build import build_model, build_run, evaluate_split, mergeable, prepare_setup, proof_samples
+from hf_ga.run.build import (
+    build_model,
+    build_run,
+    evaluate_split,
+    mergeable,
+    prepare_setup,
+    proof_samples,
+)
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.config_checks import check_one_of
 from hf_ga.run.hub import check_login, upload
@@ -59,30 +72,38 @@ def finetune(
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of `evaluation.json`).
+    """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of
+    `evaluation.json`).
 
-    Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png, checkpoints, `best/` (the best
-    model by `metric_for_best_model`) and the last model with its tokenizer, both for `from_pretrained`.
+    Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png,
+        checkpoints, `best/` (the best
+    model by `metric_for_best_model`) and the last model with its tokenizer, both for
+    `from_pretrained`.
 
     Args:
-        on_step: called on every process after each window as `on_step(line, model)`: the line of metrics.jsonl, with `eval_loss`
-            and the other metrics where there was an evaluation, and the model as it is trained (in training mode).
-        on_evaluate: called on every process after each evaluation, that of the test split included, as
-            `on_evaluate(metrics, model)`: `eval_loss`, ... or `test_loss`, ..., and the model in evaluation mode, without
-            gradients.
-        compute_metrics: as in `transformers.Trainer`; replaces the metrics of the task. It is called on every process with an
-            `EvalPrediction` of the whole split: arrays with the samples in the order of the data, ragged ones padded with -100 on
-            the second axis. `predictions` are the model's outputs without the loss (a tuple of arrays, if there are several), with
-            `predict_with_generate` the generated token ids. The results are named `eval_...` and `test_...`. They may be the
-            `metric_for_best_model`: higher is better, unless the name ends in loss, perplexity or mae. The run then evaluates once
-            before the first step, to find out whether there is such a metric.
-        preprocess_logits_for_metrics: as in Trainer: `(logits, labels) -> predictions` of one batch, on the device, such as an
-            argmax, so that not all logits need to be kept in memory.
+        on_step: called on every process after each window as `on_step(line, model)`: the line of
+            metrics.jsonl, with `eval_loss` and the other metrics where there was an evaluation, and
+            the model as it is trained (in training mode).
+        on_evaluate: called on every process after each evaluation, that of the test split included,
+            as `on_evaluate(metrics, model)`: `eval_loss`, ... or `test_loss`, ..., and the model in
+            evaluation mode, without gradients.
+        compute_metrics: as in `transformers.Trainer`; replaces the metrics of the task. It is
+            called on every process with an `EvalPrediction` of the whole split: arrays with the
+            samples in the order of the data, ragged ones padded with -100 on the second axis.
+            `predictions` are the model's outputs without the loss (a tuple of arrays, if there are
+            several), with `predict_with_generate` the generated token ids. The results are named
+            `eval_...` and `test_...`. They may be the `metric_for_best_model`: higher is better,
+            unless the name ends in loss, perplexity or mae. The run then evaluates once before the
+            first step, to find out whether there is such a metric.
+        preprocess_logits_for_metrics: as in Trainer: `(logits, labels) -> predictions` of one
+            batch, on the device, such as an argmax, so that not all logits need to be kept in
+            memory.
 
     Raises:
-        ConfigError, DataError: bad input, before a model is built. LossNotAdditive, UnkeyedRandomness: the model cannot be
-            trained exactly. OutOfMemory: a sample does not fit. CheckpointError: no complete checkpoint to resume from, or a
-            full disk. NonFinite: a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
+        ConfigError, DataError: bad input, before a model is built. LossNotAdditive,
+            UnkeyedRandomness: the model cannot be trained exactly. OutOfMemory: a sample does not
+            fit. CheckpointError: no complete checkpoint to resume from, or a full disk. NonFinite:
+            a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
             RunStopped: stopped by a signal; the run is saved.
     """
     functions = {"on_step": on_step, "on_evaluate": on_evaluate, "compute_metrics": compute_metrics}
@@ -96,28 +117,40 @@ def finetune(
         return _finetune(config, accelerator, functions)
 
 
-def _finetune(config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]) -> dict[str, Any]:
+def _finetune(
+    config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
+) -> dict[str, Any]:
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
         check_login(config, accelerator)
-    with main_process_first(accelerator):  # the others read its downloads and tokenized data from caches
+    with main_process_first(
+        accelerator
+    ):  # the others read its downloads and tokenized data from caches
         setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
     check_agreement(accelerator, "data", _hash_of(setup.data))
     resume_from = config.resume_from_checkpoint
-    checkpoint = find_checkpoint(accelerator, Path(config.output_dir), resume_from) if resume_from is not None else None
+    checkpoint = (
+        find_checkpoint(accelerator, Path(config.output_dir), resume_from)
+        if resume_from is not None
+        else None
+    )
     print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
     if config.eval_only:
         return _evaluate_only(setup)
     run = build_run(setup)
-    check_agreement(accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}")
+    check_agreement(
+        accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}"
+    )
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
     if run.compute_metrics is not None and config.metric_for_best_model != "loss":
-        check_one_of("metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate())
+        check_one_of(
+            "metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate()
+        )
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
@@ -137,16 +170,28 @@ def _finetune(config: FinetuneConfig, accelerator: Accelerator, functions: dict[
 def _print_plan(run: Run) -> None:
     """Print how windows are computed."""
     proven, sites = run.proven, len(run.proven.dropout.sites)
-    ratio, limit = padding_ratio(run.windows, planned_lengths(run.data)), run.windows.splitter.planner.max_tokens
-    padding = f"{ratio:.2f} times the real tokens; at most {limit:,} per micro-batch, padding included"
+    ratio, limit = (
+        padding_ratio(run.windows, planned_lengths(run.data)),
+        run.windows.splitter.planner.max_tokens,
+    )
+    padding = (
+        f"{ratio:.2f} times the real tokens; at most {limit:,} per micro-batch, padding included"
+    )
     padding += "; every micro-batch as wide as its window" * proven.pad_to_window
     facts = {
         "layout": run.windows.layout,
-        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error in the proof {proven.residual:.0e}",
-        "dropout": f"{sites} sites; masks depend only on seed, epoch and sample" if sites else "none",
+        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error in the proof "
+        f"{proven.residual:.0e}",
+        "dropout": f"{sites} sites; masks depend only on seed, epoch and sample"
+        if sites
+        else "none",
         "precision": precision_name(run.accelerator),
         "padding": padding,
-        **({"bits": f"the same in any layout, in chunks of {run.config.same_bits} samples"} if run.config.same_bits else {}),
+        **(
+            {"bits": f"the same in any layout, in chunks of {run.config.same_bits} samples"}
+            if run.config.same_bits
+            else {}
+        ),
         "speed-ups": ", ".join(speed_up.name for speed_up in proven.speed_ups) or "none",
     }
     for name, fact in facts.items():
@@ -155,20 +200,33 @@ def _print_plan(run: Run) -> None:
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
     saved = newest(run.output_dir)
-    then = f"resume from {saved} with --resume_from_checkpoint auto" if saved else "start again: there is no checkpoint yet"
+    then = (
+        f"resume from {saved} with --resume_from_checkpoint auto"
+        if saved
+        else "start again: there is no checkpoint yet"
+    )
     if isinstance(error, NonFinite):
         return NonFinite(
-            f"the run stopped before optimizer step {progress.step + 1}: {error} Check these samples, lower the learning rate, "
+            f"the run stopped before optimizer step {progress.step + 1}: {error} Check these "
+            "samples, lower the learning rate, "
             f"set max_grad_norm, or skip such windows with --on_nonfinite skip. Then {then}."
         )
-    where = "" if isinstance(error, OutOfMemory) else "memory ran out: use smaller batches, or FSDP over more devices. "
+    where = (
+        ""
+        if isinstance(error, OutOfMemory)
+        else "memory ran out: use smaller batches, or FSDP over more devices. "
+    )
     return OutOfMemory(f"{where}{error} Then {then}.")
 
 
 def _hash_of(data: PreparedData) -> str:
-    """Hash of the training samples, the labels, and the lengths of all splits, which determine the layout."""
+    """Hash of the training samples, the labels, and the lengths of all splits, which determine the
+    layout.
+    """
     lengths = [np.asarray(dataset["length"][:]).tobytes() for dataset in data.splits.values()]
-    return hashlib.sha256(b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])
+    ).hexdigest()[:16]
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
@@ -187,19 +245,35 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
-    best = f", {run.output_dir / 'best'} (best by {config.metric_for_best_model})" if progress.best_metric is not None else ""
+    best = (
+        f", {run.output_dir / 'best'} (best by {config.metric_for_best_model})"
+        if progress.best_metric is not None
+        else ""
+    )
     print_fact(accelerator, "output", f"{run.output_dir} (last model){best}")
-    print_fact(accelerator, "files", "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)")
-    if config.push_to_hub and accelerator.is_main_process:  # last: the other processes do not wait for it
+    print_fact(
+        accelerator,
+        "files",
+        "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)",
+    )
+    if (
+        config.push_to_hub and accelerator.is_main_process
+    ):  # last: the other processes do not wait for it
         print_fact(accelerator, "hub", upload(config, summary))
     return summary
 
 
-def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float) -> dict[str, Any]:
+def _summary(
+    run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float
+) -> dict[str, Any]:
     """The content of `summary.json` without test results; complete on the main process only."""
-    metrics = read_metrics(run.output_dir / "metrics.jsonl") if run.accelerator.is_main_process else []
+    metrics = (
+        read_metrics(run.output_dir / "metrics.jsonl") if run.accelerator.is_main_process else []
+    )
     return {
-        "train_loss": next((line["loss"] for line in reversed(metrics) if line["loss"] is not None), None),  # None: skipped
+        "train_loss": next(
+            (line["loss"] for line in reversed(metrics) if line["loss"] is not None), None
+        ),  # None: skipped
         **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
         "steps": progress.step,
@@ -224,21 +298,37 @@ def _summary(run: Run, progress: Progress, weights: dict[str, torch.Tensor], sec
 
 def _evaluate_only(setup: Setup) -> dict[str, Any]:
     """Evaluate and predict without training; returns the content of `evaluation.json`."""
-    config, accelerator, data, folder = setup.config, setup.accelerator, setup.data, setup.output_dir
+    config, accelerator, data, folder = (
+        setup.config,
+        setup.accelerator,
+        setup.data,
+        setup.output_dir,
+    )
     model = build_model(setup)
-    results: dict[str, Any] = {"model_name_or_path": config.model_name_or_path, "data": data.description}
+    results: dict[str, Any] = {
+        "model_name_or_path": config.model_name_or_path,
+        "data": data.description,
+    }
     proofs = {  # for counting targets; evaluations draw no dropout
-        split: prove_targets(model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True)
+        split: prove_targets(
+            model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True
+        )
         for split in data.splits
     }
-    model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters()))  # FSDP2 needs an optimizer
+    model, _ = prepare(
+        accelerator, model, torch.optim.SGD(model.parameters())
+    )  # FSDP2 needs an optimizer
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     for split, proven in proofs.items():
         results |= evaluate_split(setup, model, proven, split)
     print_results(accelerator, results)
     write_predictions(setup, model)
-    results |= {"precision": precision_name(accelerator), "versions": versions(), "config": config.to_dict()}
+    results |= {
+        "precision": precision_name(accelerator),
+        "versions": versions(),
+        "config": config.to_dict(),
+    }
     if accelerator.is_main_process:
         write_json(folder / "evaluation.json", results)
     end_training(accelerator)

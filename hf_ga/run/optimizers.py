@@ -20,7 +20,15 @@ ADAM = ("adamw", "adam", "nadam", "radam")  # optimizers with betas and epsilon
 FUSED = ("adamw", "adam")
 FUSED_DEVICES = ("cpu", "cuda")
 # Schedules of `transformers.get_scheduler` that need only the numbers of steps.
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt")
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+)
 
 
 def build_optimizer(
@@ -28,14 +36,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The named optimizer over all trainable parameters.
 
-    Weight decay applies to matrices (two or more axes), not to vectors (weights of norms and all biases). Shared parameters (tied
-    embeddings) are counted once. `settings` are other arguments of the optimizer, such as `betas`.
+    Weight decay applies to matrices (two or more axes), not to vectors (weights of norms and all
+    biases). Shared parameters (tied embeddings) are counted once. `settings` are other arguments of
+    the optimizer, such as `betas`.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = name in FUSED and all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable)
+    fused = name in FUSED and all(
+        p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable
+    )
     settings |= {"fused": True} if fused else {}
-    return OPTIMIZERS[name]([group for group in groups if group["params"]], lr=learning_rate, **settings)
+    return OPTIMIZERS[name](
+        [group for group in groups if group["params"]], lr=learning_rate, **settings
+    )

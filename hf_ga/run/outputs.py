@@ -1,4 +1,6 @@
-"""Outputs of a run besides metrics and checkpoints: models in their original dtype, summary, plot."""
+"""Outputs of a run besides metrics and checkpoints: models in their original dtype, summary,
+plot.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,20 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
         if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
             own = folder / checkpoint.resolve().name
             set_latest(own)  # later checkpoints are discarded
-            keep_newest(folder, read_manifest(own)["step"], config.save_total_limit)  # it may have been killed before this
+            keep_newest(
+                folder, read_manifest(own)["step"], config.save_total_limit
+            )  # it may have been killed before this
         else:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def save_best(setup: Setup, model: nn.Module) -> None:
-    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to `best/`. All processes must call it.
+    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to
+    `best/`. All processes must call it.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are kept.
+        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are
+            kept.
     """
     folder, weights = setup.output_dir / "best", full_state_dict(setup.accelerator, model)
     with raise_on_all_ranks(setup.accelerator):
@@ -52,11 +58,12 @@ def save_best(setup: Setup, model: nn.Module) -> None:
 
 
 def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Save the trained model for `from_pretrained` in the run's folder. LoRA adapters are saved to `adapter/` and merged in place.
-    For the main process.
+    """Save the trained model for `from_pretrained` in the run's folder. LoRA adapters are saved to
+    `adapter/` and merged in place. For the main process.
 
     Args:
-        weights: the full `state_dict()` (with LoRA, the adapters are not taken from it but from the model).
+        weights: the full `state_dict()` (with LoRA, the adapters are not taken from it but from the
+            model).
 
     Raises:
         CheckpointError: a failed write, such as a full disk. Earlier files are kept.
@@ -73,10 +80,15 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> Non
         _save(partial, plain, setup.dtype, weights)
         setup.data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
-        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):  # from before a resume
+        for earlier in (
+            folder / CONFIG_NAME,
+            *folder.glob("model*.safetensors*"),
+        ):  # from before a resume
             earlier.unlink(missing_ok=True)
             flush(folder)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):  # config.json last: marks it complete
+        for path in sorted(
+            partial.iterdir(), key=lambda path: path.name == CONFIG_NAME
+        ):  # config.json last: marks it complete
             path.replace(folder / path.name)
             flush(folder)
         partial.rmdir()
@@ -84,7 +96,10 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> Non
 
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
     """Write curves.png and summary.json."""
-    title = f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after {summary['steps']} steps"
+    title = (
+        f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after "
+        f"{summary['steps']} steps"
+    )
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title)
     with writing(folder / "summary.json", folder):
@@ -92,7 +107,9 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor]) -> None:
-    """Save in the original dtype: a model loaded in bf16 is saved in bf16. Buffers keep their dtype."""
+    """Save in the original dtype: a model loaded in bf16 is saved in bf16. Buffers keep their
+    dtype.
+    """
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
     converted: dict[int, Tensor] = {}  # by address: tied tensors stay tied
     saved = {}
@@ -108,5 +125,13 @@ def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tenso
 
 def _tied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tie weights with two names, which are gathered separately from shards."""
-    pairs = [(name, source) for name, source in model.all_tied_weights_keys.items() if name in weights and source in weights]
-    return weights | {name: weights[source] for name, source in pairs if torch.equal(weights[name], weights[source])}
+    pairs = [
+        (name, source)
+        for name, source in model.all_tied_weights_keys.items()
+        if name in weights and source in weights
+    ]
+    return weights | {
+        name: weights[source]
+        for name, source in pairs
+        if torch.equal(weights[name], weights[source])
+    }

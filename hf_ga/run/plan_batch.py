@@ -27,13 +27,29 @@ class BatchPlan:
         return "\n".join(f"{name:<21}{fact}" for name, fact in self._facts())
 
     def _facts(self) -> Iterable[tuple[str, str]]:
-        window, processes, limit = self.layout.window_size, self.layout.num_processes, self.layout.micro_batch_size
-        yield "global batch", f"{window} samples in each optimizer step, none added, dropped or repeated"
+        window, processes, limit = (
+            self.layout.window_size,
+            self.layout.num_processes,
+            self.layout.micro_batch_size,
+        )
+        yield (
+            "global batch",
+            f"{window} samples in each optimizer step, none added, dropped or repeated",
+        )
         yield "processes", f"{processes} = {self.nodes} node(s) x {self.devices_per_node} device(s)"
         for sizes, count in self.shares.items():
-            micro_batches = " + ".join(f"{number} x {size}" for size, number in Counter(sizes).items())
-            yield "samples", f"{count} process(es) x {sum(sizes)}, in micro-batches: {micro_batches or 'none'}"
-        yield "accumulation steps", f"{self.layout.accumulation_steps} (full micro-batches: {window / (processes * limit):.4g})"
+            micro_batches = " + ".join(
+                f"{number} x {size}" for size, number in Counter(sizes).items()
+            )
+            yield (
+                "samples",
+                f"{count} process(es) x {sum(sizes)}, in micro-batches: {micro_batches or 'none'}",
+            )
+        yield (
+            "accumulation steps",
+            f"{self.layout.accumulation_steps} (full micro-batches: "
+            f"{window / (processes * limit):.4g})",
+        )
         balance = window / (processes * max(map(sum, self.shares)))
         yield "balance", f"{balance:.1%} of the device time is used if all samples cost the same"
         flags = f"--global_batch_size {window} --per_device_train_batch_size {limit}"
@@ -41,8 +57,15 @@ class BatchPlan:
         yield "command", f"accelerate launch {launch} scripts/finetune.py {flags}"
 
 
-def plan_batch(global_batch_size: int, *, nodes: int = 1, devices_per_node: int = 1, per_device_train_batch_size: int) -> BatchPlan:
-    """Split a global batch exactly over the available devices with `plan_window`; the sizes need not divide evenly.
+def plan_batch(
+    global_batch_size: int,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 1,
+    per_device_train_batch_size: int,
+) -> BatchPlan:
+    """Split a global batch exactly over the available devices with `plan_window`; the sizes need
+    not divide evenly.
 
     Args:
         global_batch_size: samples in one optimizer step over all processes.
@@ -55,12 +78,24 @@ def plan_batch(global_batch_size: int, *, nodes: int = 1, devices_per_node: int 
     >>> plan_batch(3072, nodes=30, devices_per_node=8, per_device_train_batch_size=10).shares
     {(7, 6): 192, (6, 6): 48}
     """
-    layout = Layout.from_sizes(nodes * devices_per_node, per_device_train_batch_size, global_batch_size=global_batch_size)
+    layout = Layout.from_sizes(
+        nodes * devices_per_node, per_device_train_batch_size, global_batch_size=global_batch_size
+    )
     plan = plan_window(global_batch_size, layout.num_processes, per_device_train_batch_size)
-    return BatchPlan(layout, nodes, devices_per_node, dict(Counter(tuple(map(len, share)) for share in plan)))
+    return BatchPlan(
+        layout, nodes, devices_per_node, dict(Counter(tuple(map(len, share)) for share in plan))
+    )
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:
-    """Flags of `accelerate launch` common to all nodes. `--multi_gpu` means several processes, on a CPU too."""
+    """Flags of `accelerate launch` common to all nodes. `--multi_gpu` means several processes, on a
+    CPU too.
+    """
     several = ["--multi_gpu"] if nodes * processes_per_node > 1 else []
-    return [*several, "--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    return [
+        *several,
+        "--num_machines",
+        str(nodes),
+        "--num_processes",
+        str(nodes * processes_per_node),
+    ]

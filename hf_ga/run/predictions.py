@@ -1,4 +1,6 @@
-"""Predictions for the rows of a file: one JSON object per line, the row with an added `prediction`, in the file's order."""
+"""Predictions for the rows of a file: one JSON object per line, the row with an added `prediction`,
+in the file's order.
+"""
 
 import json
 from typing import Any
@@ -23,12 +25,15 @@ Prediction = dict[str, Any]
 
 
 def write_predictions(setup: Setup, model: nn.Module) -> None:
-    """Predict the rows of `predict_file`, if any, to predictions.jsonl. The processes share the batches; the main process writes.
+    """Predict the rows of `predict_file`, if any, to predictions.jsonl. The processes share the
+    batches; the main process writes.
 
-    A prediction contains: text classification `label`, `score`; multi-label `labels` (probability above 0.5), `scores`;
-    regression `value`; token classification `tags` (one per word, None for truncated words); question answering `answer` ("" if
-    no answer is the most likely), `score`, and its characters `start` and `end`; multiple choice `choice` (0-based index),
-    `score`; seq2seq `text`. It is None for a row without text.
+    A prediction contains: text classification `label`, `score`; multi-label `labels` (probability
+        above 0.5), `scores`;
+    regression `value`; token classification `tags` (one per word, None for truncated words);
+    question answering `answer` ("" if no answer is the most likely), `score`, and its characters
+    `start` and `end`; multiple choice `choice` (0-based index), `score`; seq2seq `text`. It is None
+    for a row without text.
     """
     if setup.unlabelled is None:
         return
@@ -37,11 +42,18 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
-    if is_sharded(accelerator):  # each forward is a collective, so all processes need equally many batches: some repeat one
+    if is_sharded(
+        accelerator
+    ):  # each forward is a collective, so all processes need equally many batches: some repeat one
         batches += batches[:1] * (-len(batches) % accelerator.num_processes)
     own = batches[accelerator.process_index :: accelerator.num_processes]
     predictions: dict[int, Prediction] = {}
-    bar = tqdm(total=sum(map(len, own)), desc="predicting", unit="row", disable=not accelerator.is_main_process)
+    bar = tqdm(
+        total=sum(map(len, own)),
+        desc="predicting",
+        unit="row",
+        disable=not accelerator.is_main_process,
+    )
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
         for ids in own:
@@ -54,11 +66,16 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
         with path.open("w", encoding="utf-8") as file:
             for index, row in enumerate(rows):
                 prediction = predictions.get(index)
-                file.write(json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False)
+                    + "\n"
+                )
     print_on_main(accelerator, f"{len(rows)} rows predicted: {path}")
 
 
-def _of_batch(setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]) -> list[Prediction]:
+def _of_batch(
+    setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
+) -> list[Prediction]:
     data, kind = setup.data, setup.data.task.labels
     collate = collate_choices if kind == "choice" else collate_ids
     batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), setup.accelerator.device)
@@ -77,7 +94,9 @@ def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dic
     if kind == "number":
         return {"value": float(logits[0])}
     if kind == "classes":
-        scores = {name: round(float(p), 6) for name, p in zip(data.labels, logits.sigmoid(), strict=True)}
+        scores = {
+            name: round(float(p), 6) for name, p in zip(data.labels, logits.sigmoid(), strict=True)
+        }
         return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
     if kind == "tags":
         tags: list[str | None] = [None] * len(row["tokens"])
@@ -86,4 +105,6 @@ def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dic
                 tags[word] = data.labels[int(logits[piece].argmax())]
         return {"tags": tags}
     probability, best = (value.item() for value in logits.softmax(-1).max(-1))
-    return ({"choice": best} if kind == "choice" else {"label": data.labels[int(best)]}) | {"score": round(probability, 6)}
+    return ({"choice": best} if kind == "choice" else {"label": data.labels[int(best)]}) | {
+        "score": round(probability, 6)
+    }

@@ -55,7 +55,8 @@ def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
 
 
 def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
-    """Print a table of losses and metrics on the main process: a row for each split, a column for each metric.
+    """Print a table of losses and metrics on the main process: a row for each split, a column for
+    each metric.
 
     Args:
         results: with keys such as `train_loss`, `eval_loss`, `test_accuracy`.
@@ -64,7 +65,11 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
     names = [name for name in dict.fromkeys(measured) if name != "num_targets"]
     print_on_main(accelerator, f"{'results':<12}" + "".join(f"{name:>12}" for name in names))
     for split, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
-        cells = [f"{results[prefix + name]:>12.4f}" for name in names if results.get(prefix + name) is not None]
+        cells = [
+            f"{results[prefix + name]:>12.4f}"
+            for name in names
+            if results.get(prefix + name) is not None
+        ]
         if cells:  # of the last step there is only the loss, which comes first
             print_on_main(accelerator, f"  {split:<10}" + "".join(cells))
 
@@ -75,22 +80,44 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot as a PNG by optimizer step: the loss of each window and its moving mean, validation losses, and the learning rate."""
-    from matplotlib.figure import Figure  # imported late: takes 0.7 s, and most processes draw nothing
+    """Plot as a PNG by optimizer step: the loss of each window and its moving mean, validation
+    losses, and the learning rate.
+    """
+    from matplotlib.figure import (
+        Figure,
+    )  # imported late: takes 0.7 s, and most processes draw nothing
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
     steps, losses, rates = (
-        np.array([[m["step"], m["loss"], m["learning_rate"]] for m in metrics if not m["skipped"]]).reshape(-1, 3).T
+        np.array([[m["step"], m["loss"], m["learning_rate"]] for m in metrics if not m["skipped"]])
+        .reshape(-1, 3)
+        .T
     )
     radius = len(losses) // 40
-    ends = [min(radius, i, len(losses) - 1 - i) for i in range(len(losses))]  # less at both ends, where it would be biased
+    ends = [
+        min(radius, i, len(losses) - 1 - i) for i in range(len(losses))
+    ]  # less at both ends, where it would be biased
     smooth = [losses[i - r : i + r + 1].mean() for i, r in enumerate(ends)]
-    upper.plot(steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window")
-    upper.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"training, mean of {2 * radius + 1} windows")
+    upper.plot(
+        steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window"
+    )
+    upper.plot(
+        steps,
+        smooth,
+        color="tab:blue",
+        linewidth=2,
+        label=f"training, mean of {2 * radius + 1} windows",
+    )
     measured = [(line["step"], line["eval_loss"]) for line in metrics if "eval_loss" in line]
     if measured:
-        upper.plot(*zip(*measured, strict=True), color="tab:orange", linewidth=1.5, marker="o", label="validation")
+        upper.plot(
+            *zip(*measured, strict=True),
+            color="tab:orange",
+            linewidth=1.5,
+            marker="o",
+            label="validation",
+        )
     lower.plot(steps, rates, color="tab:gray")
     upper.set(title=title, ylabel="loss (nats per target)")
     lower.set(xlabel="optimizer step", ylabel="learning rate")

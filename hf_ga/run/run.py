@@ -23,10 +23,12 @@ class Progress:
     """The progress of a run, saved in checkpoints.
 
     Attributes:
-        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no step.
+        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no
+            step.
         best_metric: best value of the metric that chooses the best model.
         evaluations_since_best: evaluations without improvement.
-        metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old -> new`.
+        metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old ->
+            new`.
     """
 
     step: int = 0
@@ -46,7 +48,8 @@ class Setup:
     Attributes:
         model_config: with the labels of the data.
         unlabelled: the rows to predict at the end, if any.
-        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions; see `finetune`.
+        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions;
+            see `finetune`.
     """
 
     config: FinetuneConfig
@@ -76,7 +79,8 @@ class Run(Setup):
 
     Attributes:
         proven: proof of the training loss. loss_fn: None for the head's own loss.
-        evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`, ...).
+        evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`,
+            ...).
         max_windows, max_steps: end of training, whichever comes first.
         eval_steps, save_steps: steps between evaluations and between checkpoints.
         identity: settings that must be equal on resume.

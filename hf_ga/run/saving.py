@@ -1,7 +1,9 @@
-"""Save a run to a checkpoint and resume it, optionally with other settings (`--resume_with_changes`).
+"""Save a run to a checkpoint and resume it, optionally with other settings
+(`--resume_with_changes`).
 
-A changed run keeps weights, the optimizer's moments, the number of steps, and the number of samples visited in the epoch.
-Learning rate, decay, schedule, order and end of the run follow the new settings.
+A changed run keeps weights, the optimizer's moments, the number of steps, and the number of samples
+visited in the epoch. Learning rate, decay, schedule, order and end of the run follow the new
+settings.
 """
 
 from dataclasses import asdict
@@ -20,7 +22,13 @@ from hf_ga.run.run import Progress, Run
 # Moments fit one optimizer only, and trained parameters by their index.
 _NEVER_CHANGED = ("optim", "freeze")
 # Settings that affect the validation metric (`data`: hash of the training samples).
-_MEASURED_BY = {"data", "validation_file", "validation_split_percentage", "max_eval_samples", "mlm_probability"}
+_MEASURED_BY = {
+    "data",
+    "validation_file",
+    "validation_split_percentage",
+    "max_eval_samples",
+    "mlm_probability",
+}
 _MEASURED_BY |= {"metric_for_best_model"}
 
 
@@ -28,7 +36,8 @@ def save(run: Run, progress: Progress) -> None:
     """Write a checkpoint of the run, at a window boundary.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. The previous checkpoint is kept.
+        CheckpointError: a failed write, such as a full disk; on all processes. The previous
+            checkpoint is kept.
     """
     scaler = run.accelerator.scaler
     state = {
@@ -57,8 +66,8 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def resume(run: Run, folder: Path) -> Progress:
-    """Restore a run from a checkpoint. With `resume_with_changes`, other settings or data are printed and recorded in
-    `Progress.changes`.
+    """Restore a run from a checkpoint. With `resume_with_changes`, other settings or data are
+    printed and recorded in `Progress.changes`.
 
     Args:
         folder: verified by `find_checkpoint`.
@@ -68,13 +77,25 @@ def resume(run: Run, folder: Path) -> Progress:
     """
     state = read_state(folder)
     here, saved = machine() | versions(), state.get("machine", {})
-    if changed := [f"{name} {value} -> {here.get(name)}" for name, value in saved.items() if here.get(name) != value]:
-        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}")
+    if changed := [
+        f"{name} {value} -> {here.get(name)}"
+        for name, value in saved.items()
+        if here.get(name) != value
+    ]:
+        print_on_main(
+            run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}"
+        )
     if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
-        raise CheckpointError(f"{folder / 'state.json'} is not a checkpoint of a run: it lacks {', '.join(sorted(missing))}.")
+        raise CheckpointError(
+            f"{folder / 'state.json'} is not a checkpoint of a run: it lacks "
+            f"{', '.join(sorted(missing))}."
+        )
     changes = _changes(folder, state["identity"], run.identity, run.config.resume_with_changes)
     # The optimizer's settings from the configuration.
-    own_groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
+    own_groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in run.optimizer.param_groups
+    ]
     load_checkpoint(folder, run.model, run.optimizer, trained_only=is_lora(run.model))
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
     progress = Progress(**state["progress"])
@@ -93,31 +114,44 @@ def resume(run: Run, folder: Path) -> Progress:
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
     """Reset the best metric if `best/` is missing or from later steps than the checkpoint."""
     best = run.output_dir / "best"
-    if not broadcast_from_main(run.accelerator, best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime):
+    if not broadcast_from_main(
+        run.accelerator, best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
+    ):
         progress.best_metric = None
 
 
-def _changes(folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool) -> dict[str, str]:
+def _changes(
+    folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool
+) -> dict[str, str]:
     """{name: `name old -> new`} of settings that differ from the checkpoint's.
 
     Raises:
         CheckpointError: some changes are not allowed or not possible.
     """
-    changes = {k: f"{k} {saved.get(k)!r} -> {value!r}" for k, value in identity.items() if saved.get(k) != value}
+    changes = {
+        k: f"{k} {saved.get(k)!r} -> {value!r}"
+        for k, value in identity.items()
+        if saved.get(k) != value
+    }
     if changes and not allowed:
         raise CheckpointError(
-            f"{folder} has other settings: {', '.join(changes.values())}. Use the same settings, start a new run, or resume "
+            f"{folder} has other settings: {', '.join(changes.values())}. Use the same settings, "
+            "start a new run, or resume "
             "with --resume_with_changes."
         )
     if never := [changes[name] for name in _NEVER_CHANGED if name in changes]:
         raise CheckpointError(
-            f"{folder} cannot be resumed with {', '.join(never)}, even with --resume_with_changes: the optimizer's state fits only "
-            "the same optimizer and parameters. Start a new run with the saved model as model_name_or_path."
+            f"{folder} cannot be resumed with {', '.join(never)}, even with "
+            "--resume_with_changes: the optimizer's state fits only "
+            "the same optimizer and parameters. Start a new run with the saved model as "
+            "model_name_or_path."
         )
     return changes
 
 
-def _apply_changed_settings(run: Run, progress: Progress, changes: dict[str, str], own_groups: list[dict[str, Any]]) -> None:
+def _apply_changed_settings(
+    run: Run, progress: Progress, changes: dict[str, str], own_groups: list[dict[str, Any]]
+) -> None:
     """Apply the new settings to a run after loading weights, moments and position.
 
     Args:
@@ -125,22 +159,30 @@ def _apply_changed_settings(run: Run, progress: Progress, changes: dict[str, str
     """
     if isinstance(run.windows, WindowLoader):  # a stream's earlier windows are unknown
         num_windows = len(run.windows)
-        progress.num_windows = run.windows.epoch * num_windows + min(run.windows.num_consumed, num_windows)
+        progress.num_windows = run.windows.epoch * num_windows + min(
+            run.windows.num_consumed, num_windows
+        )
     for group, own in zip(run.optimizer.param_groups, own_groups, strict=True):
         group.update(own)
     position = _scheduled_steps(run, progress)
-    run.scheduler.load_state_dict(run.scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1})
+    run.scheduler.load_state_dict(
+        run.scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1}
+    )
     run.scheduler.step()  # sets the learning rates of this position
     progress.changes += changes.values()
     print_on_main(
         run.accelerator,
-        f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of epoch {run.windows.epoch}: "
-        + ", ".join(changes.values()),
+        f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of "
+        f"epoch {run.windows.epoch}: " + ", ".join(changes.values()),
     )
 
 
 def _scheduled_steps(run: Run, progress: Progress) -> int:
-    """A run's position in its schedule: with `max_steps`, the steps done; with epochs, the number of windows so far at the
-    current window size, so that the schedule ends with the last epoch.
+    """A run's position in its schedule: with `max_steps`, the steps done; with epochs, the number
+    of windows so far at the current window size, so that the schedule ends with the last epoch.
     """
-    return max(0, progress.num_windows - progress.num_skipped) if run.max_steps == run.max_windows else progress.step
+    return (
+        max(0, progress.num_windows - progress.num_skipped)
+        if run.max_steps == run.max_windows
+        else progress.step
+    )

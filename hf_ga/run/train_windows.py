@@ -1,4 +1,6 @@
-"""The training windows of a run: lengths for planning, the token limit of micro-batches, and the logged padding ratio."""
+"""The training windows of a run: lengths for planning, the token limit of micro-batches, and the
+logged padding ratio.
+"""
 
 from operator import itemgetter
 from typing import Any
@@ -13,13 +15,17 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.run import Setup
 
-NUM_WINDOWS, NUM_SAMPLES = 100, 20_000  # at most, for the log: planning them takes less than a second
+NUM_WINDOWS, NUM_SAMPLES = (
+    100,
+    20_000,
+)  # at most, for the log: planning them takes less than a second
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
     """Lengths of the training samples for planning windows; for a stream, of the rows read ahead.
 
-    If samples have source and target texts, memory depends on both: target lengths are scaled so that the longest target counts
+    If samples have source and target texts, memory depends on both: target lengths are scaled so
+        that the longest target counts
     as much as the longest source. So the token limit applies to sources and targets alike.
     """
     train = data.splits["train"]
@@ -34,7 +40,8 @@ def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
     """The loader of the training samples, planned by length.
 
     Raises:
-        ConfigError: the longest (for a stream, the longest possible) sample exceeds the token limit of a micro-batch.
+        ConfigError: the longest (for a stream, the longest possible) sample exceeds the token limit
+            of a micro-batch.
         DataError: `drop_last_window` drops all samples.
     """
     config, accelerator, data = setup.config, setup.accelerator, setup.data
@@ -50,25 +57,36 @@ def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
     }
     if data.stream is None:
         lengths = planned_lengths(data)
-        return WindowLoader(data.samples("train"), data.collate, lengths=lengths, max_tokens_per_micro_batch=limit, **shared)
+        return WindowLoader(
+            data.samples("train"),
+            data.collate,
+            lengths=lengths,
+            max_tokens_per_micro_batch=limit,
+            **shared,
+        )
     check_limit(limit, config.sequence_length, "max_length's")
     return StreamLoader(
         data.stream,
         data.collate,
         shuffle_buffer_size=config.shuffle_buffer_size,
         length_of=itemgetter("length"),
-        max_tokens_per_micro_batch=limit or (config.same_bits or layout.micro_batch_size) * config.sequence_length,
+        max_tokens_per_micro_batch=limit
+        or (config.same_bits or layout.micro_batch_size) * config.sequence_length,
         **shared,
     )
 
 
 def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
-    """Tokens with padding per token without, in the first windows of the first epoch; computed from lengths alone. Of a stream, as
-    if its first rows came in their own order.
+    """Tokens with padding per token without, in the first windows of the first epoch; computed from
+    lengths alone. Of a stream, as if its first rows came in their own order.
     """
     size, pads_to_window = windows.layout.window_size, windows.state.pad_to_window
     is_stream = isinstance(windows, StreamLoader)
-    order = np.arange(len(lengths)) if is_stream else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
+    order = (
+        np.arange(len(lengths))
+        if is_stream
+        else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
+    )
     real = padded = 0
     for start in range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]:
         chosen = lengths[order[start : start + size]]

@@ -1,4 +1,6 @@
-"""The cross entropy of an output layer, chunk by chunk of rows: only one chunk's logits are in memory at a time."""
+"""The cross entropy of an output layer, chunk by chunk of rows: only one chunk's logits are in
+memory at a time.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from hf_ga.exact.precision import at_least_float32
 
-# On a CPU the logits of this many rows about fit the cache (measured: 64 and 128 are slower, 512 is not faster).
+# On a CPU the logits of this many rows about fit the cache (measured: 64 and 128 are slower, 512 is
+# not faster).
 ROWS_ON_CPU = 256
-# Elsewhere: memory of one chunk's logits; at least that of the hidden states of all rows. Smaller chunks would spend their time
-# on accumulating the gradient of the layer's weight.
+# Elsewhere: memory of one chunk's logits; at least that of the hidden states of all rows. Smaller
+# chunks would spend their time on accumulating the gradient of the layer's weight.
 CHUNK_BYTES = 32 << 20
 
 
@@ -22,7 +25,8 @@ class OutputProjection:
     """A linear layer and the operations between it and the loss.
 
     Attributes:
-        weight: shape (classes, width). bias: shape (classes,), or None. dtype: compute dtype of the layer (autocast's).
+        weight: shape (classes, width). bias: shape (classes,), or None. dtype: compute dtype of the
+            layer (autocast's).
         steps: row-wise operations on its output, each (logits) -> logits.
         class_weights, label_smoothing: see `torch.nn.functional.cross_entropy`.
     """
@@ -35,12 +39,18 @@ class OutputProjection:
     label_smoothing: float = 0.0
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """The loss summed over these rows, with the head's own operations. weight, bias: the layer's, in `dtype`."""
+        """The loss summed over these rows, with the head's own operations. weight, bias: the
+        layer's, in `dtype`.
+        """
         logits = F.linear(hidden.to(self.dtype), weight, bias)
         for step in self.steps:
             logits = step(logits)
         return F.cross_entropy(
-            at_least_float32(logits), target, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing
+            at_least_float32(logits),
+            target,
+            self.class_weights,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
 
     def in_type(self, tensor: Tensor | None) -> Tensor | None:
@@ -55,18 +65,24 @@ def rows_of_chunk(hidden: Tensor, num_classes: int) -> int:
     return max(1, max(CHUNK_BYTES, hidden.numel() * 4) // (4 * num_classes))
 
 
-def cross_entropy(head: OutputProjection, hidden: Tensor, target: Tensor, rows: int, *, mean: bool) -> Tensor:
-    """The mean or sum of the targets' cross entropy, a scalar in float32 (float64 for float64 inputs).
+def cross_entropy(
+    head: OutputProjection, hidden: Tensor, target: Tensor, rows: int, *, mean: bool
+) -> Tensor:
+    """The mean or sum of the targets' cross entropy, a scalar in float32 (float64 for float64
+    inputs).
 
     Args:
-        hidden: shape (targets, width). target: int64, shape (targets,), none ignored. rows: per chunk.
+        hidden: shape (targets, width). target: int64, shape (targets,), none ignored. rows: per
+            chunk.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         inputs = hidden, head.weight, head.bias
         if len(hidden) <= rows:
             total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
         else:
-            needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+            needs_grad = [
+                torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs
+            ]
             total = _InChunks.apply(*inputs, target, head, rows, needs_grad)
     if not mean:
         return total
@@ -74,9 +90,10 @@ def cross_entropy(head: OutputProjection, hidden: Tensor, target: Tensor, rows: 
 
 
 class _InChunks(torch.autograd.Function):
-    """Sum of the losses of the chunks. Their gradients are computed along with the losses and scaled in the backward; in fp16 the
-    backward computes them with the loss scale, so that small ones do not underflow. Gradients of weight and bias are accumulated
-    in float32. Supports one backward only.
+    """Sum of the losses of the chunks. Their gradients are computed along with the losses and
+    scaled in the backward; in fp16 the backward computes them with the loss scale, so that small
+    ones do not underflow. Gradients of weight and bias are accumulated in float32. Supports one
+    backward only.
     """
 
     @staticmethod
@@ -92,18 +109,27 @@ class _InChunks(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.rows, ctx.needs_grad, ctx.gradients = head, rows, needs_grad, None
         if any(needs_grad) and head.dtype != torch.float16:
-            loss, ctx.gradients = _with_gradients((hidden, weight, bias), target, head, rows, needs_grad, None)
+            loss, ctx.gradients = _with_gradients(
+                (hidden, weight, bias), target, head, rows, needs_grad, None
+            )
             return loss
         ctx.save_for_backward(hidden, weight, bias, target)
-        return torch.stack([head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]).sum()
+        return torch.stack(
+            [head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]
+        ).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is not None:
-            gradients, ctx.gradients = [g if g is None else g.mul_(gradient) for g in ctx.gradients], None
+            gradients, ctx.gradients = (
+                [g if g is None else g.mul_(gradient) for g in ctx.gradients],
+                None,
+            )
         else:
             *inputs, target = ctx.saved_tensors
-            _, gradients = _with_gradients(inputs, target, ctx.head, ctx.rows, ctx.needs_grad, gradient)
+            _, gradients = _with_gradients(
+                inputs, target, ctx.head, ctx.rows, ctx.needs_grad, gradient
+            )
         return *gradients, None, None, None, None
 
 
@@ -132,12 +158,23 @@ def _with_gradients(
     ]
     losses = []
     for i, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
-        leaves = [x if x is None else x.detach().requires_grad_(needs) for x, needs in zip(chunk, needs_grad, strict=True)]
+        leaves = [
+            x if x is None else x.detach().requires_grad_(needs)
+            for x, needs in zip(chunk, needs_grad, strict=True)
+        ]
         with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
             loss = head.loss(*leaves, labels)
         losses.append(loss.detach())
-        found = iter(torch.autograd.grad(loss, [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs], gradient))
+        found = iter(
+            torch.autograd.grad(
+                loss,
+                [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs],
+                gradient,
+            )
+        )
         for k, total in enumerate(sums):
             if total is not None:
                 (total[i * rows : (i + 1) * rows] if k == 0 else total).add_(next(found))
-    return torch.stack(losses).sum(), [g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)]
+    return torch.stack(losses).sum(), [
+        g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)
+    ]

@@ -1,6 +1,8 @@
-"""Attention with dropout on a CPU as one autograd function, with less memory than separate operations.
+"""Attention with dropout on a CPU as one autograd function, with less memory than separate
+operations.
 
-As separate autograd operations, attention reads its tokens x tokens matrices twice as often and keeps copies of query and key.
+As separate autograd operations, attention reads its tokens x tokens matrices twice as often and
+keeps copies of query and key.
 """
 
 from contextlib import AbstractContextManager
@@ -24,7 +26,9 @@ class FusedAttention(SpeedUp):
     def __init__(self) -> None:
         self._was_used = False
 
-    def attach(self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool) -> str:
+    def attach(
+        self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
+    ) -> str:
         self._dropout = dropout
         return "" if self._dropout.sites else "the model draws no dropout"
 
@@ -34,13 +38,17 @@ class FusedAttention(SpeedUp):
     def verdict(self) -> str:
         return "" if self._was_used else "no attention with dropout in full precision"
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any
+    ) -> Tensor:
         """Replaces `dropped_attention`; see there."""
         if not _is_supported(query, key, value):
             return dropped_attention(query, key, value, kept, *others)
         self._was_used = True
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-        return DroppedAttention.apply(query, key, value, kept, *others).view(*kept.shape[:-1], value.shape[-1])
+        return DroppedAttention.apply(query, key, value, kept, *others).view(
+            *kept.shape[:-1], value.shape[-1]
+        )
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -57,8 +65,9 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
 class DroppedAttention(torch.autograd.Function):
     """dropout(softmax(query key^T * scale + bias)) value, with a given dropout mask.
 
-    Saves its inputs and the weights before dropout for the backward, and recomputes the dropped weights, to save their memory.
-    Both factors, the scale and 1 / (1 - p), are applied within the matrix products.
+    Saves its inputs and the weights before dropout for the backward, and recomputes the dropped
+    weights, to save their memory. Both factors, the scale and 1 / (1 - p), are applied within the
+    matrix products.
 
     Args of `apply`:
         query, key, value: shape (N, L or S, size): the heads of all samples.
@@ -71,9 +80,18 @@ class DroppedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, bias: Tensor | None, scale: float, probability: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kept: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        probability: float,
     ) -> Tensor:
-        scores = torch.baddbmm(nothing := query.new_empty(1, 1, 1), query, key.mT, beta=0, alpha=scale)
+        scores = torch.baddbmm(
+            nothing := query.new_empty(1, 1, 1), query, key.mT, beta=0, alpha=scale
+        )
         if bias is not None:
             scores.view(kept.shape).add_(bias)
         weights = torch.softmax(scores, -1, out=scores)
@@ -89,9 +107,15 @@ class DroppedAttention(torch.autograd.Function):
         rescale, nothing = 1 / (1 - ctx.drop_probability), query.new_empty(1, 1, 1)
         mask, scale = mask.to(weights.dtype), ctx.scale * rescale
         of_weight = torch.bmm(gradient, value.mT).mul_(mask)
-        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)  # without the factor `rescale`
+        of_score = torch._softmax_backward_data(
+            of_weight, weights, -1, weights.dtype
+        )  # without the factor `rescale`
         of_query = torch.baddbmm(nothing, of_score, key, beta=0, alpha=scale)
         of_key = torch.baddbmm(nothing, of_score.mT, query, beta=0, alpha=scale)
         of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)
-        of_bias = of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape) if ctx.needs_input_grad[4] else None
+        of_bias = (
+            of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape)
+            if ctx.needs_input_grad[4]
+            else None
+        )
         return of_query, of_key, of_value, None, of_bias, None, None

@@ -15,10 +15,11 @@ from hf_ga.exact.hooks import SpeedUp
 class LeanForward(SpeedUp):
     """Disables the generation cache, and fuses GPT-2's activation.
 
-    A cache copies all keys and values (transformers' Trainer disables it too). `gelu_new` in transformers consists of eight
-    operations, five of which save a tensor for the backward; torch's kernel of the same formula,
-    x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2), saves
-    its input only. Both are changed within the scope only, so the saved model equals the loaded one.
+    A cache copies all keys and values (transformers' Trainer disables it too). `gelu_new` in
+    transformers consists of eight operations, five of which save a tensor for the backward; torch's
+    kernel of the same formula, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and
+    Gimpel 2016, "Gaussian Error Linear Units", section 2), saves its input only. Both are changed
+    within the scope only, so the saved model equals the loaded one.
     """
 
     name = "lean forward"
@@ -27,8 +28,12 @@ class LeanForward(SpeedUp):
     def scope(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack, patch.object(NewGELUActivation, "forward", _fused_gelu):
             for module in model.modules():
-                if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
-                    stack.callback(setattr, module.config, "use_cache", True)  # a name of some configs maps to another attribute
+                if isinstance(module, PreTrainedModel) and getattr(
+                    module.config, "use_cache", False
+                ):
+                    stack.callback(
+                        setattr, module.config, "use_cache", True
+                    )  # a name of some configs maps to another attribute
                     module.config.use_cache = False
             yield
 

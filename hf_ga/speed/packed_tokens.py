@@ -27,13 +27,15 @@ class PackedTokens:
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
-        """From a mask of shape (n, S) on the host, without device synchronization. None if packing is impossible: a mask with
-        values other than 0 and 1, or a sample without tokens.
+        """From a mask of shape (n, S) on the host, without device synchronization. None if packing
+        is impossible: a mask with values other than 0 and 1, or a sample without tokens.
         """
         real = attention_mask != 0
         if not bool(((attention_mask == 1) == real).all()) or not bool(real.any(1).all()):
             return None
-        return PackedTokens(*attention_mask.shape, real.flatten().nonzero().flatten().to(device, non_blocking=True))
+        return PackedTokens(
+            *attention_mask.shape, real.flatten().nonzero().flatten().to(device, non_blocking=True)
+        )
 
     @property
     def padded_shape(self) -> tuple[int, int]:
@@ -58,12 +60,18 @@ class PackedTokens:
     def pack(self, padded: Tensor) -> Tensor:
         """(n, S, ...), or (1, S, ...) if shared by all samples -> (1, T, ...)."""
         shared = len(padded) == 1 and self.num_samples > 1
-        rows = padded[0].index_select(0, self.columns) if shared else padded.flatten(0, 1).index_select(0, self.index)
+        rows = (
+            padded[0].index_select(0, self.columns)
+            if shared
+            else padded.flatten(0, 1).index_select(0, self.index)
+        )
         return rows.unsqueeze(0)
 
     def spread(self, packed: Tensor) -> Tensor:
         """(1, T, ...) -> (n, S, ...), zeros at the padding."""
-        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:]).index_copy_(0, self.index, packed[0])
+        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:]).index_copy_(
+            0, self.index, packed[0]
+        )
         return rows.unflatten(0, self.padded_shape)
 
 
@@ -79,16 +87,26 @@ class PackedMasks:
     padded: SampleMasks
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """bool, of shape (1, T, ...): the rows of a padded mask (n, S, ...) that belong to real tokens.
+        """bool, of shape (1, T, ...): the rows of a padded mask (n, S, ...) that belong to real
+        tokens.
 
         Raises:
             UnkeyedRandomness: the shape is not one of packed tokens.
         """
-        if site.axis != 0 or len(shape) < 3 or shape[:2] != self.tokens.packed_shape or len(shape) != len(site.shapes[0]):
+        if (
+            site.axis != 0
+            or len(shape) < 3
+            or shape[:2] != self.tokens.packed_shape
+            or len(shape) != len(site.shapes[0])
+        ):
             raise UnkeyedRandomness(
-                f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but {list(site.shapes[0])} for padded "
-                "samples, so its draws cannot be tied to tokens. Omit packing, or set this dropout to 0."
+                f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but "
+                f"{list(site.shapes[0])} for padded "
+                "samples, so its draws cannot be tied to tokens. Omit packing, or set this "
+                "dropout to 0."
             )
-        rows = row_keys(self.padded.keys ^ signed(site.key), [1])  # as for padded samples: the sample, then its single row
+        rows = row_keys(
+            self.padded.keys ^ signed(site.key), [1]
+        )  # as for padded samples: the sample, then its single row
         rows = over_axes(mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns), shape[2:-1])
         return keep_columns(rows, shape[-1], drop_probability).view(shape)

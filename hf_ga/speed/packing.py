@@ -1,10 +1,12 @@
-"""No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout process real tokens only.
+"""No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout
+process real tokens only.
 
-Embeddings and heads stay padded, so collate functions, position ids, masks and pooling are unchanged. Before the first layer of
-the stack, (n, S, H) is packed to (1, T, H); after the last one, the tokens are unpacked to (n, S, H), with zeros at the padding,
-which is neither a target nor attended to. Attention, the only operation across tokens in a layer, is called through transformers'
-attention interface, where samples are padded for this call. The proof decides for which models this leaves loss and gradient
-unchanged.
+Embeddings and heads stay padded, so collate functions, position ids, masks and pooling are
+unchanged. Before the first layer of the stack, (n, S, H) is packed to (1, T, H); after the last
+one, the tokens are unpacked to (n, S, H), with zeros at the padding, which is neither a target nor
+attended to. Attention, the only operation across tokens in a layer, is called through transformers'
+attention interface, where samples are padded for this call. The proof decides for which models this
+leaves loss and gradient unchanged.
 """
 
 import inspect
@@ -26,8 +28,15 @@ from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
 # Settings that skip layers in training, or return their intermediate results.
-UNSUPPORTED = ("is_encoder_decoder", "output_hidden_states", "output_attentions", "layerdrop", "encoder_layerdrop")
-# Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a CPU: 0 % at 1.03, 7 % at 1.10.
+UNSUPPORTED = (
+    "is_encoder_decoder",
+    "output_hidden_states",
+    "output_attentions",
+    "layerdrop",
+    "encoder_layerdrop",
+)
+# Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
+# CPU: 0 % at 1.03, 7 % at 1.10.
 GAIN = 1.05
 
 
@@ -40,9 +49,13 @@ class Packing(SpeedUp):
         self._gain = GAIN
         self._tokens: PackedTokens | None = None  # of this micro-batch, if packed
         self._was_packed = self._is_in_attention = False
-        self._shared: list[tuple[Tensor, Tensor]] = []  # per-token arguments of this micro-batch, padded and packed
+        self._shared: list[
+            tuple[Tensor, Tensor]
+        ] = []  # per-token arguments of this micro-batch, padded and packed
 
-    def attach(self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool) -> str:
+    def attach(
+        self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
+    ) -> str:
         layers = find_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
@@ -63,7 +76,11 @@ class Packing(SpeedUp):
         return patch.object(self, "_gain", 1.0)
 
     def verdict(self) -> str:
-        return "" if self._was_packed else "its batches have no padding, no attention mask, or targets at the padding"
+        return (
+            ""
+            if self._was_packed
+            else "its batches have no padding, no attention mask, or targets at the padding"
+        )
 
     def before(self, call: Call) -> None:
         self._shared.clear()
@@ -79,21 +96,33 @@ class Packing(SpeedUp):
         with ExitStack() as stack:
             stack.callback(self._shared.clear)
             stack.callback(setattr, self, "_tokens", None)
-            for layer in self._layers:  # within the window: FSDP and checkpointing may have wrapped them
-                stack.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+            for (
+                layer
+            ) in self._layers:  # within the window: FSDP and checkpointing may have wrapped them
+                stack.callback(
+                    layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove
+                )
             stack.callback(self._layers[-1].register_forward_hook(self._leave).remove)
             original = AttentionInterface.get_interface
-            attend = patch.object(AttentionInterface, "get_interface", lambda *args: partial(self._attend, original(*args)))
+            attend = patch.object(
+                AttentionInterface,
+                "get_interface",
+                lambda *args: partial(self._attend, original(*args)),
+            )
             stack.enter_context(attend)
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
         """The source of dropout masks: packed within layers, except for attention weights."""
         is_packed = site.module in self._modules and not self._is_in_attention
-        return (self._packed_masks if is_packed else self._padded_masks).mask(site, shape, drop_probability)
+        return (self._packed_masks if is_packed else self._padded_masks).mask(
+            site, shape, drop_probability
+        )
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Before a layer: pack per-token arguments; the first layer receives padded hidden states."""
+        """Before a layer: pack per-token arguments; the first layer receives padded hidden
+        states.
+        """
         tokens = self._tokens
         if tokens is None:
             return None
@@ -103,14 +132,22 @@ class Packing(SpeedUp):
             hidden = tokens.pack(hidden)
         elif hidden.shape[:2] != tokens.packed_shape:
             raise ConfigError(
-                f"packed layers received hidden states of shape {list(hidden.shape)} for tokens of shape "
-                f"{list(tokens.padded_shape)}: the model's control flow depends on the data. Prove it again, or omit packing."
+                f"packed layers received hidden states of shape {list(hidden.shape)} for tokens "
+                "of shape "
+                f"{list(tokens.padded_shape)}: the model's control flow depends on the data. "
+                "Prove it again, or omit packing."
             )
         changed = {name: self._per_token(named[name]) for name in PER_TOKEN if name in named}
-        changed |= {name: None for name, value in named.items() if isinstance(value, Cache)}  # not needed in training
-        positional = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
+        changed |= {
+            name: None for name, value in named.items() if isinstance(value, Cache)
+        }  # not needed in training
+        positional = [
+            changed.get(name, value) for name, value in zip(self._names, args, strict=False)
+        ]
         if args:
-            return (hidden, *positional[1:]), {name: changed.get(name, value) for name, value in kwargs.items()}
+            return (hidden, *positional[1:]), {
+                name: changed.get(name, value) for name, value in kwargs.items()
+            }
         return (), {**kwargs, **changed, "hidden_states": hidden}
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
@@ -118,14 +155,23 @@ class Packing(SpeedUp):
         tokens = self._tokens
         if tokens is None:
             return output
-        return tokens.spread(output) if isinstance(output, Tensor) else (tokens.spread(output[0]), *output[1:])
+        return (
+            tokens.spread(output)
+            if isinstance(output, Tensor)
+            else (tokens.spread(output[0]), *output[1:])
+        )
 
     def _per_token(self, value: Any) -> Any:
-        """Pack a tensor of shape (n or 1, S, ...), or a tuple of such, once for all layers; return other values unchanged."""
+        """Pack a tensor of shape (n or 1, S, ...), or a tuple of such, once for all layers; return
+        other values unchanged.
+        """
         if isinstance(value, tuple | list):
             return tuple(map(self._per_token, value))
         tokens = self._tokens
-        if not isinstance(value, Tensor) or value.shape[:2] not in (tokens.padded_shape, (1, tokens.width)):
+        if not isinstance(value, Tensor) or value.shape[:2] not in (
+            tokens.padded_shape,
+            (1, tokens.width),
+        ):
             return value
         for padded, packed in self._shared:
             if padded is value:
@@ -143,7 +189,9 @@ class Packing(SpeedUp):
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call an attention function of transformers: pad (1, heads, T, size), use the model's own mask, and pack the result."""
+        """Call an attention function of transformers: pad (1, heads, T, size), use the model's own
+        mask, and pack the result.
+        """
         tokens = self._tokens
         if tokens is None or module not in self._modules:
             return original(module, query, key, value, attention_mask, **more)
@@ -164,11 +212,15 @@ def find_stack(model: nn.Module) -> nn.ModuleList | None:
         is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
         if is_stack and not any(name.startswith(f"{outer}.") for outer in stacks):
             stacks[name] = module
-    return max(stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
+    return max(
+        stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None
+    )
 
 
 def _tokens(call: Call, gain: float) -> PackedTokens | None:
-    """None if the batch has no attention mask on the host, too little padding, or targets predicted at the padding."""
+    """None if the batch has no attention mask on the host, too little padding, or targets predicted
+    at the padding.
+    """
     batch, device = call.micro_batch.batch, call.keys.device
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":

@@ -1,4 +1,6 @@
-"""The training batches of `ExactTrainer`: hf_ga's windows, one micro-batch at a time, as Trainer's loop needs them."""
+"""The training batches of `ExactTrainer`: hf_ga's windows, one micro-batch at a time, as Trainer's
+loop needs them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,22 +17,30 @@ Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-
 
 
 class WindowBatch(dict):
-    """A micro-batch: a dict of the model's arguments, with its window and its index in it as attributes.
+    """A micro-batch: a dict of the model's arguments, with its window and its index in it as
+    attributes.
 
-    An index beyond the window's micro-batches on this rank: it repeats samples, and is not computed.
+    An index beyond the window's micro-batches on this rank: it repeats samples, and is not
+    computed.
     """
 
-    def __init__(self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)) -> None:
+    def __init__(
+        self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)
+    ) -> None:
         super().__init__(batch)
         self.request, self.index = item
 
 
 class MicroBatches(Dataset):
-    """Items -> batches, in the main process or in workers. Its length is the number of samples, which Trainer logs."""
+    """Items -> batches, in the main process or in workers. Its length is the number of samples,
+    which Trainer logs.
+    """
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
-        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = None  # the last window that was fetched whole
+        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = (
+            None  # the last window that was fetched whole
+        )
 
     def __len__(self) -> int:
         return len(self.fetcher.dataset)
@@ -46,7 +56,9 @@ class MicroBatches(Dataset):
         return WindowBatch(self.fetcher[replace(request, micro_batches=[offsets])][0], item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the others are requested next."""
+        """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the
+        others are requested next.
+        """
         name = (request.epoch, request.index)
         if self._kept is None or self._kept[0] != name:
             self._kept = name, self.fetcher[request]
@@ -54,7 +66,9 @@ class MicroBatches(Dataset):
 
 
 class WindowSampler(Sampler):
-    """The items of one epoch, each in its own list: a batch sampler, so that accelerate can skip batches on resume."""
+    """The items of one epoch, each in its own list: a batch sampler, so that accelerate can skip
+    batches on resume.
+    """
 
     def __init__(self, windows: WindowLoader) -> None:
         self.windows = windows
@@ -69,7 +83,9 @@ class WindowSampler(Sampler):
         """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
         layout, num_full = self.windows.layout, len(self.windows) - 1
         rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
-        return num_full * layout.accumulation_steps + -(-rest // (layout.micro_batch_size * layout.num_processes))
+        return num_full * layout.accumulation_steps + -(
+            -rest // (layout.micro_batch_size * layout.num_processes)
+        )
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():

@@ -42,12 +42,21 @@ class WindowSize(TrainerCallback, ExportableState):
         path = Path(folder or "", "trainer_state.json")
         if not folder or not path.exists():
             return
-        saved = json.loads(path.read_text()).get("stateful_callbacks", {}).get("WindowSize", {}).get("args", {}).get("window_size")
+        saved = (
+            json.loads(path.read_text())
+            .get("stateful_callbacks", {})
+            .get("WindowSize", {})
+            .get("args", {})
+            .get("window_size")
+        )
         if saved not in (None, self.window_size):
             raise ConfigError(
-                f"{folder} was saved with windows of {saved} samples, but {args.world_size} process(es) x "
-                f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
-                f"{args.gradient_accumulation_steps} are {self.window_size}: change one of them so that the product is {saved}."
+                f"{folder} was saved with windows of {saved} samples, but {args.world_size} "
+                "process(es) x "
+                f"per_device_train_batch_size {args.per_device_train_batch_size} x "
+                "gradient_accumulation_steps "
+                f"{args.gradient_accumulation_steps} are {self.window_size}: change one of them "
+                f"so that the product is {saved}."
             )
 
 
@@ -58,8 +67,8 @@ def check_trainer(trainer: Any, mixin: type) -> None:
         trainer: a `transformers.Trainer`. mixin: the class whose methods may override Trainer's.
 
     Raises:
-        ConfigError: an unsupported argument, an overridden method, FSDP1, processes that would train alone, or a precision that
-            Accelerate would not apply.
+        ConfigError: an unsupported argument, an overridden method, FSDP1, processes that would
+            train alone, or a precision that Accelerate would not apply.
     """
     if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
@@ -69,17 +78,29 @@ def check_trainer(trainer: Any, mixin: type) -> None:
 def _of_arguments(args: Any) -> Iterator[str]:
     strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     if strategy not in ("random", "sequential"):
-        yield f"train_sampling_strategy {strategy!r} builds windows that depend on the per-device batch size: use 'random'"
+        yield (
+            f"train_sampling_strategy {strategy!r} builds windows that depend on the per-device "
+            "batch size: use 'random'"
+        )
     if args.auto_find_batch_size:
-        yield "auto_find_batch_size changes the window during a run: set per_device_train_batch_size yourself"
+        yield (
+            "auto_find_batch_size changes the window during a run: set "
+            "per_device_train_batch_size yourself"
+        )
     if args.torch_compile:
         yield "torch_compile hides the model's dropout sites: omit it"
     if args.use_liger_kernel:
-        yield "use_liger_kernel replaces the loss by an unproven one that computes gradients in the forward: omit it"
+        yield (
+            "use_liger_kernel replaces the loss by an unproven one that computes gradients in the "
+            "forward: omit it"
+        )
     if args.neftune_noise_alpha:
         yield "neftune_noise_alpha draws noise that cannot be tied to a sample: omit it"
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
-        yield f"optim={str(args.optim.value)!r} updates inside each backward, before the window is complete: use another optimizer"
+        yield (
+            f"optim={str(args.optim.value)!r} updates inside each backward, before the window is "
+            "complete: use another optimizer"
+        )
 
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
@@ -89,21 +110,45 @@ def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
     if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
         yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
     classes = {type(module).__name__ for module in trainer.model.modules()}
-    if kind == DistributedType.FSDP and trainer.label_smoother and classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        yield "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift the labels: use DDP"
-    if kind != DistributedType.FSDP and (trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"):
-        yield f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under {kind.value}: omit it"
+    if (
+        kind == DistributedType.FSDP
+        and trainer.label_smoother
+        and classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    ):
+        yield (
+            "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift "
+            "the labels: use DDP"
+        )
+    if kind != DistributedType.FSDP and (
+        trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    ):
+        yield (
+            f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under "
+            f"{kind.value}: omit it"
+        )
     if processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        yield f"{launched} processes were launched, but each would train alone: without a GPU set use_cpu=True"
+        yield (
+            f"{launched} processes were launched, but each would train alone: without a GPU set "
+            "use_cpu=True"
+        )
     if trainer.args.n_gpu > 1:
-        yield f"one process would use {trainer.args.n_gpu} GPUs (nn.DataParallel): select one with CUDA_VISIBLE_DEVICES"
+        yield (
+            f"one process would use {trainer.args.n_gpu} GPUs (nn.DataParallel): select one with "
+            "CUDA_VISIBLE_DEVICES"
+        )
     if trainer.is_model_parallel:
         yield "the model is on several devices (device_map): load it onto one"
     for name in OWNED:
         for owner in type(trainer).__mro__:
             if name in vars(owner) and owner not in (mixin, Trainer):
-                yield f"{owner.__name__}.{name} overrides the order of samples: remove it, or train with {owner.__name__}"
+                yield (
+                    f"{owner.__name__}.{name} overrides the order of samples: remove it, or train "
+                    f"with {owner.__name__}"
+                )
     if isinstance(trainer.train_dataset, IterableDataset):
         yield "a streaming train_dataset has no fixed order: load it without streaming"
     if getattr(trainer, "padding_free", False):  # TRL
-        yield "padding_free (or packing) joins samples into one row, so masks cannot be tied to samples: omit it"
+        yield (
+            "padding_free (or packing) joins samples into one row, so masks cannot be tied to "
+            "samples: omit it"
+        )

@@ -11,7 +11,8 @@ from hf_ga.trainer.pairs import chosen_first, forward_of_pairs, has_pairs
 
 
 class TrainerLoss(nn.Module):
-    """A trainer's loss as a model: maps the entries of a batch to the loss of `compute_loss` on this batch alone.
+    """A trainer's loss as a model: maps the entries of a batch to the loss of `compute_loss` on
+    this batch alone.
 
     A `compute_loss_func` receives the number of items of this batch, as in Trainer's evaluation.
     """
@@ -26,13 +27,19 @@ class TrainerLoss(nn.Module):
         self._has_pairs = has_pairs(trainer.data_collator)
 
     def forward(self, **batch: Any) -> Any:
-        """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this loss."""
+        """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this
+        loss.
+        """
         items = self._count_items([batch]) if self._needs_items else None
         if self._has_pairs:
-            return self._compute_loss(partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items)
+            return self._compute_loss(
+                partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items
+            )
         if kind_of(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
-        loss, outputs = self._compute_loss(self.model, batch, return_outputs=True, num_items_in_batch=items)
+        loss, outputs = self._compute_loss(
+            self.model, batch, return_outputs=True, num_items_in_batch=items
+        )
         outputs["loss"] = loss
         return outputs
 

@@ -1,1 +1,3 @@
-"""The benchmark of `scripts/benchmark.py`: speed and memory of hf_ga, of Trainer, and without each speed-up."""
+"""The benchmark of `scripts/benchmark.py`: speed and memory of hf_ga, of Trainer, and without each
+speed-up.
+"""

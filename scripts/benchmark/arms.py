@@ -1,4 +1,6 @@
-"""All arms by name. In the benchmark, only this file uses internals of hf_ga, to disable speed-ups."""
+"""All arms by name. In the benchmark, only this file uses internals of hf_ga, to disable
+speed-ups.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +26,23 @@ SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
 def default(lap: Lap, left_out: str = "") -> None:
-    """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of keyed dropout."""
-    setting, loading = lap.setting, {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]}
+    """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of
+    keyed dropout.
+    """
+    setting, loading = (
+        lap.setting,
+        {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]},
+    )
     if left_out == PLAN:
-        loading = {"planner": lambda lengths, processes: plan_window(len(lengths), processes, setting.micro_batch_size)}
+        loading = {
+            "planner": lambda lengths, processes: plan_window(
+                len(lengths), processes, setting.micro_batch_size
+            )
+        }
     speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out]
-    loss = hf_ga.prove_targets(lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups)
+    loss = hf_ga.prove_targets(
+        lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups
+    )
     if left_out == NATIVE:
         loss = replace(loss, dropout=_NativeDropout(lap.model))
     if left_out == ANY_ORDER:
@@ -49,8 +62,8 @@ class _NativeDropout(KeyedDropout):
 
 
 def own_loop(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
-    """The README's loop: dataset, collate function and batch size only. `default` adds arguments of the loader (loading) and of
-    `train_step` (step).
+    """The README's loop: dataset, collate function and batch size only. `default` adds arguments of
+    the loader (loading) and of `train_step` (step).
     """
     setting = lap.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
@@ -78,4 +91,6 @@ SPEED: dict[str, Callable[[Lap], None]] = {
     OWN_LOOP: own_loop,
     DEFAULT: default,
 }
-ABLATION = {DEFAULT: default} | {name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)}
+ABLATION = {DEFAULT: default} | {
+    name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)
+}

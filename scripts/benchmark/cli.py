@@ -19,7 +19,14 @@ from benchmark import gpu
 from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
 from benchmark.lap import measure_apart, measure_in_turn
 from benchmark.ranks import busy_core, measure_two_ranks
-from benchmark.report import TWO_RANKS, Section, ablation_section, planning_section, ranks_section, speed_section
+from benchmark.report import (
+    TWO_RANKS,
+    Section,
+    ablation_section,
+    planning_section,
+    ranks_section,
+    speed_section,
+)
 from benchmark.setting import SIZES, TASKS, Setting, documentation_strings
 
 METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
@@ -37,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sections: list[Section] = []
     print(f"{_machine(flags)}\n", flush=True)
     for name in flags.sections:
-        for section in [_plan(flags.most_samples)] if name == "plan" else map(SECTIONS[name], _settings(flags)):
+        for section in (
+            [_plan(flags.most_samples)] if name == "plan" else map(SECTIONS[name], _settings(flags))
+        ):
             print(section, flush=True)
             sections.append(section)
             if flags.output_dir:
@@ -68,7 +77,9 @@ def _ranks(setting: Setting) -> Section:
 
 def seconds_to_first_window(num_samples: int) -> float:
     """Seconds from a dataset with known lengths to its first window of 64 samples."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.0, num_samples), 2, 256).astype(np.int64)
+    lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.0, num_samples), 2, 256).astype(
+        np.int64
+    )
     accelerator, began = Accelerator(cpu=True), time.perf_counter()
     windows = hf_ga.WindowLoader(
         range(num_samples),  # samples whose content does not matter
@@ -92,43 +103,114 @@ DEFAULT_SECTIONS = ["speed", "ablation", "ranks", "plan"]
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--sections", nargs="+", choices=[*SECTIONS, "plan"], default=DEFAULT_SECTIONS, help="default: speed ablation ranks plan")
-    add("--model", dest="models", nargs="+", choices=TASKS, default=[*TASKS], help="models to train (default: all)")
-    add("--size", choices=SIZES, default="small", help="small: 4 layers x 256; base: 12 x 768 (default: small)")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any")
-    add("--num_threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: torch's)")
+    add(
+        "--sections",
+        nargs="+",
+        choices=[*SECTIONS, "plan"],
+        default=DEFAULT_SECTIONS,
+        help="default: speed ablation ranks plan",
+    )
+    add(
+        "--model",
+        dest="models",
+        nargs="+",
+        choices=TASKS,
+        default=[*TASKS],
+        help="models to train (default: all)",
+    )
+    add(
+        "--size",
+        choices=SIZES,
+        default="small",
+        help="small: 4 layers x 256; base: 12 x 768 (default: small)",
+    )
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: a GPU if any",
+    )
+    add(
+        "--num_threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="torch's threads (default: torch's)",
+    )
     add("--mixed_precision", choices=("no", "bf16"), default="no", help="default: no")
-    add("--dropout", type=float, default=0.1, help="dropout probability at all sites (default: 0.1)")
+    add(
+        "--dropout", type=float, default=0.1, help="dropout probability at all sites (default: 0.1)"
+    )
     add("--num_samples", type=int, default=512, help="samples of an epoch (default: 512)")
     add("--max_length", type=int, default=256, help="maximum tokens of a sample (default: 256)")
-    add("--window", dest="window_size", type=int, default=64, help="samples of an optimizer step (default: 64)")
-    add("--micro_batch", dest="micro_batch_size", type=int, default=8, help="samples of a micro-batch (default: 8)")
+    add(
+        "--window",
+        dest="window_size",
+        type=int,
+        default=64,
+        help="samples of an optimizer step (default: 64)",
+    )
+    add(
+        "--micro_batch",
+        dest="micro_batch_size",
+        type=int,
+        default=8,
+        help="samples of a micro-batch (default: 8)",
+    )
     add("--epochs", type=int, default=3, help="measured epochs, after one unmeasured (default: 3)")
-    add("--most_samples", type=int, default=10**7, help="size of the largest dataset of the section plan (default: 10,000,000)")
-    add("--assert", dest="assert_bounds", action="store_true", help="exit with code 1 if a bound fails")
+    add(
+        "--most_samples",
+        type=int,
+        default=10**7,
+        help="size of the largest dataset of the section plan (default: 10,000,000)",
+    )
+    add(
+        "--assert",
+        dest="assert_bounds",
+        action="store_true",
+        help="exit with code 1 if a bound fails",
+    )
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
-    if flags.window_size % flags.micro_batch_size or flags.num_samples % flags.window_size or flags.epochs < 1:
+    if (
+        flags.window_size % flags.micro_batch_size
+        or flags.num_samples % flags.window_size
+        or flags.epochs < 1
+    ):
         parser.error(
-            f"num_samples ({flags.num_samples}) must be a multiple of window ({flags.window_size}), and window of micro_batch "
-            f"({flags.micro_batch_size}), because Trainer drops or repeats the rest; epochs must be at least 1, got {flags.epochs}"
+            f"num_samples ({flags.num_samples}) must be a multiple of window "
+            f"({flags.window_size}), and window of micro_batch "
+            f"({flags.micro_batch_size}), because Trainer drops or repeats the rest; epochs must "
+            f"be at least 1, got {flags.epochs}"
         )
     return flags
 
 
 def _settings(flags: argparse.Namespace) -> list[Setting]:
-    common = {name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__}
-    return [Setting(model, **common, **documentation_strings(model, flags.max_length, flags.num_samples)) for model in flags.models]
+    common = {
+        name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__
+    }
+    return [
+        Setting(
+            model, **common, **documentation_strings(model, flags.max_length, flags.num_samples)
+        )
+        for model in flags.models
+    ]
 
 
 def _machine(flags: argparse.Namespace) -> str:
     device = torch.cuda.get_device_name() if flags.device == "cuda" else f"{platform.machine()} CPU"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate")
+    )
     return (
-        f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision {flags.mixed_precision}, dropout "
-        f"{flags.dropout}, window {flags.window_size}, micro-batch {flags.micro_batch_size}, {flags.num_samples} samples of at "
+        f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision "
+        f"{flags.mixed_precision}, dropout "
+        f"{flags.dropout}, window {flags.window_size}, micro-batch {flags.micro_batch_size}, "
+        f"{flags.num_samples} samples of at "
         f"most {flags.max_length} tokens, {flags.epochs} epoch(s) measured."
     )
 
@@ -138,4 +220,6 @@ def _write(flags: argparse.Namespace, sections: Sequence[Section]) -> None:
     text = "\n".join(["# Benchmark", "", _machine(flags), "", METHOD, "", *map(str, sections)])
     (flags.output_dir / "benchmark.md").write_text(text)
     figures = [vars(section) | {"bounds": list(map(str, section.bounds))} for section in sections]
-    (flags.output_dir / "benchmark.json").write_text(json.dumps({"machine": _machine(flags), "sections": figures}, indent=1))
+    (flags.output_dir / "benchmark.json").write_text(
+        json.dumps({"machine": _machine(flags), "sections": figures}, indent=1)
+    )

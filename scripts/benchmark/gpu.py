@@ -1,4 +1,6 @@
-"""What `scripts/gpu_report.py` adds to the benchmark: a model's setting -> a table with its targets."""
+"""What `scripts/gpu_report.py` adds to the benchmark: a model's setting -> a table with its
+targets.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +21,13 @@ from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
 
 
 def peers(setting: Setting) -> Section:
-    """hf_ga, all modes of Trainer, TRL, a plain loop; useful FLOPs over the measured peak of a matrix product."""
-    name, arms = setting.model, SPEED | {arm: run for arm, run in PEERS.items() if setting.model == "gpt" or arm == PLAIN}
+    """hf_ga, all modes of Trainer, TRL, a plain loop; useful FLOPs over the measured peak of a
+    matrix product.
+    """
+    name, arms = (
+        setting.model,
+        SPEED | {arm: run for arm, run in PEERS.items() if setting.model == "gpt" or arm == PLAIN},
+    )
     section = speed_section(setting, measure_apart(setting, arms, f"{name}, peers"))
     dtype, size = (torch.bfloat16, 8192) if setting.device == "cuda" else (torch.float32, 512)
     x = torch.randn(size, size, dtype=dtype, device=setting.device)
@@ -32,46 +39,92 @@ def peers(setting: Setting) -> Section:
         Bound(f"{name}: tokens/s over Trainer's best mode", rates[DEFAULT] / best, 1.2),
         Bound(f"{name}: useful FLOPs over the peak", rates[DEFAULT] * share, 0.45),
     ]
-    return replace(section, header=[*section.header, "of peak"], rows=[[*row, row[1] * share] for row in section.rows])
+    return replace(
+        section,
+        header=[*section.header, "of peak"],
+        rows=[[*row, row[1] * share] for row in section.rows],
+    )
 
 
 def flops_per_token(setting: Setting) -> float:
-    """Without padding: 6 for each weight and token, 12 x width for each layer and pair of tokens that attend."""
+    """Without padding: 6 for each weight and token, 12 x width for each layer and pair of tokens
+    that attend.
+    """
     (layers, width, _, words), causal = SIZES[setting.size], setting.model == "gpt"
     pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples) / (1 + causal)
-    return 6 * (12 * layers * width**2 + causal * words * width) + 12 * layers * width * pairs / setting.real_tokens
+    return (
+        6 * (12 * layers * width**2 + causal * words * width)
+        + 12 * layers * width * pairs / setting.real_tokens
+    )
 
 
 def dropout(setting: Setting) -> Section:
     """torch's dropout in place of keyed."""
-    section = ablation_section(setting, measure_apart(setting, {DEFAULT: default, NATIVE: ABLATION[NATIVE]}, "dropout"))
+    section = ablation_section(
+        setting, measure_apart(setting, {DEFAULT: default, NATIVE: ABLATION[NATIVE]}, "dropout")
+    )
     share = 1 / section.rows[1][1]
-    return replace(section, bounds=[Bound(f"{setting.model}: time of keyed over native dropout", share, 1.02, at_most=True)])
+    return replace(
+        section,
+        bounds=[
+            Bound(f"{setting.model}: time of keyed over native dropout", share, 1.02, at_most=True)
+        ],
+    )
 
 
 def cost(setting: Setting) -> Section:
-    """Least squares of relative errors: seconds of a micro-batch = a + b x tokens + c x samples x width^2."""
+    """Least squares of relative errors: seconds of a micro-batch = a + b x tokens + c x samples x
+    width^2.
+    """
     on_gpu, name = setting.device == "cuda", f"{setting.model}, width {SIZES[setting.size][1]}"
-    widths, tokens = ((32, 128, 512), (512, 2048, 8192, 32768)) if on_gpu else ((8, 32, 64), (64, 128, 256))
+    widths, tokens = (
+        ((32, 128, 512), (512, 2048, 8192, 32768)) if on_gpu else ((8, 32, 64), (64, 128, 256))
+    )
     shapes = [(count // width, width) for count in tokens for width in widths]
-    terms, times = np.array([(1, n * width, n * width**2) for n, width in shapes], float), seconds_of(setting, shapes)
+    terms, times = (
+        np.array([(1, n * width, n * width**2) for n, width in shapes], float),
+        seconds_of(setting, shapes),
+    )
     a, b, c = np.linalg.lstsq(terms / times[:, None], np.ones(len(shapes)), rcond=None)[0]
-    rows = [["overhead in tokens", a / b, GPU_OVERHEAD if on_gpu else CPU_OVERHEAD], ["attention width", b / c, ATTENTION_WIDTH]]
-    factors = {what: np.exp(abs(np.log(fitted / used))) for what, fitted, used in rows}  # NaN if the fit is negative
-    bounds = [Bound(f"{name}: default {what} stays within a factor", factor, 2, at_most=True) for what, factor in factors.items()]
+    rows = [
+        ["overhead in tokens", a / b, GPU_OVERHEAD if on_gpu else CPU_OVERHEAD],
+        ["attention width", b / c, ATTENTION_WIDTH],
+    ]
+    factors = {
+        what: np.exp(abs(np.log(fitted / used))) for what, fitted, used in rows
+    }  # NaN if the fit is negative
+    bounds = [
+        Bound(f"{name}: default {what} stays within a factor", factor, 2, at_most=True)
+        for what, factor in factors.items()
+    ]
     rows.append(["largest relative error", float(np.abs(terms @ (a, b, c) / times - 1).max()), ""])
-    return Section(f"{name}: time of a micro-batch", ("constant", "measured", "in use"), rows, bounds)
+    return Section(
+        f"{name}: time of a micro-batch", ("constant", "measured", "in use"), rows, bounds
+    )
 
 
 def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
     """Of micro-batches of n samples of one width: half of a window of two."""
-    accelerator, times = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision), []
+    accelerator, times = (
+        Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision),
+        [],
+    )
     model = accelerator.prepare(build_model(setting))
     proven = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
     for n, width in shapes:
-        samples, sizes = [setting.samples[0] | {"input_ids": [5] * width}] * 2 * n, {"per_device_batch_size": n}
-        (window,) = hf_ga.WindowLoader(samples, setting.collate, accelerator=accelerator, global_batch_size=2 * n, **sizes)
-        times.append(seconds(partial(hf_ga.backward_window, accelerator, model, window, targets=proven), setting) / 2)
+        samples, sizes = (
+            [setting.samples[0] | {"input_ids": [5] * width}] * 2 * n,
+            {"per_device_batch_size": n},
+        )
+        (window,) = hf_ga.WindowLoader(
+            samples, setting.collate, accelerator=accelerator, global_batch_size=2 * n, **sizes
+        )
+        times.append(
+            seconds(
+                partial(hf_ga.backward_window, accelerator, model, window, targets=proven), setting
+            )
+            / 2
+        )
     return np.array(times)
 
 

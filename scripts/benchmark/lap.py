@@ -1,5 +1,5 @@
-"""One arm in a separate process, which waits for its turn before each window. So changes of the machine's speed affect all arms
-equally, and each has its own peak memory.
+"""One arm in a separate process, which waits for its turn before each window. So changes of the
+machine's speed affect all arms equally, and each has its own peak memory.
 """
 
 import gc
@@ -31,9 +31,11 @@ class Measured:
     """The measurements of an arm after its first epoch.
 
     Attributes:
-        seconds: of each window, from the end of the previous step to the end of its step, data loading included.
+        seconds: of each window, from the end of the previous step to the end of its step, data
+            loading included.
         padding: padded tokens over real ones. each_once: whether every sample came once per epoch.
-        peak_memory, memory_before: bytes; the latter after imports and construction of data and model.
+        peak_memory, memory_before: bytes; the latter after imports and construction of data and
+            model.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -44,7 +46,8 @@ class Measured:
 
 
 class Lap:
-    """One arm's run: it trains `model` on the setting's samples with `collate`, and calls `step_done` after each step.
+    """One arm's run: it trains `model` on the setting's samples with `collate`, and calls
+    `step_done` after each step.
 
     Args:
         turn: if given, the lap waits for it before each window.
@@ -54,7 +57,12 @@ class Lap:
     """
 
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
-        self.setting, self.model, self.collator, self._turn = setting, build_model(setting), setting.collate, turn
+        self.setting, self.model, self.collator, self._turn = (
+            setting,
+            build_model(setting),
+            setting.collate,
+            turn,
+        )
         self.seconds: list[float] = []
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
@@ -74,7 +82,8 @@ class Lap:
         return Measured(
             seconds=self.seconds[setting.windows_per_epoch :],
             padding=self._padded_tokens / (setting.epochs * setting.real_tokens),
-            each_once=sorted(self._ids) == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
+            each_once=sorted(self._ids)
+            == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
             peak_memory=peak_memory(setting.device),
             memory_before=before,
         )
@@ -93,7 +102,10 @@ class Lap:
         self._next_window()
 
     def _next_window(self) -> None:
-        if len(self.seconds) in (0, self.setting.windows_per_epoch):  # the first epoch is not measured
+        if len(self.seconds) in (
+            0,
+            self.setting.windows_per_epoch,
+        ):  # the first epoch is not measured
             self._ids, self._padded_tokens = [], 0
         if self._turn is not None:
             self._turn.send(None)
@@ -101,25 +113,36 @@ class Lap:
         self._began = time.perf_counter()
 
 
-def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
+def measure_in_turn(
+    setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str
+) -> dict[str, Measured]:
     """Run all arms in separate processes, which take turns window by window: one runs at a time.
 
     Raises:
         RuntimeError: a process exited without a result.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmark.arms"])  # the processes start within a second, from the same memory
+    context.set_forkserver_preload(
+        ["benchmark.arms"]
+    )  # the processes start within a second, from the same memory
     running: dict[str, Connection] = {}
     results: dict[str, Measured] = {}
     processes = []
     try:
         for name, arm in arms.items():
             running[name], turn = context.Pipe()
-            processes.append(context.Process(target=_run_apart, args=(setting, arm, turn), daemon=True))
+            processes.append(
+                context.Process(target=_run_apart, args=(setting, arm, turn), daemon=True)
+            )
             processes[-1].start()
             turn.close()
             _answer(name, running[name])
-        with tqdm(total=(1 + setting.epochs) * setting.windows_per_epoch, desc=title, unit="window", dynamic_ncols=True) as bar:
+        with tqdm(
+            total=(1 + setting.epochs) * setting.windows_per_epoch,
+            desc=title,
+            unit="window",
+            dynamic_ncols=True,
+        ) as bar:
             while running:
                 for name, connection in [*running.items()]:
                     connection.send(None)
@@ -133,9 +156,15 @@ def measure_in_turn(setting: Setting, arms: dict[str, Callable[[Lap], None]], ti
     return results
 
 
-def measure_apart(setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str) -> dict[str, Measured]:
-    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN; its error is on the terminal."""
-    results = dict.fromkeys(arms, Measured([float("nan")] * setting.epochs * setting.windows_per_epoch))
+def measure_apart(
+    setting: Setting, arms: dict[str, Callable[[Lap], None]], title: str
+) -> dict[str, Measured]:
+    """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN;
+    its error is on the terminal.
+    """
+    results = dict.fromkeys(
+        arms, Measured([float("nan")] * setting.epochs * setting.windows_per_epoch)
+    )
     for name, arm in arms.items():
         with suppress(RuntimeError):
             results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
@@ -154,7 +183,9 @@ def _answer(name: str, connection: Connection) -> Measured | None:
     try:
         return connection.recv()
     except EOFError as error:
-        raise RuntimeError(f"arm {name!r} exited without a result: see its error above, or memory ran out.") from error
+        raise RuntimeError(
+            f"arm {name!r} exited without a result: see its error above, or memory ran out."
+        ) from error
 
 
 def memory_now(device: str) -> int:
@@ -166,4 +197,6 @@ def peak_memory(device: str) -> int:
     """Peak memory of this process in bytes."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

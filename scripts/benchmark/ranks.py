@@ -1,4 +1,6 @@
-"""The default arm on two ranks of a CPU, launched by `accelerate launch` with accelerate_configs/cpu_2.yaml."""
+"""The default arm on two ranks of a CPU, launched by `accelerate launch` with
+accelerate_configs/cpu_2.yaml.
+"""
 
 import json
 import os
@@ -30,9 +32,18 @@ def measure_two_ranks(setting: Setting) -> Measured:
         given, written = Path(folder, "setting.json"), Path(folder, "measured.json")
         given.write_text(json.dumps(asdict(setting)))
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        launch += ["--config_file", str(ROOT / "accelerate_configs" / "cpu_2.yaml"), "-m", "benchmark.ranks"]
+        launch += [
+            "--config_file",
+            str(ROOT / "accelerate_configs" / "cpu_2.yaml"),
+            "-m",
+            "benchmark.ranks",
+        ]
         paths = os.pathsep.join([str(ROOT / "scripts"), *sys.path])
-        environment = os.environ | {"PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
+        environment = os.environ | {
+            "PYTHONPATH": paths,
+            "ACCELERATE_USE_CPU": "true",
+            "PYTHONWARNINGS": "ignore",
+        }
         subprocess.run([*launch, str(given), str(written)], env=environment, check=True)
         return Measured(**json.loads(written.read_text()))
 

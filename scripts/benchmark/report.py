@@ -38,7 +38,10 @@ class Bound:
         FAILED: speed: 2.5, target >= 3
         """
         sign = "<=" if self.at_most else ">="
-        return f"{'passed' if self.holds else 'FAILED'}: {self.what}: {self.value:.3g}, target {sign} {self.limit:.3g}"
+        return (
+            f"{'passed' if self.holds else 'FAILED'}: {self.what}: {self.value:.3g}, target "
+            f"{sign} {self.limit:.3g}"
+        )
 
 
 @dataclass
@@ -53,9 +56,15 @@ class Section:
 
     def __str__(self) -> str:
         """Markdown."""
-        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *([_shown(cell) for cell in row] for row in self.rows)]
+        lines = [
+            self.header,
+            ["---", *["---:"] * (len(self.header) - 1)],
+            *([_shown(cell) for cell in row] for row in self.rows),
+        ]
         table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([f"## {self.title}", "", *table, "", *[f"- {bound}" for bound in self.bounds], ""])
+        return "\n".join(
+            [f"## {self.title}", "", *table, "", *[f"- {bound}" for bound in self.bounds], ""]
+        )
 
 
 def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
@@ -64,37 +73,87 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
     memory = {arm: added_memory(of) for arm, of in measured.items()}
     better = max(rates[GROUPED], rates[REBALANCED])
     rows = [
-        [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]] for arm, of in measured.items()
+        [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]]
+        for arm, of in measured.items()
     ]
     lowest = min(memory[GROUPED], memory[REBALANCED])
     name = setting.model
     bounds = [
-        Bound(f"{name}: tokens/s over the better of Trainer's two by length", rates[DEFAULT] / better, TIMES_BETTER[name]),
-        Bound(f"{name}: memory over the lesser of these two", memory[DEFAULT] / lowest, MOST_MEMORY, at_most=True),
-        Bound(f"{name}: own loop over the default", rates[OWN_LOOP] / rates[DEFAULT], SHARE_OF_OWN_LOOP),
-        Bound(f"{name}: ExactTrainer over batch_rebalance", rates[EXACT_TRAINER] / rates[REBALANCED], TIMES_EXACT_TRAINER),
-        Bound(f"{name}: arms with each sample once per epoch", sum(of.each_once for of in measured.values()), len(measured)),
+        Bound(
+            f"{name}: tokens/s over the better of Trainer's two by length",
+            rates[DEFAULT] / better,
+            TIMES_BETTER[name],
+        ),
+        Bound(
+            f"{name}: memory over the lesser of these two",
+            memory[DEFAULT] / lowest,
+            MOST_MEMORY,
+            at_most=True,
+        ),
+        Bound(
+            f"{name}: own loop over the default",
+            rates[OWN_LOOP] / rates[DEFAULT],
+            SHARE_OF_OWN_LOOP,
+        ),
+        Bound(
+            f"{name}: ExactTrainer over batch_rebalance",
+            rates[EXACT_TRAINER] / rates[REBALANCED],
+            TIMES_EXACT_TRAINER,
+        ),
+        Bound(
+            f"{name}: arms with each sample once per epoch",
+            sum(of.each_once for of in measured.values()),
+            len(measured),
+        ),
     ]
-    header = ("arm", "real tokens/s", "x Trainer", "x better by length", "padded / real", "memory that training adds, MiB")
-    return Section(f"{name}: {len(setting.samples)} ragged samples", header, rows, bounds, _figures(measured))
+    header = (
+        "arm",
+        "real tokens/s",
+        "x Trainer",
+        "x better by length",
+        "padded / real",
+        "memory that training adds, MiB",
+    )
+    return Section(
+        f"{name}: {len(setting.samples)} ragged samples", header, rows, bounds, _figures(measured)
+    )
 
 
 def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """Each speed-up disabled in turn: the median over windows of the ratio of times without it and with all."""
+    """Each speed-up disabled in turn: the median over windows of the ratio of times without it and
+    with all.
+    """
     whole, rows = measured[DEFAULT], []
     for arm, of in measured.items():
         time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
         memory = added_memory(of) / added_memory(whole)
-        worth = "" if arm == DEFAULT else "yes" if time >= WORTH_TIME or memory >= WORTH_MEMORY else "no"
+        worth = (
+            ""
+            if arm == DEFAULT
+            else "yes"
+            if time >= WORTH_TIME or memory >= WORTH_MEMORY
+            else "no"
+        )
         rows.append([arm, time, added_memory(of), memory, worth])
     rows[0][0] = "nothing"
-    header = ("left out", "time", "memory that training adds, MiB", "memory", "worth 5 % of time or 10 % of memory")
+    header = (
+        "left out",
+        "time",
+        "memory that training adds, MiB",
+        "memory",
+        "worth 5 % of time or 10 % of memory",
+    )
     return Section(f"{setting.model}: each speed-up left out", header, rows, [], _figures(measured))
 
 
 def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) -> Section:
-    """One process and two ranks, idle and beside a busy loop. measured: "idle" and "busy" -> arm -> figures."""
-    rates = {when: {arm: tokens_per_second(setting, of) for arm, of in arms.items()} for when, arms in measured.items()}
+    """One process and two ranks, idle and beside a busy loop. measured: "idle" and "busy" -> arm ->
+    figures.
+    """
+    rates = {
+        when: {arm: tokens_per_second(setting, of) for arm, of in arms.items()}
+        for when, arms in measured.items()
+    }
     rows = [
         [f"{arm}, {when}", rate, rate / of[REBALANCED], rate / of[DEFAULT]]
         for when, of in rates.items()
@@ -102,9 +161,17 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
     ]
     name, busy, idle = setting.model, rates["busy"], rates["idle"]
     bounds = [
-        Bound(f"{name}, busy loop on a core: one process over batch_rebalance", busy[DEFAULT] / busy[REBALANCED], TIMES_BUSY),
+        Bound(
+            f"{name}, busy loop on a core: one process over batch_rebalance",
+            busy[DEFAULT] / busy[REBALANCED],
+            TIMES_BUSY,
+        ),
         Bound(f"{name}, idle: two ranks over one process", idle[TWO_RANKS] / idle[DEFAULT], 1.0),
-        Bound(f"{name}, busy loop on a core: two ranks over one process", busy[TWO_RANKS] / busy[DEFAULT], 1.0),
+        Bound(
+            f"{name}, busy loop on a core: two ranks over one process",
+            busy[TWO_RANKS] / busy[DEFAULT],
+            1.0,
+        ),
     ]
     header = ("arm", "real tokens/s", "x batch_rebalance", "x one process")
     figures = {when: _figures(arms) for when, arms in measured.items()}
@@ -114,9 +181,20 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
 def planning_section(seconds: dict[int, float]) -> Section:
     """Seconds to the first window by number of samples."""
     most = max(seconds)
-    bound = Bound(f"{most:,} samples: seconds to the first window", seconds[most], FIRST_WINDOW_SECONDS, at_most=True)
+    bound = Bound(
+        f"{most:,} samples: seconds to the first window",
+        seconds[most],
+        FIRST_WINDOW_SECONDS,
+        at_most=True,
+    )
     rows = [[f"{size:,}", value] for size, value in seconds.items()]
-    return Section("Order and plan", ("samples", "seconds to the first window"), rows, [bound], {"seconds": seconds})
+    return Section(
+        "Order and plan",
+        ("samples", "seconds to the first window"),
+        rows,
+        [bound],
+        {"seconds": seconds},
+    )
 
 
 def tokens_per_second(setting: Setting, measured: Measured) -> float:

@@ -1,4 +1,6 @@
-"""The setting of a benchmark: model, samples, batch and precision, as plain values for other processes."""
+"""The setting of a benchmark: model, samples, batch and precision, as plain values for other
+processes.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from hf_ga.data.data import prepare_data
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.models import load_tokenizer
 
 Sample = dict[str, Any]
-TASKS = {"gpt": "causal-lm", "bert": "text-classification"}  # model -> its task in `hf_ga.data.tasks`
+TASKS = {
+    "gpt": "causal-lm",
+    "bert": "text-classification",
+}  # model -> its task in `hf_ga.data.tasks`
 # Layers, width, heads, words. `base` is GPT-2-small and, except for its vocabulary, BERT-base.
 SIZES = {"tiny": (2, 32, 2, 4000), "small": (4, 256, 4, 4000), "base": (12, 768, 12, 50257)}
 
@@ -25,8 +36,10 @@ class Setting:
     """The setting of all arms.
 
     Attributes:
-        model: a key of `TASKS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of torch.
-        mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: maximum tokens of a sample.
+        model: a key of `TASKS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of
+            torch.
+        mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: maximum
+            tokens of a sample.
         window_size: samples in an optimizer step. micro_batch_size: samples in a micro-batch.
         epochs: measured epochs, after one unmeasured.
         samples: of an epoch, tokenized. num_labels, pad_token_id: of the task. See `with_samples`.
@@ -67,13 +80,19 @@ class Setting:
 
 
 def documentation_strings(model: str, max_length: int, count: int) -> dict[str, Any]:
-    """The first `count` training samples of the embedded corpus, as the attributes of a `Setting` that depend on them."""
+    """The first `count` training samples of the embedded corpus, as the attributes of a `Setting`
+    that depend on them.
+    """
     config = FinetuneConfig(task=TASKS[model], max_length=max_length)
     data = prepare_data(config, load_tokenizer(config))
     rows = data.splits["train"].select(range(count))
     kept = [name for name in ("input_ids", "label") if name in rows.column_names]
     samples = [{"id": i, **{name: row[name] for name in kept}} for i, row in enumerate(rows)]
-    return {"samples": samples, "num_labels": max(len(data.labels), 2), "pad_token_id": data.tokenizer.pad_token_id}
+    return {
+        "samples": samples,
+        "num_labels": max(len(data.labels), 2),
+        "pad_token_id": data.tokenizer.pad_token_id,
+    }
 
 
 def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
@@ -88,19 +107,37 @@ def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
 
 
 def build_model(setting: Setting) -> PreTrainedModel:
-    """The model in training mode on its device, with new weights that are the same in every process."""
+    """The model in training mode on its device, with new weights that are the same in every
+    process.
+    """
     torch.manual_seed(setting.seed)
     layers, width, heads, words = SIZES[setting.size]
     if setting.model == "gpt":
         drops = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), setting.dropout)
-        sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": setting.max_length}
+        sizes = {
+            "n_layer": layers,
+            "n_embd": width,
+            "n_head": heads,
+            "n_positions": setting.max_length,
+        }
         special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": setting.pad_token_id}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes, **drops, **special))
-        model.loss_type = "ForCausalLM"  # transformers does not find it by GPT-2's class name, and warns
+        model.loss_type = (
+            "ForCausalLM"  # transformers does not find it by GPT-2's class name, and warns
+        )
     else:
-        drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), setting.dropout)
-        sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
+        drops = dict.fromkeys(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob"), setting.dropout
+        )
+        sizes = {
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * width,
+        }
         labels = {"num_labels": setting.num_labels, "pad_token_id": setting.pad_token_id}
-        config = BertConfig(vocab_size=words, max_position_embeddings=setting.max_length, **sizes, **drops, **labels)
+        config = BertConfig(
+            vocab_size=words, max_position_embeddings=setting.max_length, **sizes, **drops, **labels
+        )
         model = BertForSequenceClassification(config)
     return model.to(setting.device).train()

@@ -1,4 +1,6 @@
-"""The arms of transformers' Trainer, TRL's and ExactTrainer: their own loops, timed by a callback; and a plain loop."""
+"""The arms of transformers' Trainer, TRL's and ExactTrainer: their own loops, timed by a callback;
+and a plain loop.
+"""
 
 import tempfile
 from functools import partial
@@ -7,7 +9,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import is_flash_attn_2_available
 
 from benchmark.lap import Lap
@@ -23,8 +31,16 @@ class _Clock(TrainerCallback):
         self.lap.step_done()
 
 
-def train(lap: Lap, strategy: str = "random", trainer_class: Any = Trainer, settings: Any = TrainingArguments, **more: Any) -> None:
-    """Train with one of Trainer's sampling strategies, or with another trainer, whose arguments are of the class `settings`."""
+def train(
+    lap: Lap,
+    strategy: str = "random",
+    trainer_class: Any = Trainer,
+    settings: Any = TrainingArguments,
+    **more: Any,
+) -> None:
+    """Train with one of Trainer's sampling strategies, or with another trainer, whose arguments are
+    of the class `settings`.
+    """
     setting = lap.setting
     with tempfile.TemporaryDirectory() as folder:
         arguments = settings(
@@ -49,7 +65,13 @@ def train(lap: Lap, strategy: str = "random", trainer_class: Any = Trainer, sett
         )
         arguments._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
         more = {"train_dataset": setting.samples} | more
-        trainer = trainer_class(model=lap.model, args=arguments, data_collator=lap.collate, callbacks=[_Clock(lap)], **more)
+        trainer = trainer_class(
+            model=lap.model,
+            args=arguments,
+            data_collator=lap.collate,
+            callbacks=[_Clock(lap)],
+            **more,
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
@@ -57,7 +79,9 @@ def train(lap: Lap, strategy: str = "random", trainer_class: Any = Trainer, sett
 def padding_free(lap: Lap) -> None:
     """The samples of a micro-batch in one row; without FlashAttention a mask keeps them apart."""
     lap.collator = DataCollatorWithFlattening()
-    lap.model.set_attn_implementation("flash_attention_2" if is_flash_attn_2_available() else "sdpa")
+    lap.model.set_attn_implementation(
+        "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    )
     train(lap)
 
 
@@ -65,19 +89,33 @@ def with_trl(lap: Lap) -> None:
     """SFTTrainer, without its default of checkpointing activations."""
     from trl import SFTConfig, SFTTrainer  # optional
 
-    own = partial(SFTConfig, gradient_checkpointing=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
-    given = {"train_dataset": Dataset.from_list(lap.setting.samples), "processing_class": load_tokenizer(FinetuneConfig())}
+    own = partial(
+        SFTConfig,
+        gradient_checkpointing=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    given = {
+        "train_dataset": Dataset.from_list(lap.setting.samples),
+        "processing_class": load_tokenizer(FinetuneConfig()),
+    }
     train(lap, trainer_class=SFTTrainer, settings=own, **given)
 
 
 def plain_loop(lap: Lap) -> None:
     """Mean losses over accumulation steps, random order, native dropout."""
     setting, optimizer = lap.setting, lap.optimizer()
-    loader = DataLoader(setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate)
+    loader = DataLoader(
+        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate
+    )
     while True:  # until the lap ends
         for number, batch in enumerate(loader, start=1):
-            with torch.autocast(setting.device, torch.bfloat16, enabled=setting.mixed_precision == "bf16"):
-                loss = lap.model(**{name: values.to(setting.device) for name, values in batch.items()}).loss
+            with torch.autocast(
+                setting.device, torch.bfloat16, enabled=setting.mixed_precision == "bf16"
+            ):
+                loss = lap.model(
+                    **{name: values.to(setting.device) for name, values in batch.items()}
+                ).loss
             (loss / setting.accumulation_steps).backward()
             if number % setting.accumulation_steps == 0:
                 torch.nn.utils.clip_grad_norm_(lap.model.parameters(), 1.0)

@@ -1,1 +1,3 @@
-"""The sweep over all heads of transformers: small models, hf_ga and Trainer compared with plain PyTorch on the full batch."""
+"""The sweep over all heads of transformers: small models, hf_ga and Trainer compared with plain
+PyTorch on the full batch.
+"""

@@ -1,12 +1,16 @@
-"""Exceptions of single architectures from the shrinking rule of `small_models.py`, each with its reason."""
+"""Exceptions of single architectures from the shrinking rule of `small_models.py`, each with its
+reason.
+"""
 
 from typing import Any
 
 # name of a config class -> its arguments
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    # The axes of its positions multiply to its only training length, and their widths sum to the hidden size.
+    # The axes of its positions multiply to its only training length, and their widths sum to the
+    # hidden size.
     "ReformerConfig": {"axial_pos_shape": (4, 6), "axial_pos_embds_dim": (8, 24)},
-    # One layer of each kind: the class has no default for the kinds, or a pattern of more than two layers.
+    # One layer of each kind: the class has no default for the kinds, or a pattern of more than two
+    # layers.
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "ZambaConfig": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -26,11 +30,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     # Rotary embedding by kind of layer: no default fits the default kinds.
     "CohereCompassTextConfig": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 1, 1],
+            }
+        }
     },
     # Its head size is that of the rotated part only.
     "LongcatFlashConfig": {"head_dim": 4},
-    # A quarter of the head is rotated, in two axes of pairs. Its window differs from layer to layer.
+    # A quarter of the head is rotated, in two axes of pairs. Its window differs from layer to
+    # layer.
     "NeoMMEConfig": {"head_dim": 16, "sliding_window": 4},
     # Half of each head is rotated, as its rotary embedding derives itself.
     "Mistral4Config": {"qk_nope_head_dim": 4},
@@ -38,7 +49,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
     "LiltConfig": {"hidden_size": 48},
     # The padding ids of paths have fixed rows in these tables.
-    "MarkupLMConfig": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024},
+    "MarkupLMConfig": {
+        "max_xpath_tag_unit_embeddings": 256,
+        "max_xpath_subs_unit_embeddings": 1024,
+    },
     # It selects the adapter by language.
     "XmodConfig": {"default_language": "en_XX"},
     # It raises an error for attention dropout.

@@ -1,4 +1,5 @@
-"""Examine one head: gradients of hf_ga and of Trainer against plain PyTorch on the full batch (the truth), and dropout.
+"""Examine one head: gradients of hf_ga and of Trainer against plain PyTorch on the full batch (the
+truth), and dropout.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
@@ -50,7 +51,9 @@ Refusals = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
 
 
 class OutOfScope(Exception):
-    """A class of the mappings that is neither a text head nor an image classifier with attention."""
+    """A class of the mappings that is neither a text head nor an image classifier with
+    attention.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,16 @@ class Head:
 
 @dataclass
 class Verdict:
-    """The measurements of one head. Errors are relative to the norm of the truth, over all parameters together.
+    """The measurements of one head. Errors are relative to the norm of the truth, over all
+    parameters together.
 
     Attributes:
-        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error, or its message.
+        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error, or
+            its message.
         trainer_ratio: norm of Trainer's gradient / norm of the truth.
         dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
-        dropout_error: the largest relative error between two layouts. dropout_effect: that to no dropout.
+        dropout_error: the largest relative error between two layouts. dropout_effect: that to no
+            dropout.
     """
 
     head: Head
@@ -97,18 +103,29 @@ class Verdict:
 
 
 def all_heads() -> list[Head]:
-    """Every class of the mappings, once per kind of its first mapping; with router losses if the config supports them."""
+    """Every class of the mappings, once per kind of its first mapping; with router losses if the
+    config supports them.
+    """
     heads: dict[str, list[Head]] = {}
     for mapping, kinds in MAPPINGS.items():
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         for model_type, classes in names.items():
             for class_name in [classes] if isinstance(classes, str) else classes:
-                heads.setdefault(class_name, [Head(model_type, class_name, k) for k in kinds if k != ROUTER or _routes(model_type)])
+                heads.setdefault(
+                    class_name,
+                    [
+                        Head(model_type, class_name, k)
+                        for k in kinds
+                        if k != ROUTER or _routes(model_type)
+                    ],
+                )
     return [head for of_class in heads.values() for head in of_class]
 
 
 def examine(head: Head) -> Verdict:
-    """Build the head and compare all gradients. An error of the model becomes a verdict, not an exception."""
+    """Build the head and compare all gradients. An error of the model becomes a verdict, not an
+    exception.
+    """
     verdict = Verdict(head)
     try:
         model, samples, collate = build_head(head, 0.0)
@@ -136,27 +153,46 @@ def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample
     config = small_config(_config_class(head, model_class), dropout, **KINDS[head.kind], **decoder)
     pad_id = _with_special_tokens(config)
     model = build_small(model_class, config)
-    if head.kind == "image classification" and not any("Attention" in type(module).__name__ for module in model.modules()):
+    if head.kind == "image classification" and not any(
+        "Attention" in type(module).__name__ for module in model.modules()
+    ):
         raise OutOfScope("an image classifier without attention layers")
     if not dropout:
         switch_off_dropout(model)
         _check_router(head, model, pad_id)
-    return model, make_samples(head.kind, head.class_name, config), PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0))
+    return (
+        model,
+        make_samples(head.kind, head.class_name, config),
+        PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0)),
+    )
 
 
 def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """One forward and backward of the head's own loss over all samples at once: torch and transformers only."""
+    """One forward and backward of the head's own loss over all samples at once: torch and
+    transformers only.
+    """
     model.zero_grad(set_to_none=True)
     model(**collate(samples)).loss.backward()
     return taken_gradient(model)
 
 
 def hf_ga_gradient(
-    model: nn.Module, samples: list[Sample], collate: PaddingCollator, rule: hf_ga.ProvenLoss | None = None, **layout: Any
+    model: nn.Module,
+    samples: list[Sample],
+    collate: PaddingCollator,
+    rule: hf_ga.ProvenLoss | None = None,
+    **layout: Any,
 ) -> tuple[Gradient, hf_ga.ProvenLoss]:
     """hf_ga's gradient of the same samples in a layout, and the proven (or given) rule."""
     accelerator = Accelerator(cpu=True)
-    windows = hf_ga.WindowLoader(samples, collate, accelerator=accelerator, global_batch_size=len(samples), shuffle=False, **layout)
+    windows = hf_ga.WindowLoader(
+        samples,
+        collate,
+        accelerator=accelerator,
+        global_batch_size=len(samples),
+        shuffle=False,
+        **layout,
+    )
     model.zero_grad(set_to_none=True)
     for window in windows:
         hf_ga.backward_window(accelerator, model, window, targets=rule)
@@ -164,8 +200,13 @@ def hf_ga_gradient(
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """The gradient that `transformers.Trainer` passes to its optimizer, for the same samples in the same order."""
-    micro_batches = [collate(samples[start : start + MICRO_BATCH]) for start in range(0, len(samples), MICRO_BATCH)]
+    """The gradient that `transformers.Trainer` passes to its optimizer, for the same samples in the
+    same order.
+    """
+    micro_batches = [
+        collate(samples[start : start + MICRO_BATCH])
+        for start in range(0, len(samples), MICRO_BATCH)
+    ]
     _, gradients = trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
     return [*gradients.values()]
 
@@ -179,8 +220,14 @@ def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCo
 
 
 def taken_gradient(model: nn.Module) -> Gradient:
-    """Copies of the gradients, zeros if a trainable parameter has none; removes them from the model."""
-    taken = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().clone() for p in model.parameters() if p.requires_grad]
+    """Copies of the gradients, zeros if a trainable parameter has none; removes them from the
+    model.
+    """
+    taken = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     model.zero_grad(set_to_none=True)
     return taken
 
@@ -192,7 +239,9 @@ def norm(gradient: Gradient) -> float:
 
 def relative_error(gradient: Gradient, reference: Gradient) -> float:
     """||gradient - reference|| / ||reference||; a NaN is infinite."""
-    value = norm([g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]) / norm(reference)
+    value = norm(
+        [g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]
+    ) / norm(reference)
     return value if value == value else float("inf")
 
 
@@ -203,11 +252,20 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
 
 
-def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+def _examine_hf_ga(
+    verdict: Verdict,
+    model: nn.Module,
+    samples: list[Sample],
+    collate: PaddingCollator,
+    truth: Gradient,
+) -> None:
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
     except Exception as error:
-        verdict.status, verdict.reason = "refused" if isinstance(error, Refusals) else "wrong", described(error)
+        verdict.status, verdict.reason = (
+            "refused" if isinstance(error, Refusals) else "wrong",
+            described(error),
+        )
         return
     verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
@@ -215,13 +273,22 @@ def _examine_hf_ga(verdict: Verdict, model: nn.Module, samples: list[Sample], co
         verdict.reason = f"error {verdict.error:.1e}"
 
 
-def _examine_trainer(verdict: Verdict, model: nn.Module, samples: list[Sample], collate: PaddingCollator, truth: Gradient) -> None:
+def _examine_trainer(
+    verdict: Verdict,
+    model: nn.Module,
+    samples: list[Sample],
+    collate: PaddingCollator,
+    truth: Gradient,
+) -> None:
     try:
         gradient = trainer_gradient(model, samples, collate)
     except Exception as error:
         verdict.trainer_reason = described(error)
         return
-    verdict.trainer_error, verdict.trainer_ratio = relative_error(gradient, truth), norm(gradient) / norm(truth)
+    verdict.trainer_error, verdict.trainer_ratio = (
+        relative_error(gradient, truth),
+        norm(gradient) / norm(truth),
+    )
 
 
 def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
@@ -231,16 +298,27 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
             verdict.dropout = "none drawn"
             return
         rule = hf_ga.prove_targets(model, samples, collate)  # once for all layouts
-        gradients = [hf_ga_gradient(model, samples, collate, rule, **layout)[0] for layout in LAYOUTS.values()]
+        gradients = [
+            hf_ga_gradient(model, samples, collate, rule, **layout)[0]
+            for layout in LAYOUTS.values()
+        ]
     except Exception as error:
-        verdict.dropout, verdict.dropout_reason = "refused" if isinstance(error, Refusals) else "error", described(error)
+        verdict.dropout, verdict.dropout_reason = (
+            "refused" if isinstance(error, Refusals) else "error",
+            described(error),
+        )
         return
-    verdict.dropout_error = max(relative_error(a, b) for a in gradients for b in gradients if a is not b)
+    verdict.dropout_error = max(
+        relative_error(a, b) for a in gradients for b in gradients if a is not b
+    )
     verdict.dropout_effect = min(relative_error(g, truth) for g in gradients)
     agree = verdict.dropout_error <= TOLERANCE and verdict.dropout_effect > 10 * TOLERANCE
     verdict.dropout = "agree" if agree else "differ"
     if not agree:
-        verdict.dropout_reason = f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by {verdict.dropout_effect:.1e}"
+        verdict.dropout_reason = (
+            f"layouts differ by {verdict.dropout_error:.1e}, from no dropout by "
+            f"{verdict.dropout_effect:.1e}"
+        )
 
 
 def _routes(model_type: str) -> bool:
@@ -253,7 +331,9 @@ def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
         return
     batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
     with torch.no_grad():
-        losses = [model(**batch, output_router_logits=with_loss).loss for with_loss in (False, True)]
+        losses = [
+            model(**batch, output_router_logits=with_loss).loss for with_loss in (False, True)
+        ]
     if torch.equal(*losses):
         raise OutOfScope("its loss has no part for the router")
 
@@ -261,12 +341,16 @@ def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
 def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
     """Raise OutOfScope for pre-training classes without a loss of text labels."""
     names = inspect.signature(model_class.forward).parameters
-    if head.kind == "pre-training" and not ("input_ids" in names and {"labels", "start_positions"} & set(names)):
+    if head.kind == "pre-training" and not (
+        "input_ids" in names and {"labels", "start_positions"} & set(names)
+    ):
         raise OutOfScope("pre-training without a loss of text labels")
 
 
 def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """The config class: a text model of a multimodal family is listed under the family's config, but has its own."""
+    """The config class: a text model of a multimodal family is listed under the family's config,
+    but has its own.
+    """
     own = getattr(model_class, "config_class", None)
     return own if isinstance(own, type) else transformers.CONFIG_MAPPING[head.model_type]
 

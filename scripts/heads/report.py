@@ -49,17 +49,23 @@ def summary(verdicts: list[Verdict]) -> list[str]:
     built = [v for v in verdicts if v.status in BUILT]
     status, dropout = Counter(v.status for v in verdicts), Counter(v.dropout for v in built)
     drawing = sum(dropout[name] for name in DRAWING)
-    ratios = Counter(round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right)
+    ratios = Counter(
+        round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right
+    )
     return [
         f"{len(built)} heads built, of {len({v.head.class_name for v in built})} classes and "
-        f"{len({v.head.model_type for v in built})} architectures; {status['not built']} could not be built, "
+        f"{len({v.head.model_type for v in built})} architectures; {status['not built']} could "
+        "not be built, "
         f"{status['out of scope']} are out of scope.",
-        f"hf_ga: {status['right']} right, {status['refused']} refused ({_percent(status['refused'], len(built))}), "
+        f"hf_ga: {status['right']} right, {status['refused']} refused "
+        f"({_percent(status['refused'], len(built))}), "
         f"{status['wrong']} wrong.",
-        f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, {sum(not v.trainer_right for v in built)} not "
+        f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, "
+        f"{sum(not v.trainer_right for v in built)} not "
         f"(gradient about 4 times too large for {ratios[4]}).",
         f"Dropout {DROPOUT}: {drawing} heads draw it; hf_ga's layouts agree for {dropout['agree']} "
-        f"({_percent(dropout['agree'], drawing)}), differ for {dropout['differ']}, refused for {dropout['refused']}, error for "
+        f"({_percent(dropout['agree'], drawing)}), differ for {dropout['differ']}, refused for "
+        f"{dropout['refused']}, error for "
         f"{dropout['error']}. {dropout['none drawn']} draw none.",
     ]
 
@@ -67,8 +73,17 @@ def summary(verdicts: list[Verdict]) -> list[str]:
 def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes: float) -> None:
     """Write heads.md and heads.json with the verdicts so far, of `num_heads` heads."""
     folder.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
-    about = {"versions": versions, "minutes": round(minutes, 1), "tolerance": TOLERANCE, "summary": summary(verdicts)}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+    }
+    about = {
+        "versions": versions,
+        "minutes": round(minutes, 1),
+        "tolerance": TOLERANCE,
+        "summary": summary(verdicts),
+    }
     about |= {"examined": len(verdicts), "listed": num_heads}
     heads = ",\n".join(json.dumps(_entry(verdict)) for verdict in verdicts)
     head_of_file = json.dumps(about, indent=1).removesuffix("\n}")
@@ -82,8 +97,10 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
     built = [v for v in verdicts if v.status in BUILT]
     parts = [
         "# Every head",
-        "Does hf_ga compute the full-batch gradient of your model, and does `transformers.Trainer`? Search for its class.",
-        "`OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs` writes the page and heads.json.",
+        "Does hf_ga compute the full-batch gradient of your model, and does "
+        "`transformers.Trainer`? Search for its class.",
+        "`OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs` writes the "
+        "page and heads.json.",
         where,
         "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
         "## By kind",
@@ -97,9 +114,26 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
         "## Method",
         METHOD,
         "## All heads",
-        _table(["head", "hf_ga", "error", "targets", "Trainer", "error", "ratio", f"dropout {DROPOUT}"], (_row(v) for v in built)),
-        *_listed("## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}),
-        *_listed("## Out of scope", {v.head.name: v.reason for v in verdicts if v.status == "out of scope"}),
+        _table(
+            [
+                "head",
+                "hf_ga",
+                "error",
+                "targets",
+                "Trainer",
+                "error",
+                "ratio",
+                f"dropout {DROPOUT}",
+            ],
+            (_row(v) for v in built),
+        ),
+        *_listed(
+            "## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}
+        ),
+        *_listed(
+            "## Out of scope",
+            {v.head.name: v.reason for v in verdicts if v.status == "out of scope"},
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -111,27 +145,62 @@ def _by_kind(built: list[Verdict]) -> str:
         status, dropout = Counter(v.status for v in of_kind), Counter(v.dropout for v in of_kind)
         trainer = sum(v.trainer_right for v in of_kind)
         drawing = sum(dropout[name] for name in DRAWING)
-        rows.append([kind, len(of_kind), *(status[s] for s in BUILT), trainer, f"{dropout['agree']} of {drawing}"])
+        rows.append(
+            [
+                kind,
+                len(of_kind),
+                *(status[s] for s in BUILT),
+                trainer,
+                f"{dropout['agree']} of {drawing}",
+            ]
+        )
     return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
 
 
 def _listed(title: str, reasons: dict[str, str]) -> list[str]:
-    return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())] if reasons else []
+    return (
+        [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())]
+        if reasons
+        else []
+    )
 
 
 def _row(verdict: Verdict) -> list[str]:
-    trainer = "right" if verdict.trainer_right else "wrong" if verdict.trainer_error is not None else "fails"
-    numbers = (_short(verdict.trainer_error), "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}")
-    return [verdict.head.name, verdict.status, _short(verdict.error), verdict.rule, trainer, *numbers, _dropout(verdict)]
+    trainer = (
+        "right"
+        if verdict.trainer_right
+        else "wrong"
+        if verdict.trainer_error is not None
+        else "fails"
+    )
+    numbers = (
+        _short(verdict.trainer_error),
+        "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}",
+    )
+    return [
+        verdict.head.name,
+        verdict.status,
+        _short(verdict.error),
+        verdict.rule,
+        trainer,
+        *numbers,
+        _dropout(verdict),
+    ]
 
 
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines
+    )
 
 
 def _dropout(verdict: Verdict) -> str:
-    return verdict.dropout or "-" if verdict.dropout_error is None else f"{verdict.dropout} {verdict.dropout_error:.0e}"
+    return (
+        verdict.dropout or "-"
+        if verdict.dropout_error is None
+        else f"{verdict.dropout} {verdict.dropout_error:.0e}"
+    )
 
 
 def _short(value: float | None) -> str:
@@ -145,5 +214,10 @@ def _percent(part: int, whole: int) -> str:
 def _entry(verdict: Verdict) -> dict[str, Any]:
     """A head's entry in heads.json, with three digits."""
     values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
-    known = {name: value for name, value in values.items() if value not in (None, "") and name != "head"}
-    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in known.items()}
+    known = {
+        name: value for name, value in values.items() if value not in (None, "") and name != "head"
+    }
+    return {
+        name: float(f"{value:.3g}") if isinstance(value, float) else value
+        for name, value in known.items()
+    }

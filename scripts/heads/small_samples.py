@@ -1,7 +1,8 @@
-"""Ragged samples for every kind of head, and a plain padding collate function. Independent of hf_ga.
+"""Ragged samples for every kind of head, and a plain padding collate function. Independent of
+hf_ga.
 
-The 8 samples of a window have 4 to 21 tokens, and their numbers of targets differ by more than a factor of 3 if the head has
-targets per token.
+The 8 samples of a window have 4 to 21 tokens, and their numbers of targets differ by more than a
+factor of 3 if the head has targets per token.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
 IMAGE_SIZE = 32
 # Samples with a truncated answer (start or end); question answering ignores these targets.
 CUT_STARTS, CUT_ENDS, BEYOND = (1, 6), (1, 2, 6), 1000
-# Architectures with one batch width only: the longest sample, rounded up to the size of their chunks or tables.
+# Architectures with one batch width only: the longest sample, rounded up to the size of their
+# chunks or tables.
 WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
 
 # kind of head -> attributes of its config
@@ -40,35 +42,58 @@ KINDS: dict[str, dict[str, Any]] = {
 Sample = dict[str, Any]
 
 
-def make_samples(kind: str, class_name: str, config: PreTrainedConfig, seed: int = 0) -> list[Sample]:
+def make_samples(
+    kind: str, class_name: str, config: PreTrainedConfig, seed: int = 0
+) -> list[Sample]:
     """8 samples for a head, as lists of numbers.
 
     Args:
-        kind: a key of `KINDS`. class_name: of the model (names of pre-training labels depend on it).
+        kind: a key of `KINDS`. class_name: of the model (names of pre-training labels depend on
+            it).
     """
     rng = np.random.default_rng(seed)
-    if kind == "image classification" and class_name.startswith("ImageGPT"):  # its pixels are tokens
-        return [{"input_ids": rng.integers(0, FIRST_ID, 16).tolist(), "labels": i % NUM_CLASSES} for i in range(len(LENGTHS))]
+    if kind == "image classification" and class_name.startswith(
+        "ImageGPT"
+    ):  # its pixels are tokens
+        return [
+            {"input_ids": rng.integers(0, FIRST_ID, 16).tolist(), "labels": i % NUM_CLASSES}
+            for i in range(len(LENGTHS))
+        ]
     if kind == "image classification":
         return [_image_sample(rng, config, i) for i in range(len(LENGTHS))]
-    end, last = end_token(config), min(LAST_ID, getattr(config.get_text_config(), "vocab_size", None) or LAST_ID)
-    if kind == "seq2seq" and not config.is_encoder_decoder:  # a decoder that continues after its audio or image input
+    end, last = (
+        end_token(config),
+        min(LAST_ID, getattr(config.get_text_config(), "vocab_size", None) or LAST_ID),
+    )
+    if (
+        kind == "seq2seq" and not config.is_encoder_decoder
+    ):  # a decoder that continues after its audio or image input
         kind = "causal LM"
     texts = [_tokens(rng, length, last, end) for length in LENGTHS]
     samples = [_with_labels(kind, ids, texts[-1 - i], rng, i) for i, ids in enumerate(texts)]
-    return [{**s, **_more_labels(class_name, s, rng), **_more_inputs(class_name, s, config, rng)} for s in samples]
+    return [
+        {**s, **_more_labels(class_name, s, rng), **_more_inputs(class_name, s, config, rng)}
+        for s in samples
+    ]
 
 
 def end_token(config: PreTrainedConfig) -> int | None:
-    """The id that ends every sample (BART's classifier reads it there), if it is not the padding id."""
+    """The id that ends every sample (BART's classifier reads it there), if it is not the padding
+    id.
+    """
     text = config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, list | tuple) else end
-    return end if isinstance(end, int) and end >= 0 and end != getattr(text, "pad_token_id", None) else None
+    return (
+        end
+        if isinstance(end, int) and end >= 0 and end != getattr(text, "pad_token_id", None)
+        else None
+    )
 
 
 class PaddingCollator:
-    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100, the rest with 0.
+    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100,
+    the rest with 0.
 
     width: pad to this many tokens instead.
     """
@@ -77,7 +102,10 @@ class PaddingCollator:
         self.pad_id, self.width = pad_id, width
 
     def __call__(self, samples: list[Sample]) -> dict[str, Tensor]:
-        return {name: self._padded([s[name] for s in samples], self._filler(name)) for name in samples[0]}
+        return {
+            name: self._padded([s[name] for s in samples], self._filler(name))
+            for name in samples[0]
+        }
 
     def _filler(self, name: str) -> int:
         if "labels" in name:
@@ -87,7 +115,9 @@ class PaddingCollator:
     def _padded(self, values: list[Any], filler: int) -> Tensor:
         arrays = [np.asarray(value) for value in values]
         shape = np.max([a.shape for a in arrays], axis=0).astype(int)
-        if self.width and len(shape) and arrays[0].dtype.kind == "i":  # tokens, not pixels or probabilities
+        if (
+            self.width and len(shape) and arrays[0].dtype.kind == "i"
+        ):  # tokens, not pixels or probabilities
             shape[-1] = max(self.width, shape[-1])
         padded = np.full((len(arrays), *shape), filler, dtype=arrays[0].dtype)
         for row, array in enumerate(arrays):
@@ -101,10 +131,15 @@ def _tokens(rng: np.random.Generator, length: int, last: int, end: int | None) -
     return ids if end is None else [*ids[:-1], end]
 
 
-def _with_labels(kind: str, ids: list[int], target: list[int], rng: np.random.Generator, index: int) -> Sample:
+def _with_labels(
+    kind: str, ids: list[int], target: list[int], rng: np.random.Generator, index: int
+) -> Sample:
     sample: Sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
     if kind.startswith("causal LM"):
-        return {**sample, "labels": [IGNORED] * (2 if index % 2 else 0) + ids[2 if index % 2 else 0 :]}
+        return {
+            **sample,
+            "labels": [IGNORED] * (2 if index % 2 else 0) + ids[2 if index % 2 else 0 :],
+        }
     if kind in ("masked LM", "pre-training"):
         return {**sample, "labels": _masked(ids, rng)}
     if kind == "token classification":
@@ -116,8 +151,18 @@ def _with_labels(kind: str, ids: list[int], target: list[int], rng: np.random.Ge
         start, end = BEYOND if index in CUT_STARTS else start, BEYOND if index in CUT_ENDS else end
         return {**sample, "start_positions": start, "end_positions": end}
     if kind == "multiple choice":
-        choices = [ids, *([*rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1).tolist(), ids[-1]] for _ in range(NUM_CHOICES - 1))]
-        return {"input_ids": choices, "attention_mask": [[1] * len(ids)] * NUM_CHOICES, "labels": index % NUM_CHOICES}
+        choices = [
+            ids,
+            *(
+                [*rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1).tolist(), ids[-1]]
+                for _ in range(NUM_CHOICES - 1)
+            ),
+        ]
+        return {
+            "input_ids": choices,
+            "attention_mask": [[1] * len(ids)] * NUM_CHOICES,
+            "labels": index % NUM_CHOICES,
+        }
     return {**sample, "labels": _sample_label(kind, rng, index)}
 
 
@@ -155,19 +200,27 @@ def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> S
     return {}
 
 
-def _more_inputs(class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator) -> Sample:
+def _more_inputs(
+    class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator
+) -> Sample:
     """Additional inputs of single architectures."""
     size = len(sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"])
     if class_name.startswith("Bros"):  # a box for every token, as its corners
         return {"bbox": rng.random((size, 8)).astype(np.float32)}
-    if class_name.startswith("Longformer"):  # otherwise its question answering looks for three separators
+    if class_name.startswith(
+        "Longformer"
+    ):  # otherwise its question answering looks for three separators
         ids = np.zeros_like(sample["input_ids"])
         ids[..., 0] = 1
         return {"global_attention_mask": ids}
     if class_name == "SplinterForPreTraining":  # some questions per sample; 0 pads
         places = rng.integers(1, len(sample["input_ids"]), (3, size // 4)).tolist()
-        return dict(zip(("question_positions", "start_positions", "end_positions"), places, strict=True))
-    if class_name.startswith("PaliGemma"):  # marks prefix and suffix; without it only padded batches are causal
+        return dict(
+            zip(("question_positions", "start_positions", "end_positions"), places, strict=True)
+        )
+    if class_name.startswith(
+        "PaliGemma"
+    ):  # marks prefix and suffix; without it only padded batches are causal
         return {"token_type_ids": [int(label != IGNORED) for label in sample["labels"]]}
     if class_name.startswith("FSMT"):  # without decoder inputs it shifts the source
         return {"decoder_input_ids": [end_token(config), *sample["labels"][:-1]]}

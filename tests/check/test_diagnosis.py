@@ -1,4 +1,6 @@
-"""The checker convicts every usual mistake by its name, and acquits the right method in the same check."""
+"""The checker convicts every usual mistake by its name, and acquits the right method in the same
+check.
+"""
 
 import helpers
 import numpy as np
@@ -29,12 +31,16 @@ def check(model, samples, layouts=EVEN, **more):
 
 
 def weighted(weight, loss=helpers.mean_loss):
-    """A plain loop in which micro-batch k's loss counts `weight(n_k, N, K, GA)`; targets are counted by hand."""
+    """A plain loop in which micro-batch k's loss counts `weight(n_k, N, K, GA)`; targets are
+    counted by hand.
+    """
 
     def step(model, micro_batches, accumulation_steps):
         counts = [helpers.num_targets(model, batch) for batch in micro_batches]
         for batch, n in zip(micro_batches, counts, strict=True):
-            (loss(model, batch) * weight(n, sum(counts), len(counts), accumulation_steps)).backward()
+            (
+                loss(model, batch) * weight(n, sum(counts), len(counts), accumulation_steps)
+            ).backward()
 
     return step
 
@@ -87,7 +93,11 @@ def updating(model, micro_batches):
 
 # Arms of one check of a masked LM: the step, its cause, and what the text contains.
 MISTAKES = {
-    "not divided": (weighted(lambda n, total, k, ga: 1), "normalisation", "x4.00: the loss is divided by the micro-batch's own"),
+    "not divided": (
+        weighted(lambda n, total, k, ga: 1),
+        "normalisation",
+        "x4.00: the loss is divided by the micro-batch's own",
+    ),
     "mean of means": (weighted(lambda n, total, k, ga: 1 / k), "normalisation", "mean of means"),
     "divided twice": (
         weighted(lambda n, total, k, ga: n / total / k),
@@ -95,7 +105,11 @@ MISTAKES = {
         "are weighted by x(0.25, 0.25, 0.25, 0.25)",
     ),
     "a sum": (weighted(lambda n, total, k, ga: n), "normalisation", "the loss is a sum"),
-    "odd": (weighted(lambda n, total, k, ga: n**2 / total**2), "normalisation", "are weighted by x("),
+    "odd": (
+        weighted(lambda n, total, k, ga: n**2 / total**2),
+        "normalisation",
+        "are weighted by x(",
+    ),
     "added up in bf16": (accumulating(torch.bfloat16), "precision", "computed in low precision"),
     "added up in fp16": (accumulating(torch.float16), "precision", "computed in low precision"),
     "noise": (noisy, "unknown", "no known cause"),
@@ -107,7 +121,11 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def mistakes():
     steps = {name: step for name, (step, _, _) in MISTAKES.items()}
-    others = {"right": right, "added up in float32": accumulating(torch.float32), "computed in bf16": in_low_precision}
+    others = {
+        "right": right,
+        "added up in float32": accumulating(torch.float32),
+        "computed in bf16": in_low_precision,
+    }
     return check(helpers.bert_masked_lm(), helpers.token_samples(12), steps=steps | others)
 
 
@@ -129,7 +147,9 @@ def test_a_short_last_window_divided_by_the_full_accumulation_is_named():
         "right": right,
     }
     report = check(helpers.gpt2(), helpers.token_samples(18), SHORT, steps=steps)
-    assert_only(report, "wrong", "last window", says="x0.5: the last window has 2 of 4 micro-batches")
+    assert_only(
+        report, "wrong", "last window", says="x0.5: the last window has 2 of 4 micro-batches"
+    )
     assert_only(report, "both", "last window", "normalisation", says="mean of means")
     assert report.arm("right").passed
 
@@ -138,14 +158,21 @@ def test_dropout_that_is_not_keyed_or_switched_off_is_named():
     def in_evaluation_mode(model, micro_batches, accumulation_steps):
         right(model.eval(), micro_batches, accumulation_steps)
 
-    report = check(helpers.gpt2(0.1), helpers.token_samples(12), steps={"native": right, "off": in_evaluation_mode})
+    report = check(
+        helpers.gpt2(0.1),
+        helpers.token_samples(12),
+        steps={"native": right, "off": in_evaluation_mode},
+    )
     assert_only(report, "native", "dropout")
     assert_only(report, "off", "dropout")
 
 
 def bag_samples(count):
     """Of one length, so that padding plays no part."""
-    return [{"input_ids": s["input_ids"][:4], "labels": s["labels"]} for s in helpers.class_samples(count)]
+    return [
+        {"input_ids": s["input_ids"][:4], "labels": s["labels"]}
+        for s in helpers.class_samples(count)
+    ]
 
 
 def loop(model, micro_batches):
@@ -160,13 +187,17 @@ def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused and not report.passed
-    assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {"BatchNorm"}  # torch fails on one sample
+    assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {
+        "BatchNorm"
+    }  # torch fails on one sample
     norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
 
 
 class InBatchNegatives(nn.Module):
-    """Each sample's first token must find the mean of its others, among those of the whole batch."""
+    """Each sample's first token must find the mean of its others, among those of the whole
+    batch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -183,12 +214,18 @@ def test_a_loss_across_samples_is_named():
     model = helpers.seeded(InBatchNegatives)()
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"cross-batch loss"}
-    own = check(model, bag_samples(12), loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])))
+    own = check(
+        model,
+        bag_samples(12),
+        loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])),
+    )
     assert own.passed  # a loss of each sample by itself
 
 
 def test_the_routers_loss_is_named():
-    own_loss = weighted(lambda n, total, k, ga: n / total, loss=lambda model, batch: model(**batch).loss)
+    own_loss = weighted(
+        lambda n, total, k, ga: n / total, loss=lambda model, batch: model(**batch).loss
+    )
     report = check(helpers.mixtral(0.1), helpers.token_samples(12), steps={"step": own_loss})
     assert_only(report, "step", "auxiliary loss")
 
@@ -199,7 +236,10 @@ def sums_divided_by(count):
     def step(model, micro_batches, accumulation_steps):
         total = sum(int((count(batch["labels"]) != -100).sum()) for batch in micro_batches)
         for batch in micro_batches:
-            logits, labels = model(**batch).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+            logits, labels = (
+                model(**batch).logits[:, :-1].flatten(0, 1),
+                batch["labels"][:, 1:].flatten(),
+            )
             (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
 
     return step
@@ -213,8 +253,13 @@ def in_autocast(model, micro_batches, accumulation_steps):
 def test_labels_counted_unshifted_and_autocast_are_named():
     """Trainer, too, counts column 0 of GPT-2, which is never predicted."""
     samples = helpers.token_samples(12)
-    steps = {"wrong": sums_divided_by(lambda labels: labels), "right": sums_divided_by(lambda labels: labels[:, 1:])}
-    report = check(helpers.gpt2(), samples, steps=steps | {"Trainer": trainer_arm(), "autocast": in_autocast})
+    steps = {
+        "wrong": sums_divided_by(lambda labels: labels),
+        "right": sums_divided_by(lambda labels: labels[:, 1:]),
+    }
+    report = check(
+        helpers.gpt2(), samples, steps=steps | {"Trainer": trainer_arm(), "autocast": in_autocast}
+    )
     all_labels = sum(v != -100 for s in samples for v in s["labels"])
     predicted = sum(v != -100 for s in samples for v in s["labels"][1:])
     said = f"x{predicted / all_labels:.4g}: the window has {predicted} targets"
@@ -229,7 +274,9 @@ def test_width_dependent_padding_is_named():
     assert_only(report, "step", "padding width")
     equal = [s for s in helpers.token_samples(60) if len(s["input_ids"]) == 9][:8]
     assert len(equal) == 8
-    assert check(helpers.fnet_masked_lm(0.0), equal, {"even": [2, 3, 3]}, steps={"step": right}).passed
+    assert check(
+        helpers.fnet_masked_lm(0.0), equal, {"even": [2, 3, 3]}, steps={"step": right}
+    ).passed
 
 
 def clipping(clip, every):
@@ -258,7 +305,10 @@ def test_clipping_every_micro_batch_is_named():
     """By torch's function, which is a suspect, and by hand, which is read from the numbers."""
     model, samples = helpers.bert_classifier(), helpers.class_samples(12)
     steps = {"torch": clipping(torch_clip, every=True), "own": clipping(own_clip, every=True)}
-    right_steps = {"torch, once": clipping(torch_clip, every=False), "own, once": clipping(own_clip, every=False)}
+    right_steps = {
+        "torch, once": clipping(torch_clip, every=False),
+        "own, once": clipping(own_clip, every=False),
+    }
     report = check(model, samples, steps=steps | right_steps, max_grad_norm=0.05)
     for arm in steps:
         assert_only(report, arm, "clipping per micro-batch", says="micro-batch")
@@ -273,26 +323,42 @@ def test_clipping_where_the_truth_does_not_and_a_frozen_parameter_are_named():
     steps = {"clips once": clipping(torch_clip, every=False), "frozen": frozen}
     report = check(helpers.bert_classifier(), helpers.class_samples(12), steps=steps)
     assert_only(report, "clips once", "clipping", says="pass max_grad_norm")
-    assert_only(report, "frozen", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight")
+    assert_only(
+        report, "frozen", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight"
+    )
     whole = helpers.bert_classifier()
-    whole.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)  # frozen for all: nothing to convict
+    whole.bert.encoder.layer[0].output.dense.weight.requires_grad_(
+        False
+    )  # frozen for all: nothing to convict
     assert check(whole, helpers.class_samples(12), steps={"step": right}).passed
 
 
 def test_several_mistakes_at_once_are_all_named():
-    report = check(helpers.fnet_masked_lm(0.1), helpers.token_samples(12), steps={"step": weighted(lambda n, total, k, ga: 1)})
+    report = check(
+        helpers.fnet_masked_lm(0.1),
+        helpers.token_samples(12),
+        steps={"step": weighted(lambda n, total, k, ga: 1)},
+    )
     assert_only(report, "step", "normalisation", "dropout", "padding width", says="x4.00")
 
 
 def test_trainer_and_accelerate_are_convicted_in_one_table():
     steps = {"Trainer": trainer_arm(), "accelerate": accelerate_arm()}
-    report = check(helpers.bert_classifier(0.1), helpers.class_samples(18), ["even", "short last window"], steps=steps)
+    report = check(
+        helpers.bert_classifier(0.1),
+        helpers.class_samples(18),
+        ["even", "short last window"],
+        steps=steps,
+    )
     assert report.arm(OURS).passed
-    assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(report, "Trainer")
+    assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(
+        report, "Trainer"
+    )
     assert names(report, "accelerate") == {"normalisation", "last window", "dropout"}
 
 
-# Targets of each micro-batch, dealt out to two processes in turn; the weights that a loop gives them; what is wrong.
+# Targets of each micro-batch, dealt out to two processes in turn; the weights that a loop gives
+# them; what is wrong.
 AVERAGE, MEANS, REPEATS = "average of local means", "mean of means", "even_batches"
 OF_TWO_PROCESSES = {
     "right": ([9, 3], [9 / 12, 3 / 12], ()),
@@ -304,7 +370,11 @@ OF_TWO_PROCESSES = {
     "all uneven": ([9, 4, 3, 2], [1 / 4] * 4, (MEANS, AVERAGE)),
     "not divided by GA": ([9, 4, 3, 2], [1 / 2] * 4, ("x2.00", AVERAGE)),
     "summed over processes": ([9, 4, 3, 2], [1] * 4, ("x4.00", AVERAGE)),
-    "another count of each": ([9, 4], [9 / 22, 4 / 16], ("x0.6842: the window has 13 targets (samples)", AVERAGE)),
+    "another count of each": (
+        [9, 4],
+        [9 / 22, 4 / 16],
+        ("x0.6842: the window has 13 targets (samples)", AVERAGE),
+    ),
     "repeated": ([6, 2, 4], [12 / 18, 2 / 18, 4 / 18], (REPEATS,)),
     "repeated, of a plain loop": ([6, 2, 4], [2 / 4, 1 / 4, 1 / 4], (MEANS, AVERAGE, REPEATS)),
 }
@@ -315,8 +385,12 @@ def test_weights_of_two_processes_are_named(case):
     """Worked by hand."""
     targets, weights, causes = OF_TWO_PROCESSES[case]
     n, parts = np.array(targets, dtype=float), list(torch.eye(len(targets)))
-    counts = {"samples": n} | ({"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {})
-    match, error = best_match(torch.tensor(weights), parts, hypotheses(counts, "samples", 4 if len(n) > 2 else 2, 2))
+    counts = {"samples": n} | (
+        {"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {}
+    )
+    match, error = best_match(
+        torch.tensor(weights), parts, hypotheses(counts, "samples", 4 if len(n) > 2 else 2, 2)
+    )
     said = [f"{cause.name}: {cause.text}" for cause in match.causes]
     assert error < 1e-6 and len(said) == len(causes), said
     assert all(part in text for part, text in zip(causes, said, strict=True)), said

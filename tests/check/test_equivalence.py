@@ -1,4 +1,6 @@
-"""check_equivalence: its truth against plain torch, its verdicts on right and slightly wrong steps, what it leaves untouched."""
+"""check_equivalence: its truth against plain torch, its verdicts on right and slightly wrong steps,
+what it leaves untouched.
+"""
 
 import copy
 import itertools
@@ -42,7 +44,9 @@ def test_the_row_of_the_same_bits_sees_a_model_whose_bits_change(deterministic):
     """Its logits grow by one rounding per forward, which no limit of another row sees."""
     model, number = helpers.bert_classifier(), itertools.count()
     if not deterministic:
-        model.classifier.register_forward_hook(lambda module, args, logits: logits * (1 + 1.2e-7 * next(number)))
+        model.classifier.register_forward_hook(
+            lambda module, args, logits: logits * (1 + 1.2e-7 * next(number))
+        )
     *others, bits = check(model, helpers.class_samples(12), ["even"], same_bits=2).rows
     assert all(row.passed for row in others) and bits.layout == "bits"
     assert bits.passed == deterministic == (not bits.causes)
@@ -59,7 +63,9 @@ def leaving(gradients, loss=None):
     return step
 
 
-@pytest.mark.parametrize(("build", "samples"), [MODELS["gpt2"], (helpers.bert_classifier, helpers.class_samples)])
+@pytest.mark.parametrize(
+    ("build", "samples"), [MODELS["gpt2"], (helpers.bert_classifier, helpers.class_samples)]
+)
 def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
     model, window = build(0.0), samples(12)
     batch = helpers.pad_right(window)
@@ -67,13 +73,23 @@ def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
     own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
     nudged = {key: value * (1 + 1e-5) for key, value in truth.items()}
     loss = float(helpers.mean_loss(copy.deepcopy(model).double(), batch).detach())
-    steps = {"right": leaving(truth, loss), "scaled": leaving(nudged), "wrong loss": leaving(truth, loss * 1.001)}
+    steps = {
+        "right": leaving(truth, loss),
+        "scaled": leaving(nudged),
+        "wrong loss": leaving(truth, loss * 1.001),
+    }
     report = check(model, window, {"halves": [6, 6]}, steps=steps)
     right, scaled, wrong_loss = (report.arm(arm).rows[0] for arm in steps)
     assert right.passed and right.error < 1e-7  # rounded once to float32
     assert right.loss_error < 1e-7 and abs(right.norm_ratio - 1) < 1e-7
-    assert right.own_error == pytest.approx(own, rel=0.3) and right.limit == pytest.approx(2 * right.own_error + 1e-6)
-    assert not scaled.passed and scaled.error == pytest.approx(1e-5, rel=0.02) and scaled.norm_ratio == pytest.approx(1 + 1e-5)
+    assert right.own_error == pytest.approx(own, rel=0.3) and right.limit == pytest.approx(
+        2 * right.own_error + 1e-6
+    )
+    assert (
+        not scaled.passed
+        and scaled.error == pytest.approx(1e-5, rel=0.02)
+        and scaled.norm_ratio == pytest.approx(1 + 1e-5)
+    )
     assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
 
 
@@ -112,7 +128,9 @@ def test_one_wrong_parameter_fails_although_the_whole_passes(nearly_right):
 
 def test_a_nan_fails(nearly_right):
     row = nearly_right["nan"]
-    assert row.worst_parameter == "classifier.bias" and [cause.name for cause in row.causes] == ["not finite"]
+    assert row.worst_parameter == "classifier.bias" and [cause.name for cause in row.causes] == [
+        "not finite"
+    ]
 
 
 def test_a_right_gradient_with_a_wrong_number_is_told_so(nearly_right):
@@ -127,7 +145,9 @@ def test_a_step_that_raises_does_not_lose_the_others(nearly_right):
 def test_mixed_precision(precision):
     naive = naive_in(torch.bfloat16 if precision == "bf16" else torch.float16)
     samples = helpers.token_samples(12)
-    report = check(helpers.bert_masked_lm(0.1), samples, ["uneven"], precision=precision, steps={"step": naive})
+    report = check(
+        helpers.bert_masked_lm(0.1), samples, ["uneven"], precision=precision, steps={"step": naive}
+    )
     assert report.arm(OURS).passed and not report.arm("step").passed, report
     assert 1e-4 < report.arm(OURS).max_error < 2e-2  # it is computed in that precision
 
@@ -150,11 +170,15 @@ def test_a_collate_function_that_draws_masks():
         hidden = torch.rand(batch["labels"].shape) < 0.4
         return {**batch, "labels": batch["labels"].masked_fill(hidden, helpers.IGNORED)}
 
-    assert hf_ga.check_equivalence(helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate, ["uneven"]).passed
+    assert hf_ga.check_equivalence(
+        helpers.bert_masked_lm(0.1), helpers.token_samples(16), collate, ["uneven"]
+    ).passed
 
 
 def moving(model, micro_batches):
-    """A step that changes everything it can reach: weights, modes, random states, Accelerate's state."""
+    """A step that changes everything it can reach: weights, modes, random states, Accelerate's
+    state.
+    """
     torch.rand(3), np.random.rand(3)
     Accelerator(gradient_accumulation_steps=7, mixed_precision="bf16")
     for batch in micro_batches:
@@ -173,7 +197,9 @@ def test_everything_is_left_as_found():
     report = check(model, helpers.class_samples(12), ["even"], steps={"step": moving})
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert helpers.everything(model) == before
-    assert accelerator.state._shared_state == shared and accelerator.gradient_accumulation_steps == 3
+    assert (
+        accelerator.state._shared_state == shared and accelerator.gradient_accumulation_steps == 3
+    )
     assert accelerator.mixed_precision == "no"
 
 
@@ -195,7 +221,9 @@ def test_a_model_that_cannot_compute_in_float64_is_refused():
 
     model = helpers.plain_tagger()
     model.register_forward_pre_hook(only_float32)
-    with pytest.raises(ConfigError, match=r"in float64, but this failed: no kernel for Double. Pass fewer samples"):
+    with pytest.raises(
+        ConfigError, match=r"in float64, but this failed: no kernel for Double. Pass fewer samples"
+    ):
         check(model, helpers.plain_samples(12), ["uneven"])
 
 
@@ -207,7 +235,9 @@ class Noisy(nn.Module):
         self.tagger, self.noise = helpers.PlainTagger(0.1), Noise()
 
     def forward(self, input_ids, labels):
-        return self.tagger(input_ids, labels) + self.noise(self.tagger.hidden.weight).square().mean()
+        return (
+            self.tagger(input_ids, labels) + self.noise(self.tagger.hidden.weight).square().mean()
+        )
 
 
 class Noise(nn.Module):
@@ -219,13 +249,20 @@ def test_what_cannot_be_keyed_is_refused_or_left_out():
     model = helpers.seeded(Noisy)()
     refused = check(model, helpers.plain_samples(12), ["even"])
     assert refused.rows[0].refused and [cause.name for cause in refused.causes()] == ["randomness"]
-    assert check(model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True).passed
+    assert check(
+        model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True
+    ).passed
     assert model.noise.training
 
 
 def test_a_sample_without_targets():
-    samples = [helpers.without_targets(s) if i in (3, 7) else s for i, s in enumerate(helpers.token_samples(8))]
-    report = check(helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)})
+    samples = [
+        helpers.without_targets(s) if i in (3, 7) else s
+        for i, s in enumerate(helpers.token_samples(8))
+    ]
+    report = check(
+        helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)}
+    )
     assert report.arm(OURS).passed and not report.arm("step").passed
     assert {cause.name for cause in report.causes("step")} == {"normalisation", "dropout"}
 
@@ -240,22 +277,30 @@ def test_layouts_by_name_and_by_sizes():
         "sorted by length": [3, 3, 3, 3],
         "short last window": [1, 1],
     }
-    assert np.concatenate(layouts["sorted by length"].offsets).tolist() == np.argsort(lengths).tolist()
+    assert (
+        np.concatenate(layouts["sorted by length"].offsets).tolist() == np.argsort(lengths).tolist()
+    )
     assert layouts["short last window"].accumulation_steps == 4
     assert [layout.sizes for layout in choose_layouts({"own": [5, 7]}, lengths)] == [[5, 7]]
 
 
 @pytest.mark.parametrize("num_processes", [2, 3, 8])
 def test_layouts_of_several_processes(num_processes):
-    """Two micro-batches for each process in a full window, one in a short one, and a number that cannot be dealt out evenly."""
+    """Two micro-batches for each process in a full window, one in a short one, and a number that
+    cannot be dealt out evenly.
+    """
     lengths = np.arange(64)
     layouts = {layout.name: layout for layout in choose_layouts("auto", lengths, num_processes)}
     assert list(layouts) == [*AUTO, "indivisible"]
     for name, layout in layouts.items():
         members = np.concatenate(layout.offsets)
-        assert sorted(members) == list(range(len(members))) and (len(members) == 64) == (name != "short last window")
+        assert sorted(members) == list(range(len(members))) and (len(members) == 64) == (
+            name != "short last window"
+        )
         steps = -(-layout.accumulation_steps // num_processes)  # of a process
-        assert min(layout.sizes) > 0 and steps == (-(-64 // num_processes) if name == "one by one" else 2)
+        assert min(layout.sizes) > 0 and steps == (
+            -(-64 // num_processes) if name == "one by one" else 2
+        )
     assert len(layouts["short last window"].sizes) == num_processes
     assert len(layouts["indivisible"].sizes) % num_processes
     with pytest.raises(ConfigError, match="at least"):
@@ -265,12 +310,23 @@ def test_layouts_of_several_processes(num_processes):
 def test_micro_batches_are_dealt_out_in_turn():
     accelerator = make_accelerator(helpers.bert_classifier(), "fp32")
     loader = hf_ga.WindowLoader(
-        helpers.class_samples(5), helpers.pad_right, accelerator=accelerator, global_batch_size=5, shuffle=False
+        helpers.class_samples(5),
+        helpers.pad_right,
+        accelerator=accelerator,
+        global_batch_size=5,
+        shuffle=False,
     )
     whole = next(iter(loader)).split([np.array(part) for part in ([0, 3], [1], [4, 2])])
-    shares = [own_share(whole, SimpleNamespace(process_index=rank, num_processes=2)) for rank in (0, 1)]
-    assert [[m.positions.tolist() for m in share.micro_batches] for share in shares] == [[[0, 3], [4, 2]], [[1]]]
-    assert [share.request.most_micro_batches for share in shares] == [2, 2] and shares[1].num_samples == 5
+    shares = [
+        own_share(whole, SimpleNamespace(process_index=rank, num_processes=2)) for rank in (0, 1)
+    ]
+    assert [[m.positions.tolist() for m in share.micro_batches] for share in shares] == [
+        [[0, 3], [4, 2]],
+        [[1]],
+    ]
+    assert [share.request.most_micro_batches for share in shares] == [2, 2] and shares[
+        1
+    ].num_samples == 5
 
 
 BAD = {

@@ -1,5 +1,5 @@
-"""The check on two processes: Trainer and Accelerate's loop are convicted by the names of what several processes add, hf_ga is
-acquitted in the same table.
+"""The check on two processes: Trainer and Accelerate's loop are convicted by the names of what
+several processes add, hf_ga is acquitted in the same table.
 """
 
 import helpers
@@ -16,7 +16,8 @@ from hf_ga.check.rows import OURS
 
 pytestmark = pytest.mark.slow("starts processes")
 AVERAGE, REPEATS, REDUCTION = "average of local means", "even_batches", "bf16 reduction"
-# Of 12 samples; even and odd micro-batches are of different processes. In "equal" both have as many samples.
+# Of 12 samples; even and odd micro-batches are of different processes. In "equal" both have as many
+# samples.
 LAYOUTS = {"one each": [9, 3], "odd": [6, 2, 4], "equal": [6, 6]}
 
 
@@ -25,8 +26,14 @@ def report_of(kind, build, samples, **more):
 
     def work():
         torch.set_num_threads(1)
-        more["steps"] = {"Trainer": trainer_arm(), "loop": accelerate_arm(), **more.get("steps", {})}
-        return hf_ga.check_equivalence(build(), samples, helpers.pad_right, **{"layouts": LAYOUTS} | more)
+        more["steps"] = {
+            "Trainer": trainer_arm(),
+            "loop": accelerate_arm(),
+            **more.get("steps", {}),
+        }
+        return hf_ga.check_equivalence(
+            build(), samples, helpers.pad_right, **{"layouts": LAYOUTS} | more
+        )
 
     first, second = on_two_ranks(work, kind)
     assert not isinstance(first, str), first
@@ -36,11 +43,17 @@ def report_of(kind, build, samples, **more):
 
 def found(report, arm):
     """layout -> names of the causes, of the rows that were diagnosed."""
-    return {row.layout: {cause.name for cause in row.causes} for row in report.arm(arm).rows if row.causes}
+    return {
+        row.layout: {cause.name for cause in row.causes}
+        for row in report.arm(arm).rows
+        if row.causes
+    }
 
 
 def right(model, micro_batches):
-    """A step of one's own: this process's micro-batches, each with its share of all targets, and a sum over the processes."""
+    """A step of one's own: this process's micro-batches, each with its share of all targets, and a
+    sum over the processes.
+    """
     total = sum(len(batch["labels"]) for batch in micro_batches)
     for batch in micro_batches[dist.get_rank() :: dist.get_world_size()]:
         (model(**batch).loss * len(batch["labels"]) / total).backward()
@@ -51,7 +64,9 @@ def right(model, micro_batches):
 @pytest.fixture(scope="module")
 def classifier():
     """Under DDP; each sample is one target."""
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)  # BF16 needs a GPU
+    hook = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.FP16
+    )  # BF16 needs a GPU
     steps = {"hook": accelerate_arm(kwargs_handlers=[hook]), "right": right}
     return report_of("ddp", helpers.bert_classifier, helpers.class_samples(12), steps=steps)
 
@@ -75,14 +90,27 @@ def test_a_communication_hook_in_half_precision_is_named(classifier):
     assert found(classifier, "hook")["equal"] == {"fp16 reduction"}, classifier
 
 
-@pytest.mark.parametrize(("kind", "precision", "reduction"), [("fsdp1", "bf16", {REDUCTION}), ("fsdp2", "fp32", set())])
+@pytest.mark.parametrize(
+    ("kind", "precision", "reduction"), [("fsdp1", "bf16", {REDUCTION}), ("fsdp2", "fp32", set())]
+)
 def test_fsdp_convicts_trainer_and_the_loop_by_name(kind, precision, reduction):
     """In bf16 Accelerate also reduces in it."""
     layouts = {"odd": LAYOUTS["odd"]}
-    report = report_of(kind, lambda: helpers.gpt2(0.1), helpers.token_samples(12), layouts=layouts, precision=precision)
+    report = report_of(
+        kind,
+        lambda: helpers.gpt2(0.1),
+        helpers.token_samples(12),
+        layouts=layouts,
+        precision=precision,
+    )
     assert report.arm(OURS).passed, report
-    assert found(report, "loop")["odd"] == {AVERAGE, REPEATS, "normalisation", "dropout"} | reduction, report
-    assert found(report, "Trainer")["odd"] == {REPEATS, "labels counted unshifted", "dropout"} | reduction, report
+    assert (
+        found(report, "loop")["odd"] == {AVERAGE, REPEATS, "normalisation", "dropout"} | reduction
+    ), report
+    assert (
+        found(report, "Trainer")["odd"]
+        == {REPEATS, "labels counted unshifted", "dropout"} | reduction
+    ), report
     assert f"2 processes under {kind.upper()}" in report.facts[-1]
 
 
@@ -92,4 +120,7 @@ def test_processes_with_different_models_are_refused():
         model.classifier.bias.data += PartialState(cpu=True).process_index
         return hf_ga.check_equivalence(model, helpers.class_samples(12), helpers.pad_right)
 
-    assert all("ConfigError: all processes must have the same samples and weights" in said for said in on_two_ranks(work))
+    assert all(
+        "ConfigError: all processes must have the same samples and weights" in said
+        for said in on_two_ranks(work)
+    )

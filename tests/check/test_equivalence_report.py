@@ -24,7 +24,13 @@ def mean_of_means(model, micro_batches):
 def report():
     model = helpers.bert_masked_lm(0.0)
     layouts = ["even", "short last window"]
-    return hf_ga.check_equivalence(model, helpers.token_samples(12), helpers.pad_right, layouts, steps={"a <loop>": mean_of_means})
+    return hf_ga.check_equivalence(
+        model,
+        helpers.token_samples(12),
+        helpers.pad_right,
+        layouts,
+        steps={"a <loop>": mean_of_means},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,9 @@ def saved(report, tmp_path_factory):
 def test_the_text_has_the_verdict_first_and_every_row(report):
     lines = str(report).splitlines()
     assert lines[0] == "BertForMaskedLM"
-    assert lines[1].startswith("hf_ga: passed, same gradient as the full batch in all 2 layouts (largest relative error ")
+    assert lines[1].startswith(
+        "hf_ga: passed, same gradient as the full batch in all 2 layouts (largest relative error "
+    )
     assert lines[2].startswith("a <loop>: FAILED in 2 of 2 layouts")
     assert lines[3].startswith("  cause: normalisation: mean of means")
     assert sum(line.endswith(("passed", "FAILED")) for line in lines[4:]) == 4
@@ -53,29 +61,51 @@ def test_passed_worst_and_max_error(report):
 
 
 def test_the_dict_is_json_and_holds_every_figure(report, saved):
-    read = json.loads((saved / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN, no Infinity
+    read = json.loads(
+        (saved / "report.json").read_text(), parse_constant=pytest.fail
+    )  # no NaN, no Infinity
     assert read == json.loads(json.dumps(report.to_dict()))
     assert read["passed"] is False and read["worst"]["arm"] == "a <loop>"
     assert [row["error"] for row in read["rows"]] == [row.error for row in report.rows]
     assert read["reasons"][OURS] == [] and "mean of means" in read["reasons"]["a <loop>"][0]
-    assert set(read["rows"][0]["parameter_errors"]) == {n for n, _ in helpers.bert_masked_lm().named_parameters()}
+    assert set(read["rows"][0]["parameter_errors"]) == {
+        n for n, _ in helpers.bert_masked_lm().named_parameters()
+    }
     assert read["versions"]["torch"] and read["settings"]["precision"] == "fp32"
 
 
 def test_the_page_stands_alone_and_the_notebooks_fragment_is_no_page(report, saved):
     page, fragment = (saved / "report.html").read_text(), report._repr_html_()
     for text in (page, fragment):
-        assert text.count("<img") == 1 and "<script" not in text and not re.search(r"https?://", text)
-        assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|href)="?([^">]*)', text))
+        assert (
+            text.count("<img") == 1 and "<script" not in text and not re.search(r"https?://", text)
+        )
+        assert all(
+            source.startswith("data:image/png;base64,")
+            for source in re.findall(r'(?:src|href)="?([^">]*)', text)
+        )
         assert all(text.count(f"<{tag}") == text.count(f"</{tag}>") for tag in ("pre", "div"))
     assert html.escape(str(report)) in page and "a &lt;loop&gt;" in page and "<loop>" not in page
     assert "color-scheme" in page and "background: white" in page and "<html" not in fragment
 
 
 def test_a_refusal_is_the_verdict():
-    rows = [Row(OURS, "even", [2, 2], 2, refused="no <rule> fits", causes=[Cause("BatchNorm", "it mixes", "error 1e-1")])]
+    rows = [
+        Row(
+            OURS,
+            "even",
+            [2, 2],
+            2,
+            refused="no <rule> fits",
+            causes=[Cause("BatchNorm", "it mixes", "error 1e-1")],
+        )
+    ]
     refused = EquivalenceReport("Model", rows, ["a fact"], {}, {})
-    assert not refused.passed and refused.max_error == math.inf and refused.to_dict()["max_error"] is None
+    assert (
+        not refused.passed
+        and refused.max_error == math.inf
+        and refused.to_dict()["max_error"] is None
+    )
     assert refused.verdict(OURS) == "refused: no <rule> fits"
     assert refused.reasons(OURS) == ["BatchNorm: it mixes (even; error 1e-1)"]
     text = refused._repr_html_()
@@ -87,14 +117,36 @@ def test_a_refusal_is_the_verdict():
 def flags(tmp_path_factory):
     """Of a classification of small texts by a small BERT."""
     with filled_place(tmp_path_factory.mktemp("check")) as place:
-        data = ["--dataset_name", str(place / "train.jsonl"), "--text_column", "text", "--label_column", "label"]
-        model = ["--task", "text-classification", "--model_name_or_path", str(place / "bert"), "--max_length", "24"]
+        data = [
+            "--dataset_name",
+            str(place / "train.jsonl"),
+            "--text_column",
+            "text",
+            "--label_column",
+            "label",
+        ]
+        model = [
+            "--task",
+            "text-classification",
+            "--model_name_or_path",
+            str(place / "bert"),
+            "--max_length",
+            "24",
+        ]
         yield [*model, *data, "--per_device_train_batch_size", "2"]
 
 
 def test_the_script_writes_its_report_and_asserts(flags, tmp_path, capsys):
     folder = tmp_path / "check"
-    more = ["--compare", "none", "--check_layouts", "even,uneven", "--assert", "--output_dir", str(folder)]
+    more = [
+        "--compare",
+        "none",
+        "--check_layouts",
+        "even,uneven",
+        "--assert",
+        "--output_dir",
+        str(folder),
+    ]
     assert main([*flags, *more]) == 0
     read = json.loads((folder / "report.json").read_text())
     assert read["passed"] and [row["layout"] for row in read["rows"]] == ["even", "uneven"]
@@ -104,7 +156,15 @@ def test_the_script_writes_its_report_and_asserts(flags, tmp_path, capsys):
 
 
 def test_quick_takes_16_samples_in_three_layouts(flags, tmp_path):
-    more = ["--per_device_train_batch_size", "8", "--quick", "--compare", "none", "--output_dir", str(tmp_path)]
+    more = [
+        "--per_device_train_batch_size",
+        "8",
+        "--quick",
+        "--compare",
+        "none",
+        "--output_dir",
+        str(tmp_path),
+    ]
     assert main([*flags, *more]) == 0
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert [row["layout"] for row in rows] == ["uneven", "one by one", "short last window"]
@@ -115,7 +175,11 @@ def test_another_loss_is_compared_with_nothing(flags, tmp_path):
     layouts = ["--check_layouts", "uneven", "--label_smoothing_factor", "0.1"]
     assert main([*flags, *layouts, "--output_dir", str(tmp_path)]) == 0
     read = json.loads((tmp_path / "report.json").read_text())
-    assert read["passed"] and [row["arm"] for row in read["rows"]] == [OURS] and "no other step is compared" in read["facts"][-1]
+    assert (
+        read["passed"]
+        and [row["arm"] for row in read["rows"]] == [OURS]
+        and "no other step is compared" in read["facts"][-1]
+    )
 
 
 def test_assert_is_about_hf_ga_and_fails_where_it_does(flags, tmp_path, monkeypatch, capsys):
@@ -128,9 +192,15 @@ def test_assert_is_about_hf_ga_and_fails_where_it_does(flags, tmp_path, monkeypa
 
 
 BAD = {
-    "unknown arm": (["--compare", "lightning"], "compare must name some of trainer, accelerate, got 'lightning'"),
+    "unknown arm": (
+        ["--compare", "lightning"],
+        "compare must name some of trainer, accelerate, got 'lightning'",
+    ),
     "unknown layout": (["--check_layouts", "even,odd"], "check_layouts must name some of even"),
-    "misspelt flag": (["--check_layout", "even"], "unknown flag --check_layout. Did you mean --check_layouts?"),
+    "misspelt flag": (
+        ["--check_layout", "even"],
+        "unknown flag --check_layout. Did you mean --check_layouts?",
+    ),
     "of finetune": (["--task", "poetry"], "unknown task 'poetry'"),
 }
 

@@ -1,4 +1,6 @@
-"""Texts put together and cut into blocks: against Python lists, for every way in which a dataset can lie in memory."""
+"""Texts put together and cut into blocks: against Python lists, for every way in which a dataset
+can lie in memory.
+"""
 
 import datasets
 import numpy as np
@@ -15,8 +17,14 @@ def make_rows():
 
 
 def as_dataset(rows):
-    columns = {"input_ids": rows, "length": [len(row) for row in rows], "text": [str(row) for row in rows]}
-    features = Features({"input_ids": Sequence(Value("int64")), "length": Value("int64"), "text": Value("string")})
+    columns = {
+        "input_ids": rows,
+        "length": [len(row) for row in rows],
+        "text": [str(row) for row in rows],
+    }
+    features = Features(
+        {"input_ids": Sequence(Value("int64")), "length": Value("int64"), "text": Value("string")}
+    )
     return Dataset.from_dict(columns, features=features)
 
 
@@ -72,4 +80,6 @@ def test_of_any_dataset(way, on_disk, tmp_path):
     before = [list(map(int, row)) for row in dataset["input_ids"]]
     for block_size in (2, 7, 64, 10_000):
         check(dataset, rows, block_size)
-    assert [list(map(int, row)) for row in dataset["input_ids"]] == before == rows  # what was given stays
+    assert (
+        [list(map(int, row)) for row in dataset["input_ids"]] == before == rows
+    )  # what was given stays

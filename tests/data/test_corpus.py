@@ -1,4 +1,6 @@
-"""The embedded corpus: its rows, splits, labels and tokenizer. One full build; the rest runs on small folders."""
+"""The embedded corpus: its rows, splits, labels and tokenizer. One full build; the rest runs on
+small folders.
+"""
 
 import os
 import sysconfig
@@ -66,7 +68,13 @@ def blank(): """   """
 
 
 def test_rows_leave_out_tests_installed_packages_and_repeated_texts(tmp_path):
-    outside = ["site-packages/p.py", "dist-packages/p.py", "test/p.py", "a/tests/data/p.py", "a/idle_test/p.py"]
+    outside = [
+        "site-packages/p.py",
+        "dist-packages/p.py",
+        "test/p.py",
+        "a/tests/data/p.py",
+        "a/idle_test/p.py",
+    ]
     write(tmp_path, {name: f'"""In {name}."""' for name in [*outside, "a/testing.py"]})
     write(tmp_path, {"b.py": '"""In a/testing.py."""'})  # a text that is there already
     assert names_and_texts(tmp_path) == [("a.testing", "In a/testing.py.")]
@@ -86,7 +94,10 @@ def test_rows_skip_what_does_not_parse(tmp_path):
 
 
 def test_rows_are_read_without_running_or_warning(tmp_path):
-    write(tmp_path, {"a.py": '"""An invalid escape: \\d."""\nraise RuntimeError("this module was run")\n'})
+    write(
+        tmp_path,
+        {"a.py": '"""An invalid escape: \\d."""\nraise RuntimeError("this module was run")\n'},
+    )
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         assert names_and_texts(tmp_path) == [("a", "An invalid escape: \\d.")]
@@ -125,10 +136,19 @@ def test_splits_share_no_name_and_no_text(dataset):
 def test_labels_are_the_packages_with_many_rows(dataset):
     counts = Counter(dataset["train"]["package"])
     rows = corpus.load("text-classification")
-    assert set(rows["train"]["label"]) == {package for package, count in counts.items() if count >= 100}
-    assert set(rows["test"]["label"]) <= set(rows["train"]["label"]) and "asyncio" in rows["train"]["label"]
+    assert set(rows["train"]["label"]) == {
+        package for package, count in counts.items() if count >= 100
+    }
+    assert (
+        set(rows["test"]["label"]) <= set(rows["train"]["label"])
+        and "asyncio" in rows["train"]["label"]
+    )
     first = next(row for row in dataset["validation"] if counts[row["package"]] >= 100)
-    assert rows["validation"][0] == {"name": first["name"], "label": first["package"], "text": first["text"]}
+    assert rows["validation"][0] == {
+        "name": first["name"],
+        "label": first["package"],
+        "text": first["text"],
+    }
 
 
 def test_tags_are_the_case_of_words(dataset):
@@ -138,17 +158,26 @@ def test_tags_are_the_case_of_words(dataset):
         "tags": ["UPPER", "none", "lower", "Mixed", "none", "Title", "none", "lower", "none"],
     }
     assert len(corpus.truecasing_row({"text": "word " * 65})["tokens"]) == 64
-    assert corpus.load("token-classification")["train"][0] == corpus.truecasing_row(dataset["train"][0])
+    assert corpus.load("token-classification")["train"][0] == corpus.truecasing_row(
+        dataset["train"][0]
+    )
 
 
 def test_other_tasks_need_a_dataset():
     for task in ("question-answering", "multiple-choice", "seq2seq", "regression", "multi-label"):
-        with pytest.raises(ConfigError, match=rf"the embedded corpus has no data for {task}: name a dataset with --dataset_name"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"the embedded corpus has no data for {task}: name a dataset with "
+            r"--dataset_name",
+        ):
             corpus.load(task)
 
 
 def test_tokenizer_special_tokens(tokenizer):
-    ids = [getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "eos", "bos", "mask", "cls", "sep", "unk")]
+    ids = [
+        getattr(tokenizer, f"{kind}_token_id")
+        for kind in ("pad", "eos", "bos", "mask", "cls", "sep", "unk")
+    ]
     assert len(tokenizer) == 4000 and ids == [0, 1, 1, 2, 3, 4, 5]
     assert tokenizer.encode("a<mask>b")[1] == tokenizer.mask_token_id
 

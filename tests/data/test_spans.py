@@ -1,4 +1,6 @@
-"""Question answering: answers -> tokens by hand and against the tokenizer's own count of characters, tokens -> answers again."""
+"""Question answering: answers -> tokens by hand and against the tokenizer's own count of
+characters, tokens -> answers again.
+"""
 
 import math
 import re
@@ -21,7 +23,12 @@ def asked(context, text=None, start=None, question="a b"):
     """A batch of one row, its answer the first place of the text unless told."""
     found = [] if text is None else [(text, context.index(text) if start is None else start)]
     texts, starts = [t for t, _ in found], [s for _, s in found]
-    return {"question": [question], "context": [context], "answer_texts": [texts], "answer_starts": [starts]}
+    return {
+        "question": [question],
+        "context": [context],
+        "answer_texts": [texts],
+        "answer_starts": [starts],
+    }
 
 
 def tokenized(rows, tokenizer=None, max_length=None):
@@ -30,12 +37,24 @@ def tokenized(rows, tokenizer=None, max_length=None):
 
 
 def test_answer_by_hand():
-    """<cls> a b <sep> c d e f <sep>: d and e are tokens 5 and 6; a context's characters count from its own beginning."""
+    """<cls> a b <sep> c d e f <sep>: d and e are tokens 5 and 6; a context's characters count from
+    its own beginning.
+    """
     sample = tokenized(asked("c d e f", "d e"))
-    assert sample["input_ids"] == [13, 3, 4, 14, 5, 6, 7, 8, 14] and sample["token_type_ids"] == [0] * 4 + [1] * 5
+    assert (
+        sample["input_ids"] == [13, 3, 4, 14, 5, 6, 7, 8, 14]
+        and sample["token_type_ids"] == [0] * 4 + [1] * 5
+    )
     assert (sample["start_positions"], sample["end_positions"], sample["no_answer"]) == (5, 6, 0)
-    assert list(sample["starts"]) == [-1, -1, -1, -1, 0, 2, 4, 6, -1] and list(sample["ends"]) == [-1] * 4 + [1, 3, 5, 7, -1]
-    assert (sample["length"], sample["num_targets"], sample["was_cut"], sample["answer_is_lost"]) == (9, 1, False, False)
+    assert list(sample["starts"]) == [-1, -1, -1, -1, 0, 2, 4, 6, -1] and list(sample["ends"]) == [
+        -1
+    ] * 4 + [1, 3, 5, 7, -1]
+    assert (
+        sample["length"],
+        sample["num_targets"],
+        sample["was_cut"],
+        sample["answer_is_lost"],
+    ) == (9, 1, False, False)
     assert sample["answers"] == ["d e"] and sample["context"] == "c d e f"
 
 
@@ -50,18 +69,27 @@ LOST = (0, 0)
     ],
 )
 def test_a_cut_takes_an_end_of_the_context_only(side, kept, places):
-    """At 8 tokens the question is whole and f or c is gone: an answer that lost a part has no place."""
+    """At 8 tokens the question is whole and f or c is gone: an answer that lost a part has no
+    place.
+    """
     tokenizer = encoder_tokenizer()
     tokenizer.truncation_side = side
     for text, place in places.items():
         sample = tokenized(asked("c d e f", text), tokenizer, max_length=8)
         assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14] and sample["was_cut"]
-        assert (sample["start_positions"], sample["end_positions"]) == place and sample["answer_is_lost"] == (place == LOST)
+        assert (sample["start_positions"], sample["end_positions"]) == place and sample[
+            "answer_is_lost"
+        ] == (place == LOST)
 
 
 def test_rows_without_answer_question_or_context():
     sample = tokenized(asked("c d e f"))
-    assert (sample["start_positions"], sample["end_positions"], sample["answer_is_lost"], sample["num_targets"]) == (0, 0, False, 1)
+    assert (
+        sample["start_positions"],
+        sample["end_positions"],
+        sample["answer_is_lost"],
+        sample["num_targets"],
+    ) == (0, 0, False, 1)
     for rows in (asked("c d", question=""), asked("", question="a"), asked("c d", question=None)):
         sample = tokenized(rows)
         assert sample["input_ids"] == [] and sample["length"] == sample["num_targets"] == 0
@@ -69,11 +97,17 @@ def test_rows_without_answer_question_or_context():
 
 def test_a_tokenizer_without_cls_has_no_answer_at_0():
     sample = tokenized(asked("c d"), letter_tokenizer())
-    assert sample["input_ids"] == [3, 4, 5, 6] and sample["no_answer"] == sample["start_positions"] == 0
+    assert (
+        sample["input_ids"] == [3, 4, 5, 6]
+        and sample["no_answer"] == sample["start_positions"] == 0
+    )
 
 
 CONTEXTS = {
-    "byte level": (byte_level, "What is the answer? The answer is\n  yes, or no. Grüße, 日本語 🎉 too"),
+    "byte level": (
+        byte_level,
+        "What is the answer? The answer is\n  yes, or no. Grüße, 日本語 🎉 too",
+    ),
     "metaspace": (metaspace, "yes no  yes answer, the question? no yes"),
     "word pieces": (piece_tokenizer, "ab ba abc aab b aba ab"),
 }
@@ -81,7 +115,9 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_places_against_the_tokenizers_own_count(kind):
-    """Every span of words as an answer: its first and last character's tokens, asked of the tokenizer one character at a time."""
+    """Every span of words as an answer: its first and last character's tokens, asked of the
+    tokenizer one character at a time.
+    """
     make, context = CONTEXTS[kind]
     tokenizer = make()
     encoded = tokenizer("a", context)
@@ -89,8 +125,12 @@ def test_places_against_the_tokenizers_own_count(kind):
     places = set()
     for first in words:
         for last in (word for word in words if word[0] >= first[0]):
-            sample = tokenized(asked(context, context[first[0] : last[1]], first[0], question="a"), tokenizer)
-            by_hand = [encoded.char_to_token(0, char, sequence_index=1) for char in (first[0], last[1] - 1)]
+            sample = tokenized(
+                asked(context, context[first[0] : last[1]], first[0], question="a"), tokenizer
+            )
+            by_hand = [
+                encoded.char_to_token(0, char, sequence_index=1) for char in (first[0], last[1] - 1)
+            ]
             assert [sample["start_positions"], sample["end_positions"]] == by_hand
             places.add(tuple(by_hand))
     assert len(places) == len(words) * (len(words) + 1) // 2  # the control: all different
@@ -98,10 +138,15 @@ def test_places_against_the_tokenizers_own_count(kind):
 
 def test_batches():
     tokenizer = encoder_tokenizer()
-    rows = [tokenized(asked("c d e f", "d e"), tokenizer), tokenized(asked("c", question="a"), tokenizer)]
+    rows = [
+        tokenized(asked("c d e f", "d e"), tokenizer),
+        tokenized(asked("c", question="a"), tokenizer),
+    ]
     batch = collate_samples(rows, pad_token_id=0)
     assert batch["start_positions"].tolist() == [5, 0] and batch["end_positions"].tolist() == [6, 0]
-    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4] and batch["input_ids"].shape == (2, 9)
+    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4] and batch[
+        "input_ids"
+    ].shape == (2, 9)
 
 
 def encoded(*rows):
@@ -110,13 +155,22 @@ def encoded(*rows):
 
 def test_answers_of_all_shapes():
     rows = [
-        {"question": "q", "context": "c d e", "answers": {"text": ["d", "d e"], "answer_start": [2, 2]}},
+        {
+            "question": "q",
+            "context": "c d e",
+            "answers": {"text": ["d", "d e"], "answer_start": [2, 2]},
+        },
         {"question": "q", "context": "c", "answers": NONE},
         {"question": "q", "context": None, "answers": None},
         {"question": "q", "context": "c", "answers": {"text": [""], "answer_start": [0]}},
     ]
     expected = [(["d", "d e"], [2, 2]), ([], []), ([], []), ([], [])]
-    assert list(zip(*(encoded(*rows)[name] for name in ("answer_texts", "answer_starts")), strict=True)) == expected
+    assert (
+        list(
+            zip(*(encoded(*rows)[name] for name in ("answer_texts", "answer_starts")), strict=True)
+        )
+        == expected
+    )
 
 
 PLACE, SHAPE = "answers must be in their contexts", "answers must be {"
@@ -134,7 +188,9 @@ PLACE, SHAPE = "answers must be in their contexts", "answers must be {"
 )
 def test_answers_that_are_not_where_they_should_be(answers, message):
     good = {"question": "q", "context": "c d e", "answers": {"text": ["d"], "answer_start": [2]}}
-    with pytest.raises(DataError, match=f"{message}.*1 of 2 train rows have .*{answers['answer_start'][0]}"):
+    with pytest.raises(
+        DataError, match=f"{message}.*1 of 2 train rows have .*{answers['answer_start'][0]}"
+    ):
         encoded(good, {"question": "q", "context": "c d e", "answers": answers})
 
 
@@ -145,12 +201,18 @@ def best_by_trying_all(start_logits, end_logits, sample):
     scores[None] = start_logits[sample["no_answer"]] + end_logits[sample["no_answer"]]
     best = max(scores, key=scores.get)
     total = sum(math.exp(score - scores[best]) for score in scores.values())
-    text = "" if best is None else sample["context"][sample["starts"][best[0]] : sample["ends"][best[1]]].strip()
+    text = (
+        ""
+        if best is None
+        else sample["context"][sample["starts"][best[0]] : sample["ends"][best[1]]].strip()
+    )
     return text, 1 / total
 
 
 def test_best_answer_against_trying_all():
-    """Random logits; the largest begin and the largest end, taken by themselves, would often end before they begin."""
+    """Random logits; the largest begin and the largest end, taken by themselves, would often end
+    before they begin.
+    """
     context, rng = CONTEXTS["byte level"][1], np.random.default_rng(1)
     sample = tokenized(asked(context, question="What is it?"), byte_level())
     width, naive, empty = sample["length"] + 5, 0, 0

@@ -1,4 +1,6 @@
-"""Rows that are tokenised while they are read: the samples are those of the rows that are read first; labels; what is refused."""
+"""Rows that are tokenised while they are read: the samples are those of the rows that are read
+first; labels; what is refused.
+"""
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
@@ -28,12 +30,23 @@ TEXTS = rows_for("text-classification")
 NUMBERED = [{"text": row["text"], "label": i % 3} for i, row in enumerate(TEXTS)]
 NAMED = Features({"text": Value("string"), "label": ClassLabel(names=["small", "middle", "large"])})
 CHAT = [{"prompt": row["text"], "completion": " " + row["text"][::-1]} for row in TEXTS]
-PAIRS = [{"sentence1": row["text"], "sentence2": TEXTS[i - 1]["text"], "label": row["label"]} for i, row in enumerate(TEXTS)]
+PAIRS = [
+    {"sentence1": row["text"], "sentence2": TEXTS[i - 1]["text"], "label": row["label"]}
+    for i, row in enumerate(TEXTS)
+]
 CASES = {
-    "texts, of which some are empty": ("d.jsonl", [{"text": ""}, *TEXTS[:9], {"text": None}, *TEXTS[9:]], {}),
+    "texts, of which some are empty": (
+        "d.jsonl",
+        [{"text": ""}, *TEXTS[:9], {"text": None}, *TEXTS[9:]],
+        {},
+    ),
     "cut at 4 tokens": ("d.jsonl.gz", TEXTS, {"max_length": 4}),
     "prompts and completions": ("d.jsonl", CHAT, {}),
-    "another column": ("d.csv", [{"body": row["text"], "text": "a"} for row in TEXTS], {"text_column": "body"}),
+    "another column": (
+        "d.csv",
+        [{"body": row["text"], "text": "a"} for row in TEXTS],
+        {"text_column": "body"},
+    ),
     "names of classes": ("d.jsonl", TEXTS, {"task": "text-classification"}),
     "numbers of classes": ("d.csv", NUMBERED, {"task": "text-classification"}),
     "classes that the dataset names": ("d.parquet", NUMBERED, {"task": "text-classification"}),
@@ -41,7 +54,9 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*csv:pytest.PytestUnraisableExceptionWarning")  # `datasets` leaves it open
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in.*csv:pytest.PytestUnraisableExceptionWarning"
+)  # `datasets` leaves it open
 @pytest.mark.parametrize("name", CASES)
 def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
     file, rows, more = CASES[name]
@@ -63,7 +78,9 @@ def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
 def test_facts_of_rows_that_were_read_ahead_say_so(tmp_path):
     data = prepared(write(tmp_path / "d.jsonl", TEXTS), max_length=4)
     assert f"train, read ahead: 4 of {READ_AHEAD} rows truncated to 4 tokens" in data.facts
-    assert any(fact.startswith("validation: ") and "of 40 rows truncated" in fact for fact in data.facts)
+    assert any(
+        fact.startswith("validation: ") and "of 40 rows truncated" in fact for fact in data.facts
+    )
 
 
 def test_a_folder_with_splits(tmp_path):
@@ -73,31 +90,53 @@ def test_a_folder_with_splits(tmp_path):
         write(folder / f"{split}.jsonl", rows)
     data = prepared(folder)
     assert len(list(data.stream)) == 40
-    assert {k: len(v) for k, v in data.splits.items()} == {"train": READ_AHEAD, "validation": 5, "test": 4}
-    assert len(prepared(folder, validation_file=str(folder / "train.jsonl")).splits["validation"]) == 40
+    assert {k: len(v) for k, v in data.splits.items()} == {
+        "train": READ_AHEAD,
+        "validation": 5,
+        "test": 4,
+    }
+    assert (
+        len(prepared(folder, validation_file=str(folder / "train.jsonl")).splits["validation"])
+        == 40
+    )
     limited = prepared(folder, max_eval_samples=2, max_predict_samples=3)
-    assert {k: len(v) for k, v in limited.splits.items()} == {"train": READ_AHEAD, "validation": 2, "test": 3}
+    assert {k: len(v) for k, v in limited.splits.items()} == {
+        "train": READ_AHEAD,
+        "validation": 2,
+        "test": 3,
+    }
 
 
 def late_label():
     """The third class comes behind the rows that are read ahead."""
-    return [{"text": row["text"], "label": "late" if i > 20 else row["label"]} for i, row in enumerate(TEXTS)]
+    return [
+        {"text": row["text"], "label": "late" if i > 20 else row["label"]}
+        for i, row in enumerate(TEXTS)
+    ]
 
 
 def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
     path = write(tmp_path / "d.jsonl", late_label())
-    data = prepared(path, task="text-classification", validation_file=write(tmp_path / "v.jsonl", TEXTS))
+    data = prepared(
+        path, task="text-classification", validation_file=write(tmp_path / "v.jsonl", TEXTS)
+    )
     stream = iter(data.stream)
     assert [next(stream)["label"] for _ in range(12)] == [0, 1] * 6
-    with pytest.raises(DataError, match=r"unknown labels in the stream: 'late'. The training rows have 2 labels"):
+    with pytest.raises(
+        DataError, match=r"unknown labels in the stream: 'late'. The training rows have 2 labels"
+    ):
         list(stream)
 
 
 def test_labels_that_the_model_or_the_dataset_knows_may_come_late(tmp_path):
     known = ["yes", "late", "no"]
-    data = prepared(write(tmp_path / "d.jsonl", late_label()), task="text-classification", known=known)
+    data = prepared(
+        write(tmp_path / "d.jsonl", late_label()), task="text-classification", known=known
+    )
     assert data.labels == known
-    assert [known[sample["label"]] for sample in data.stream] == [row["label"] for row in late_label()]
+    assert [known[sample["label"]] for sample in data.stream] == [
+        row["label"] for row in late_label()
+    ]
     rows = [{"text": row["text"], "label": 2 if i > 20 else i % 2} for i, row in enumerate(TEXTS)]
     data = prepared(write(tmp_path / "d.parquet", rows, NAMED), task="text-classification")
     assert data.labels == ["small", "middle", "large"]

@@ -1,4 +1,6 @@
-"""StreamLoader: the windows of a list, the same on every process without communication; a shuffle buffer that needs no state."""
+"""StreamLoader: the windows of a list, the same on every process without communication; a shuffle
+buffer that needs no state.
+"""
 
 import random
 import weakref
@@ -51,7 +53,10 @@ class Augmented(Numbers):
 
 
 def augmented(number):
-    return {"x": number, "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
+    return {
+        "x": number,
+        "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]),
+    }
 
 
 class AugmentedRows(list):
@@ -82,7 +87,12 @@ def process(index, num_processes):
 
 
 def make_loader(stream, collate_fn=stack, accelerator=None, **options):
-    options = {"global_batch_size": 8, "per_device_batch_size": 3, "shuffle_buffer_size": 0, **options}
+    options = {
+        "global_batch_size": 8,
+        "per_device_batch_size": 3,
+        "shuffle_buffer_size": 0,
+        **options,
+    }
     return StreamLoader(stream, collate_fn, accelerator=accelerator or process(0, 1), **options)
 
 
@@ -102,7 +112,14 @@ def seen(windows):
             w.index,
             w.request.seed,
             w.num_samples,
-            [(m.positions.tolist(), m.sample_ids.tolist(), {k: v.tolist() for k, v in m.batch.items()}) for m in w.micro_batches],
+            [
+                (
+                    m.positions.tolist(),
+                    m.sample_ids.tolist(),
+                    {k: v.tolist() for k, v in m.batch.items()},
+                )
+                for m in w.micro_batches
+            ],
         )
         for w in windows
     ]
@@ -113,7 +130,8 @@ def samples_of(window):
     return window.fetcher.samples(window.request, np.arange(window.num_samples))
 
 
-# -- the windows of a list --------------------------------------------------------------------------------------------------
+# -- the windows of a list
+# --------------------------------------------------------------------------------------------------
 
 SPLITS = {
     "by count": {},
@@ -125,7 +143,13 @@ SPLITS = {
 
 def loaders(samples, num_workers=0, **options):
     """(over a stream, over a list)"""
-    options = {"accelerator": Accelerator(), "global_batch_size": 8, "per_device_batch_size": 3, "seed": 5, **options}
+    options = {
+        "accelerator": Accelerator(),
+        "global_batch_size": 8,
+        "per_device_batch_size": 3,
+        "seed": 5,
+        **options,
+    }
     by_length, planned = "max_tokens_per_micro_batch" in options, "planner" in options
     lengths = [longest_entry(s) for s in samples] if by_length or planned else None
     length_of = longest_entry if by_length else None
@@ -133,14 +157,18 @@ def loaders(samples, num_workers=0, **options):
     of_stream = StreamLoader(Listed(samples), h.pad_right, **more, **options)
     if lengths is None:  # or else those of a list are found
         options["planner"] = h.by_number(options["per_device_batch_size"])
-    return of_stream, hf_ga.WindowLoader(samples, h.pad_right, shuffle=False, lengths=lengths, **options)
+    return of_stream, hf_ga.WindowLoader(
+        samples, h.pad_right, shuffle=False, lengths=lengths, **options
+    )
 
 
 def longest_entry(sample):
     return max(np.size(v) for v in sample.values())
 
 
-@pytest.mark.parametrize(("split", "num_workers"), [(s, n) for s in SPLITS for n in (0, 1) if not (n and s == "padded")])
+@pytest.mark.parametrize(
+    ("split", "num_workers"), [(s, n) for s in SPLITS for n in (0, 1) if not (n and s == "padded")]
+)
 def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
     samples = h.token_samples(37)
     of_stream, of_list = loaders(samples, num_workers=num_workers, **SPLITS[split])
@@ -148,7 +176,9 @@ def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
         windows, expected = list(of_stream), list(of_list)
         assert [w.num_samples for w in windows] == [8, 8, 8, 8, 5]
         assert seen(windows) == seen(expected)
-        assert seen(w.padded_to_window() for w in windows) == seen(w.padded_to_window() for w in expected)
+        assert seen(w.padded_to_window() for w in windows) == seen(
+            w.padded_to_window() for w in expected
+        )
         assert flat(samples_of(w) for w in windows) == samples
 
 
@@ -156,14 +186,18 @@ def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
 @pytest.mark.parametrize("collate_fn", [stack, stack_with_noise])
 def test_random_transforms_and_collators_draw_what_they_draw_on_a_list(collate_fn, num_workers):
     options = {"seed": 5, "global_batch_size": 8, "per_device_batch_size": 3}
-    of_list = hf_ga.WindowLoader(AugmentedRows(range(20)), collate_fn, accelerator=Accelerator(), shuffle=False, **options)
+    of_list = hf_ga.WindowLoader(
+        AugmentedRows(range(20)), collate_fn, accelerator=Accelerator(), shuffle=False, **options
+    )
     of_stream = make_loader(Augmented(20), collate_fn, num_workers=num_workers, **options)
     before = h.global_random_states()
     for _ in range(2):
         windows, expected = list(of_stream), list(of_list)
         assert seen(windows) == seen(expected)
         again = [w.split([np.arange(w.num_samples)[i::2] for i in range(2)]) for w in windows]
-        assert seen(again) == seen(w.split([np.arange(w.num_samples)[i::2] for i in range(2)]) for w in expected)
+        assert seen(again) == seen(
+            w.split([np.arange(w.num_samples)[i::2] for i in range(2)]) for w in expected
+        )
     assert h.global_random_states() == before
     next(iter(Augmented(1)))  # the control
     assert h.global_random_states() != before
@@ -184,28 +218,46 @@ def test_a_proof_gets_short_and_long_samples_of_the_beginning():
         window = next(iter(make_loader(Listed(samples), h.pad_right, num_workers=num_workers)))
         probes = window.fetcher.probe_samples(window.request, 64)
         lengths = [len(s["input_ids"]) for s in probes]
-        assert len(probes) == 64 and min(lengths) == 3 and max(lengths) == 52 and len(set(lengths)) > 40
+        assert (
+            len(probes) == 64
+            and min(lengths) == 3
+            and max(lengths) == 52
+            and len(set(lengths)) > 40
+        )
         assert len(window.fetcher.probe_samples(window.request, 5)) == 5
 
 
 def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
-    """On a GPU the loader pins each item: raw samples and requests must come through as they are, and at once."""
+    """On a GPU the loader pins each item: raw samples and requests must come through as they are,
+    and at once.
+    """
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
     item = next(iter(make_loader(Augmented(8)).reader))
     request, samples, batches = pin_memory(item)
     assert request is item[0] and samples is item[1]
     assert all(
-        new["draws"] is not old["draws"] and new["draws"].equal(old["draws"]) for new, old in zip(batches, item[2], strict=True)
+        new["draws"] is not old["draws"] and new["draws"].equal(old["draws"])
+        for new, old in zip(batches, item[2], strict=True)
     )
 
 
 @pytest.mark.parametrize("buffer_size", [0, 7])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
 def test_processes_share_each_window_without_communication(num_processes, buffer_size):
-    options = {"global_batch_size": 8, "per_device_batch_size": 2, "shuffle_buffer_size": buffer_size, "seed": 3}
+    options = {
+        "global_batch_size": 8,
+        "per_device_batch_size": 2,
+        "shuffle_buffer_size": buffer_size,
+        "seed": 3,
+    }
     alone = [w.sample_ids.tolist() for w in make_loader(Numbers(33), **options)]
-    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1] and flat(alone) == order(33, buffer_size, seed=3)
-    shares = [list(make_loader(Numbers(33), accelerator=process(i, num_processes), **options)) for i in range(num_processes)]
+    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1] and flat(alone) == order(
+        33, buffer_size, seed=3
+    )
+    shares = [
+        list(make_loader(Numbers(33), accelerator=process(i, num_processes), **options))
+        for i in range(num_processes)
+    ]
     for ids, *windows in zip(alone, *shares, strict=True):
         assert all(w.sample_ids.tolist() == ids for w in windows)  # all know the window
         assert flat(flat(map(ids_of, windows))) == ids  # and each sample is in the tensors of one
@@ -215,13 +267,16 @@ def test_processes_share_each_window_without_communication(num_processes, buffer
         assert {w.request.most_micro_batches for w in windows} == {most}
 
 
-# -- stop and resume --------------------------------------------------------------------------------------------------------
+# -- stop and resume
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 3, 4])
 @pytest.mark.parametrize(("num_workers", "buffer_size"), [(0, 0), (0, 11), (1, 11)])
 def test_resume_inside_an_epoch(consumed, num_workers, buffer_size):
-    """The state counts windows that were taken, not those that were read; it goes on in another layout, and so does the loader."""
+    """The state counts windows that were taken, not those that were read; it goes on in another
+    layout, and so does the loader.
+    """
     options = {"shuffle_buffer_size": buffer_size, "seed": 5, "num_workers": num_workers}
     whole, first = (make_loader(Augmented(30), stack_with_noise, **options) for _ in range(2))
     for loader in (whole, first):
@@ -235,20 +290,28 @@ def test_resume_inside_an_epoch(consumed, num_workers, buffer_size):
     assert second.state_dict() == whole.state_dict() and second.epoch == 3
     other_layout = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=1, **options)
     other_layout.load_state_dict(first.state_dict())
-    assert [w.sample_ids.tolist() for w in other_layout] == [w.sample_ids.tolist() for w in expected[consumed:]]
+    assert [w.sample_ids.tolist() for w in other_layout] == [
+        w.sample_ids.tolist() for w in expected[consumed:]
+    ]
     assert seen(first) == seen(expected[consumed:])
 
 
 def test_a_state_of_another_order_is_refused():
     state = make_loader(Numbers(30), seed=5).state_dict()
-    for name, value, named in [("seed", 6, "seed 5"), ("global_batch_size", 9, "window_size 8"), ("shuffle_buffer_size", 10, "0")]:
+    for name, value, named in [
+        ("seed", 6, "seed 5"),
+        ("global_batch_size", 9, "window_size 8"),
+        ("shuffle_buffer_size", 10, "0"),
+    ]:
         with pytest.raises(hf_ga.ConfigError, match=f"{named} -> {value}"):
             make_loader(Numbers(30), **{"seed": 5, name: value}).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("size", "is_refused"), [(30, False), (25, False), (24, True), (5, True)])
 def test_a_stream_that_became_shorter(size, is_refused):
-    """All four windows were consumed: nothing is left, but only a stream with a fourth window can have had them."""
+    """All four windows were consumed: nothing is left, but only a stream with a fourth window can
+    have had them.
+    """
     loader = make_loader(Numbers(30))
     for _ in loader:
         state = loader.state_dict()
@@ -256,13 +319,16 @@ def test_a_stream_that_became_shorter(size, is_refused):
     resumed = make_loader(Numbers(size))
     resumed.load_state_dict(state)
     if is_refused:
-        with pytest.raises(hf_ga.DataError, match=f"ended after {size} samples in epoch 0, but 4 windows of 8"):
+        with pytest.raises(
+            hf_ga.DataError, match=f"ended after {size} samples in epoch 0, but 4 windows of 8"
+        ):
             list(resumed)
     else:
         assert list(resumed) == [] and resumed.state_dict()["epoch"] == 1
 
 
-# -- the shuffle buffer -----------------------------------------------------------------------------------------------------
+# -- the shuffle buffer
+# -----------------------------------------------------------------------------------------------------
 
 
 def order(size, buffer_size, seed=0, epoch=0):
@@ -297,7 +363,8 @@ def test_the_buffer_holds_no_more_than_its_size_and_shuffles_evenly():
     for position, number in enumerate(shuffled(stream(), 100, 0, 0)):
         assert len(taken) <= position + 100
         delays.append(position - number)
-    # In the steady state a thing leaves with probability 1 / 100 at each turn: geometric, with mean 99 turns since it came in.
+    # In the steady state a thing leaves with probability 1 / 100 at each turn: geometric, with mean
+    # 99 turns since it came in.
     stay = np.array(delays[:1800]) + 99
     assert stay.min() >= 0 and abs(stay.mean() - 99) < 10 and stay.max() > 300
     first_come = np.array(order(2000, 100)[:1000])
@@ -342,7 +409,8 @@ def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
     assert max(held) <= buffer_size + 8 + 4
 
 
-# -- epochs, datasets of the library `datasets` -----------------------------------------------------------------------------
+# -- epochs, datasets of the library `datasets`
+# -----------------------------------------------------------------------------
 
 
 def test_a_stream_has_no_length_and_epochs_advance():
@@ -356,10 +424,16 @@ def test_a_stream_has_no_length_and_epochs_advance():
     with pytest.raises(TypeError):
         len(loader)
     epochs = [[(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] for _ in range(3)]
-    assert [{epoch for epoch, _, _ in found} for found in epochs] == [{0}, {1}, {2}] and told == [0, 1, 2]
+    assert [{epoch for epoch, _, _ in found} for found in epochs] == [{0}, {1}, {2}] and told == [
+        0,
+        1,
+        2,
+    ]
     assert len({str([ids for *_, ids in found]) for found in epochs}) == 3
     loader.set_epoch(1)
-    assert [(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] == epochs[1] and told[-1] == 1
+    assert [(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] == epochs[1] and told[
+        -1
+    ] == 1
 
 
 def test_the_last_window_can_be_left_out():
@@ -372,10 +446,16 @@ def halved(row):
 
 
 def streamed(num_rows=60):
-    """Three shards, a filter, a random transform, rows tokenised in batches, a shuffle with a seed of its own."""
-    rows = datasets.Dataset.from_dict({"x": list(range(num_rows))}).to_iterable_dataset(num_shards=3)
+    """Three shards, a filter, a random transform, rows tokenised in batches, a shuffle with a seed
+    of its own.
+    """
+    rows = datasets.Dataset.from_dict({"x": list(range(num_rows))}).to_iterable_dataset(
+        num_shards=3
+    )
     rows = rows.shuffle(seed=1, buffer_size=10).filter(lambda row: row["x"] % 5 != 0).map(halved)
-    return rows.map(lambda columns: {"y": [x + 1 for x in columns["x"]]}, batched=True, batch_size=7)
+    return rows.map(
+        lambda columns: {"y": [x + 1 for x in columns["x"]]}, batched=True, batch_size=7
+    )
 
 
 def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
@@ -394,7 +474,8 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------------
+# -- errors
+# -----------------------------------------------------------------------------------------------------------------
 
 
 ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
@@ -409,9 +490,24 @@ ROWS = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num
         (Listed([{"x": 1}, None]), {}, hf_ga.DataError, "sample 1 of the stream is a NoneType"),
         (datasets.IterableDatasetDict({"train": ROWS}), {}, hf_ga.DataError, "choose one split"),
         (Numbers(5), {"num_workers": 2}, hf_ga.ConfigError, "at most one worker"),
-        (Numbers(5), {"shuffle_buffer_size": -1}, hf_ga.ConfigError, "shuffle_buffer_size must be at least 0, got -1"),
-        (Numbers(5), {"drop_last_window": True}, hf_ga.DataError, "drop_last_window.*5 samples: use a window below 8"),
-        (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
+        (
+            Numbers(5),
+            {"shuffle_buffer_size": -1},
+            hf_ga.ConfigError,
+            "shuffle_buffer_size must be at least 0, got -1",
+        ),
+        (
+            Numbers(5),
+            {"drop_last_window": True},
+            hf_ga.DataError,
+            "drop_last_window.*5 samples: use a window below 8",
+        ),
+        (
+            Numbers(5),
+            {"global_batch_size": 0},
+            hf_ga.ConfigError,
+            "global_batch_size must be at least 1, got 0",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -432,7 +528,15 @@ def test_a_stream_that_cannot_be_read_again_ends_the_second_epoch():
 def test_a_collator_with_its_own_generator_is_refused():
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(hf_ga.UnkeyedRandomness):
-        list(make_loader(Numbers(8), lambda samples: {**stack(samples), "noise": torch.rand(len(samples), generator=generator)}))
+        list(
+            make_loader(
+                Numbers(8),
+                lambda samples: {
+                    **stack(samples),
+                    "noise": torch.rand(len(samples), generator=generator),
+                },
+            )
+        )
 
 
 def test_two_processes_see_when_their_streams_differ():
@@ -443,7 +547,10 @@ def test_two_processes_see_when_their_streams_differ():
         others = [samples, samples[::-1], samples[:30], samples[:32]]
         options = {"accelerator": accelerator, "global_batch_size": 10, "per_device_batch_size": 2}
         streams = others if accelerator.process_index else [samples] * len(others)
-        return [outcome(lambda own=own: len(list(make_loader(Listed(own), h.pad_right, **options)))) for own in streams]
+        return [
+            outcome(lambda own=own: len(list(make_loader(Listed(own), h.pad_right, **options))))
+            for own in streams
+        ]
 
     first, second = on_two_ranks(work)
     assert first == second and first[0] == 4

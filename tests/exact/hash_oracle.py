@@ -1,6 +1,7 @@
 """The hash of order and masks, written again in plain Python integers."""
 
-SIGMAS = 4.0  # bound of all statistics: standard deviations of what independent draws give; seeds are fixed
+# bound of all statistics: standard deviations of what independent draws give; seeds are fixed
+SIGMAS = 4.0
 
 
 def splitmix64(state: int) -> int:

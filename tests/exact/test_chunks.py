@@ -1,4 +1,5 @@
-"""Same bits, the arithmetic: for any number of ranks, the sum along the tree of a window's chunks is the same number.
+"""Same bits, the arithmetic: for any number of ranks, the sum along the tree of a window's chunks
+is the same number.
 
 tests/promises/test_same_bits.py trains on several processes.
 """
@@ -37,11 +38,17 @@ def sum_over(chunks: Chunks, values: np.ndarray) -> np.float32:
 def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
     generator = np.random.default_rng(num_chunks)
     costs = tuple(generator.integers(1, 100, num_chunks).tolist())
-    values = (generator.standard_normal((num_chunks, 64)) * 10.0 ** generator.integers(-3, 4, (num_chunks, 64))).astype(np.float32)
+    values = (
+        generator.standard_normal((num_chunks, 64))
+        * 10.0 ** generator.integers(-3, 4, (num_chunks, 64))
+    ).astype(np.float32)
     by_ranks = [sum_over(Chunks(costs, ranks), values).tobytes() for ranks in range(1, 10)]
     assert set(by_ranks) == {by_ranks[0]}
     if num_chunks > 3:  # the values' sums do depend on the order
-        halves = [np.add.reduce([np.add.reduce(part) for part in np.split(values, [cut])]) for cut in range(1, num_chunks)]
+        halves = [
+            np.add.reduce([np.add.reduce(part) for part in np.split(values, [cut])])
+            for cut in range(1, num_chunks)
+        ]
         assert len({total.tobytes() for total in halves}) > 1
 
 
@@ -54,11 +61,18 @@ def test_chunks_are_shared_out_evenly_in_few_roots(costs, num_processes):
     for rank, run in enumerate(chunks.runs):
         roots = chunks.roots[rank]
         assert [chunk for start, stop in roots for chunk in range(start, stop)] == list(run)
-        assert num_processes > 2 or len(roots) <= 1  # so two ranks send no more than in an all-reduce
+        assert (
+            num_processes > 2 or len(roots) <= 1
+        )  # so two ranks send no more than in an all-reduce
 
 
 def chunked_window(samples, **more):
-    options = {"planner": None, "per_device_batch_size": 4, "canonical_micro_batch": 2, "shuffle": False}
+    options = {
+        "planner": None,
+        "per_device_batch_size": 4,
+        "canonical_micro_batch": 2,
+        "shuffle": False,
+    }
     return one_window(samples, 4, **{**options, **more})
 
 
@@ -66,12 +80,17 @@ def test_a_window_without_targets_is_skipped():
     """Chunks without targets in other windows: test_step.py."""
     samples, model = h.plain_samples(12), h.plain_tagger()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    assert window_gradient(model, chunked_window([h.without_targets(s) for s in samples]), targets=rule)[1].skipped
+    assert window_gradient(
+        model, chunked_window([h.without_targets(s) for s in samples]), targets=rule
+    )[1].skipped
 
 
 def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     samples = h.weighted_samples(8)
-    with pytest.raises(ConfigError, match="at most the per-device batch size 4, as one forward computes a chunk, got 5"):
+    with pytest.raises(
+        ConfigError,
+        match="at most the per-device batch size 4, as one forward computes a chunk, got 5",
+    ):
         chunked_window(samples, **{"canonical_micro_batch": 5})
     window, model = chunked_window(samples), h.plain_tagger()
 
@@ -89,14 +108,18 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="FSDP does not support same_bits"):
-        hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=h.weighted_token_loss)
+        hf_ga.backward_window(
+            accelerator, model, window, targets=rule, loss_fn=h.weighted_token_loss
+        )
 
 
 def test_weights_begin_where_torch_begins_tensors():
     """MKL's products may depend on it, and safetensors lays weights anywhere."""
     model, window = h.plain_tagger(), chunked_window(h.plain_samples(8))
     for parameter in model.parameters():
-        parameter.data = torch.empty(parameter.numel() + 1)[1:].view(parameter.shape).copy_(parameter.data)
+        parameter.data = (
+            torch.empty(parameter.numel() + 1)[1:].view(parameter.shape).copy_(parameter.data)
+        )
     assert any(parameter.data_ptr() % ALIGNMENT for parameter in model.parameters())
     window_gradient(model, window)
     assert not any(parameter.data_ptr() % ALIGNMENT for parameter in model.parameters())
@@ -110,5 +133,8 @@ def test_a_chunk_that_does_not_fit_is_never_cut():
     def fail(module, args, kwargs):
         raise torch.OutOfMemoryError("on purpose")
 
-    with model.register_forward_pre_hook(fail, with_kwargs=True), pytest.raises(OutOfMemory, match="a chunk of same_bits"):
+    with (
+        model.register_forward_pre_hook(fail, with_kwargs=True),
+        pytest.raises(OutOfMemory, match="a chunk of same_bits"),
+    ):
         hf_ga.backward_window(Accelerator(), model, window, targets=rule)

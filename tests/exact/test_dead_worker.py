@@ -1,4 +1,6 @@
-"""Workers of the data loader that die or raise: one clear error where the window is waited for, and no hang."""
+"""Workers of the data loader that die or raise: one clear error where the window is waited for, and
+no hang.
+"""
 
 import multiprocessing
 import os
@@ -53,9 +55,15 @@ def raising(error):
 
 
 def windows_of(kind, rows, num_workers):
-    sizes = {"accelerator": Accelerator(cpu=True), "global_batch_size": WINDOW, "per_device_batch_size": 4}
+    sizes = {
+        "accelerator": Accelerator(cpu=True),
+        "global_batch_size": WINDOW,
+        "per_device_batch_size": 4,
+    }
     if kind == "stream":
-        return hf_ga.StreamLoader(rows, h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes)
+        return hf_ga.StreamLoader(
+            rows, h.pad_right, shuffle_buffer_size=0, num_workers=min(num_workers, 1), **sizes
+        )
     return hf_ga.WindowLoader(rows, h.pad_right, shuffle=False, num_workers=num_workers, **sizes)
 
 
@@ -80,13 +88,19 @@ DEATHS = {
 def read_in_a_dying_worker(connection, death, kind):
     """Sends what this process sees. It waits for the worker when that dies."""
     began = time.monotonic()
-    error, seen = read_until_error(windows_of(kind, Rows(lambda: (time.sleep(0.5), DEATHS[death]())), num_workers=2))
+    error, seen = read_until_error(
+        windows_of(kind, Rows(lambda: (time.sleep(0.5), DEATHS[death]())), num_workers=2)
+    )
     connection.send((type(error), str(error), seen, time.monotonic() - began))
 
 
-@pytest.mark.parametrize(("death", "kind"), [*((death, "list") for death in DEATHS), ("killed", "stream")])
+@pytest.mark.parametrize(
+    ("death", "kind"), [*((death, "list") for death in DEATHS), ("killed", "stream")]
+)
 def test_a_worker_that_dies_is_one_clear_error(death, kind):
-    """In a process of its own: torch's handler of ended children raises wherever the process is then."""
+    """In a process of its own: torch's handler of ended children raises wherever the process is
+    then.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=read_in_a_dying_worker, args=(there, death, kind))
@@ -97,20 +111,30 @@ def test_a_worker_that_dies_is_one_clear_error(death, kind):
     assert error is hf_ga.DataError and seconds < LIMIT
     assert text.startswith("DataLoader worker") and "shared memory is full" in text
     assert "Use fewer workers (--dataloader_num_workers" in text and "\n" not in text
-    assert seen == ([0, 1, 2, 3] if kind == "list" else [])  # before it reads a window, a stream reads 256 samples
+    assert seen == (
+        [0, 1, 2, 3] if kind == "list" else []
+    )  # before it reads a window, a stream reads 256 samples
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "list") for name in ERRORS), ("DataError", "stream")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "list") for name in ERRORS), ("DataError", "stream")]
+)
 def test_an_exception_in_a_worker_is_as_torch_tells_it(name, kind):
-    """With its type, where it takes one text, and its traceback as text. One of hf_ga has its message alone, as without workers."""
-    alone, seen_alone = read_until_error(windows_of(kind, Rows(raising(ERRORS[name])), num_workers=0))
+    """With its type, where it takes one text, and its traceback as text. One of hf_ga has its
+    message alone, as without workers.
+    """
+    alone, seen_alone = read_until_error(
+        windows_of(kind, Rows(raising(ERRORS[name])), num_workers=0)
+    )
     error, seen = read_until_error(windows_of(kind, Rows(raising(ERRORS[name])), num_workers=2))
     assert alone is ERRORS[name] and seen == seen_alone
     assert type(error) is (RuntimeError if name == "of two arguments" else type(alone))
     if name == "DataError":
         assert str(error) == str(alone) == "row 37 cannot be decoded:\nit is cut"
     else:
-        assert f"Caught {type(alone).__name__} in DataLoader worker process" in str(error) and str(alone) in str(error)
+        assert f"Caught {type(alone).__name__} in DataLoader worker process" in str(error) and str(
+            alone
+        ) in str(error)
         assert "in act" in str(error)  # where it happened, in the worker
 
 

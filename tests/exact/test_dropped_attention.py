@@ -1,4 +1,5 @@
-"""Attention with dropped weights: torch's own attention and the definition are the oracles, finite differences check the gradients.
+"""Attention with dropped weights: torch's own attention and the definition are the oracles, finite
+differences check the gradients.
 
 Negative controls: dropout without its factor, another scale.
 """
@@ -20,7 +21,12 @@ from hf_ga.speed.fused_attention import DroppedAttention, FusedAttention
 
 P = 0.3
 LENGTH, WIDTH = 5, 7
-ADDED = {"added": (2, 1), "of all": (1, 1), "of heads": (1, 4), "flat": ()}  # leading axes of a mask that is added
+ADDED = {
+    "added": (2, 1),
+    "of all": (1, 1),
+    "of heads": (1, 4),
+    "flat": (),
+}  # leading axes of a mask that is added
 KINDS = [None, "causal", "bool", "nothing seen", "-inf", "lowest", *ADDED]
 
 
@@ -33,7 +39,9 @@ WAYS = {"defined": dropped_attention, "fused": fused}
 
 
 def attend(way, inputs, kept, *arguments, p=P, **more):
-    """As torch's function is replaced in a scope; the arguments are those of torch behind query, key and value."""
+    """As torch's function is replaced in a scope; the arguments are those of torch behind query,
+    key and value.
+    """
     masks = SimpleNamespace(is_keyed=lambda p: True, mask=lambda shape, p: kept, attend=way)
     return attention(masks, None, *inputs, *arguments, dropout_p=p, **more)
 
@@ -43,7 +51,9 @@ def mask(shape, p=P):
 
 
 def mask_of(kind):
-    """An attention mask; the third query sees nothing in "nothing seen"; "of all" is shared by the samples."""
+    """An attention mask; the third query sees nothing in "nothing seen"; "of all" is shared by the
+    samples.
+    """
     if kind in (None, "causal"):
         return None
     if kind in ADDED:
@@ -74,7 +84,9 @@ def torchs(query, key, value, kept, p=P, attn_mask=None, causal=False, scale=Non
     """torch's own, with dropped weights: it tells its weights where the values are the identity."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     identity = torch.eye(WIDTH, dtype=torch.float64).expand(*key.shape[:2], -1, -1)
-    weights = F.scaled_dot_product_attention(query, key, identity, attn_mask, 0.0, causal, scale=scale)
+    weights = F.scaled_dot_product_attention(
+        query, key, identity, attn_mask, 0.0, causal, scale=scale
+    )
     return weights * kept / (1 - p) @ value
 
 
@@ -87,10 +99,16 @@ def is_one_function(output):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_torchs_with_dropped_weights(way, kind, p):
-    """Catches a scale in the wrong place, masks added as 0/1, NaN in fully masked rows, and dropout before the softmax or on the
+    """Catches a scale in the wrong place, masks added as 0/1, NaN in fully masked rows, and dropout
+    before the softmax or on the
     output: only the weights are dropped, and not renormalised.
     """
-    causal, inputs, attn_mask, kept = kind == "causal", heads(), mask_of(kind), mask((2, 4, LENGTH, WIDTH), p)
+    causal, inputs, attn_mask, kept = (
+        kind == "causal",
+        heads(),
+        mask_of(kind),
+        mask((2, 4, LENGTH, WIDTH), p),
+    )
 
     def ours(*inputs):
         output = attend(WAYS[way], inputs, kept, attn_mask, p=p, is_causal=causal, scale=0.37)
@@ -104,17 +122,26 @@ def test_it_is_torchs_with_dropped_weights(way, kind, p):
         torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-13)
     for wrong in ({"p": p + 0.1}, {"scale": 0.5}):
         naive = results(partial(by_torch, **wrong), inputs)
-        assert all((n - true).norm() > 0.01 * true.norm() for n, true in zip(naive, wanted, strict=True)), "controls"
+        assert all(
+            (n - true).norm() > 0.01 * true.norm() for n, true in zip(naive, wanted, strict=True)
+        ), "controls"
 
 
-@pytest.mark.parametrize("trained", [(1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "trained", [(1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], ids=str
+)
 def test_gradients_by_finite_differences(trained):
     """Of query, key, value and bias, also where only one of them is trained."""
     shapes = (4, LENGTH, 3), (4, WIDTH, 3), (4, WIDTH, 2), (2, 1, LENGTH, WIDTH)
-    inputs = [torch.randn(shape).double().requires_grad_(bool(t)) for shape, t in zip(shapes, trained, strict=True)]
+    inputs = [
+        torch.randn(shape).double().requires_grad_(bool(t))
+        for shape, t in zip(shapes, trained, strict=True)
+    ]
     kept = mask((2, 2, LENGTH, WIDTH))
 
-    assert torch.autograd.gradcheck(lambda q, k, v, bias: DroppedAttention.apply(q, k, v, kept, bias, 0.4, P), inputs)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, bias: DroppedAttention.apply(q, k, v, kept, bias, 0.4, P), inputs
+    )
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -128,13 +155,18 @@ def test_what_torchs_function_is_replaced_by(way, key_heads):
 
 
 def test_neither_dropped_weights_nor_copies_are_kept():
-    """Of what is saved for the backward: the bytes beside inputs and mask are those of the weights."""
+    """Of what is saved for the backward: the bytes beside inputs and mask are those of the
+    weights.
+    """
     query, key, value = (torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3))
     kept, weights = mask((2, 4, 6, 6)), 2 * 4 * 6 * 6 * 4
 
     def own_bytes(way):
         saved, known = {}, {x.data_ptr() for x in (query, key, value, kept)}
-        with saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x) if x.data_ptr() not in known else x, lambda x: x):
+        with saved_tensors_hooks(
+            lambda x: saved.setdefault(x.data_ptr(), x) if x.data_ptr() not in known else x,
+            lambda x: x,
+        ):
             way(query, key, value, kept, None, 0.4, P)
         return sum(x.nbytes for x in saved.values())
 
@@ -153,19 +185,29 @@ def test_other_inputs_are_computed_as_written(case):
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         got, wanted = fused(*arguments), dropped_attention(*arguments)
     assert is_one_function(got) == (case == "float64") and got.dtype == wanted.dtype
-    torch.testing.assert_close(got, wanted, rtol=1e-12 * (case == "float64"), atol=1e-14 * (case == "float64"))
+    torch.testing.assert_close(
+        got, wanted, rtol=1e-12 * (case == "float64"), atol=1e-14 * (case == "float64")
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 2, 5, 8)], ids=str)
 def test_any_number_of_axes(shape):
-    inputs, kept = [torch.randn(shape, dtype=torch.float64) for _ in range(3)], mask((*shape[:-1], 5))
-    defined, ours = (results(lambda *x, w=w: attend(w, x, kept, is_causal=True, scale=0.4), inputs) for w in WAYS.values())
+    inputs, kept = (
+        [torch.randn(shape, dtype=torch.float64) for _ in range(3)],
+        mask((*shape[:-1], 5)),
+    )
+    defined, ours = (
+        results(lambda *x, w=w: attend(w, x, kept, is_causal=True, scale=0.4), inputs)
+        for w in WAYS.values()
+    )
     for got, true in zip(ours, defined, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-14)
 
 
 def test_checkpointed_layers_share_a_trained_bias():
-    """Two layers with one bias, a third with another: run again, the last layer first, each has as many operations as before."""
+    """Two layers with one bias, a third with another: run again, the last layer first, each has as
+    many operations as before.
+    """
     kept = mask((2, 2, 8, 8))
     biases = [torch.zeros(1, 2, 8, 8, requires_grad=True) for _ in range(2)]
 

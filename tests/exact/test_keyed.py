@@ -1,4 +1,5 @@
-"""Keyed dropout masks: good random bits, and a function of (sample key, dropout site, coordinate) only.
+"""Keyed dropout masks: good random bits, and a function of (sample key, dropout site, coordinate)
+only.
 
 Tests whose checker could pass on anything are shown to fail on a naive mask.
 """
@@ -30,24 +31,31 @@ def mask(shape, p=0.5):
 
 
 def correlation_sigmas(first, second):
-    """Correlation of two masks of p = 0.5, from their known mean and variance, times sqrt(N): standard normal if independent."""
+    """Correlation of two masks of p = 0.5, from their known mean and variance, times sqrt(N):
+    standard normal if independent.
+    """
     product = (first.double() - 0.5) * (second.double() - 0.5)
     return abs(product.mean().item()) / 0.25 * math.sqrt(product.numel())
 
 
 def shifted(kept, lags):
     """Two views of `kept`, `lags[i]` apart along axis i."""
-    first = tuple(slice(max(0, -lag), size - max(0, lag)) for lag, size in zip(lags, kept.shape, strict=True))
-    second = tuple(slice(max(0, lag), size - max(0, -lag)) for lag, size in zip(lags, kept.shape, strict=True))
+    first = tuple(
+        slice(max(0, -lag), size - max(0, lag)) for lag, size in zip(lags, kept.shape, strict=True)
+    )
+    second = tuple(
+        slice(max(0, lag), size - max(0, -lag)) for lag, size in zip(lags, kept.shape, strict=True)
+    )
     return kept[first], kept[second]
 
 
 def oracle_element(sample_key: int, site: int, coordinates: list[int], p: float) -> bool:
     """One mask element in plain, unsigned Python integers.
 
-    `coordinates`: the row within the sample, then every axis but the sample's. All but the last are hashed with 64 bits; the
-    last with two rounds of 32 bits, which take the lower and the upper half of the row's key. Kept where the result, read as
-    a signed integer, reaches p of the way from -2**31 to 2**31.
+    `coordinates`: the row within the sample, then every axis but the sample's. All but the last are
+    hashed with 64 bits; the last with two rounds of 32 bits, which take the lower and the upper
+    half of the row's key. Kept where the result, read as a signed integer, reaches p of the way
+    from -2**31 to 2**31.
     """
     row = splitmix64((sample_key ^ site) % 2**64)
     for coordinate in coordinates[:-1]:
@@ -69,9 +77,12 @@ def oracle_element(sample_key: int, site: int, coordinates: list[int], p: float)
     p=st.sampled_from(PROBABILITIES),
     data=st.data(),
 )
-def test_every_element_is_that_of_the_documented_hash(seed, epoch, positions, site, coordinates, rows_per_sample, p, data):
-    """Catches sign extension in the shifts, a lost axis, swapped coordinates, a wrong sample axis or row order, a flat index (which
-    padding moves), and masks that depend on which samples a micro-batch has and in which order.
+def test_every_element_is_that_of_the_documented_hash(
+    seed, epoch, positions, site, coordinates, rows_per_sample, p, data
+):
+    """Catches sign extension in the shifts, a lost axis, swapped coordinates, a wrong sample axis
+    or row order, a flat index (which padding moves), and masks that depend on which samples a
+    micro-batch has and in which order.
     """
     keys = sample_keys(seed, epoch, np.array(positions))
     row = data.draw(st.integers(0, rows_per_sample - 1))
@@ -82,12 +93,21 @@ def test_every_element_is_that_of_the_documented_hash(seed, epoch, positions, si
     assert kept.shape == shape and kept.dtype == torch.bool
     for sample, position in enumerate(positions):
         index = (*coordinates[:axis], sample * rows_per_sample + row, *coordinates[axis:])
-        assert kept[index].item() == oracle_element(oracle_key(4, seed, epoch, position), site, [row, *coordinates], p)
+        assert kept[index].item() == oracle_element(
+            oracle_key(4, seed, epoch, position), site, [row, *coordinates], p
+        )
 
 
-@given(seed=st.integers(), epoch=st.integers(0, 99), index=st.integers(0, 2**62), shape=st.lists(st.integers(1, 5), max_size=3))
+@given(
+    seed=st.integers(),
+    epoch=st.integers(0, 99),
+    index=st.integers(0, 2**62),
+    shape=st.lists(st.integers(1, 5), max_size=3),
+)
 def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape):
-    """Catches a window draw that uses the samples' stream, one mask for all windows, or an axis of size 1 that is forgotten."""
+    """Catches a window draw that uses the samples' stream, one mask for all windows, or an axis of
+    size 1 that is forgotten.
+    """
     kept = keep_mask(window_key(seed, epoch, index), SITE, shape, None, 0.5)
     key = oracle_key(5, seed, epoch, index)
     for coordinates in np.ndindex(*shape):
@@ -97,14 +117,18 @@ def test_window_draws_are_that_of_the_documented_hash(seed, epoch, index, shape)
 @pytest.mark.slow("compiles")
 @pytest.mark.parametrize(("compiler", "num_graphs"), [("aot_eager", 2), ("inductor", 1)])
 def test_the_compiled_mask_is_the_same_bit_for_bit(compiler, num_graphs):
-    """What a GPU compiles, compiled here: once for each number of axes (g++ takes 20 s for each), not for each size or site."""
+    """What a GPU compiles, compiled here: once for each number of axes (g++ takes 20 s for each),
+    not for each size or site.
+    """
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("torch's own compiler for CPUs needs g++, which is not here")
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(_whole_mask, dynamic=True, backend=compiler)
     keys = keys_of(6)
-    for site, sizes in [(SITE, (1, 7, 9)), (SITE + 1, (1, 5, 12)), (5, (3, 4, 6, 7))][: num_graphs + 1]:
+    for site, sizes in [(SITE, (1, 7, 9)), (SITE + 1, (1, 5, 12)), (5, (3, 4, 6, 7))][
+        : num_graphs + 1
+    ]:
         for p in PROBABILITIES:
             shape = (6 * sizes[0], *sizes[1:])
             threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
@@ -124,7 +148,9 @@ def test_parts_do_not_change_a_mask(monkeypatch):
 
 
 def test_masks_are_uncorrelated_along_diagonals():
-    """Catches a hash of the sum of the coordinates (see the control) and other lattice structure."""
+    """Catches a hash of the sum of the coordinates (see the control) and other lattice
+    structure.
+    """
     kept = mask((24, 96, 96))
     for down in (1, 2, 3, 8, 32):
         for right in (-32, -8, -3, -2, -1, 1, 2, 3, 8, 32):
@@ -136,30 +162,46 @@ def test_masks_are_uncorrelated_along_diagonals():
 
 
 def test_long_rows_have_no_autocorrelation():
-    """Catches column bits that repeat or drift: the columns of a row share one key and go through 32 bits only."""
+    """Catches column bits that repeat or drift: the columns of a row share one key and go through
+    32 bits only.
+    """
     kept = mask((64, 1 << 14))
-    for lag in [*range(1, 33), *(1 << k for k in range(6, 14)), *((1 << k) + 1 for k in range(6, 13)), 768, 3072]:
+    for lag in [
+        *range(1, 33),
+        *(1 << k for k in range(6, 14)),
+        *((1 << k) + 1 for k in range(6, 13)),
+        768,
+        3072,
+    ]:
         assert correlation_sigmas(*shifted(kept, (0, lag))) < SIGMAS, f"lag {lag}"
 
 
 def test_keep_rate():
-    """Catches an off-by-half threshold, p and 1-p exchanged, biased bits, and wrap-around of the threshold, which would drop
-    everything at a tiny p or keep everything at p close to 1.
+    """Catches an off-by-half threshold, p and 1-p exchanged, biased bits, and wrap-around of the
+    threshold, which would drop everything at a tiny p or keep everything at p close to 1.
     """
     shape = (1000, 1000)
     for p in PROBABILITIES:
-        assert abs(mask(shape, p).double().mean().item() - (1 - p)) < SIGMAS * math.sqrt(p * (1 - p) / 1000**2)
+        assert abs(mask(shape, p).double().mean().item() - (1 - p)) < SIGMAS * math.sqrt(
+            p * (1 - p) / 1000**2
+        )
     assert mask(shape, 0.0).all()
     assert mask(shape, 1e-12).all()
     assert not mask(shape, 1 - 1e-12).any()
-    assert (mask(shape, 0.1) >= mask(shape, 0.3)).all(), "the same bits: a smaller p keeps all that a larger one keeps"
+    assert (mask(shape, 0.1) >= mask(shape, 0.3)).all(), (
+        "the same bits: a smaller p keeps all that a larger one keeps"
+    )
     assert abs((~mask(shape, 1e-4)).sum().item() - 100) < SIGMAS * 10
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 @pytest.mark.parametrize(
     ("mask_shape", "dtype", "tolerance"),
-    [((4, 5, 6), torch.float64, 1e-15), ((4, 5, 1), torch.float64, 1e-15), ((4, 5, 6), torch.float32, 2e-7)],
+    [
+        ((4, 5, 6), torch.float64, 1e-15),
+        ((4, 5, 1), torch.float64, 1e-15),
+        ((4, 5, 6), torch.float32, 2e-7),
+    ],
 )
 def test_keyed_dropout_value_and_gradient(mask_shape, dtype, tolerance, p):
     """Catches a missing scale, a scale of 1/p, and a mask that backward does not apply."""
@@ -172,4 +214,6 @@ def test_keyed_dropout_value_and_gradient(mask_shape, dtype, tolerance, p):
     torch.testing.assert_close(out.double(), x.detach().double() * by_hand, rtol=tolerance, atol=0)
     torch.testing.assert_close(x.grad.double(), upstream.double() * by_hand, rtol=tolerance, atol=0)
     assert out.dtype == dtype
-    assert keyed_dropout(x.bfloat16(), p, kept).dtype == torch.bfloat16, "a float32 mask would promote it under autocast"
+    assert keyed_dropout(x.bfloat16(), p, kept).dtype == torch.bfloat16, (
+        "a float32 mask would promote it under autocast"
+    )

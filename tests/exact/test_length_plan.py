@@ -1,4 +1,6 @@
-"""Plans by length: against every plan there is (small windows), the plans by number, and the limit on padded tokens."""
+"""Plans by length: against every plan there is (small windows), the plans by number, and the limit
+on padded tokens.
+"""
 
 import time
 from functools import cache
@@ -9,7 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_ga.exact.length_plan import ATTENTION_WIDTH, ByLength, cheapest_cuts, padded_tokens, plan_by_length
+from hf_ga.exact.length_plan import (
+    ATTENTION_WIDTH,
+    ByLength,
+    cheapest_cuts,
+    padded_tokens,
+    plan_by_length,
+)
 from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 
 lengths_lists = st.lists(st.integers(0, 60), max_size=70)
@@ -23,7 +31,9 @@ def as_lists(plan):
 
 
 def priced(share, lengths, overhead):
-    """The formula, in floating point: overhead + samples x width x (1 + width / ATTENTION_WIDTH)."""
+    """The formula, in floating point: overhead + samples x width x (1 + width /
+    ATTENTION_WIDTH).
+    """
     total = 0.0
     for m in share:
         width = max(1, *(int(lengths[o]) for o in m))
@@ -32,10 +42,15 @@ def priced(share, lengths, overhead):
 
 
 def time_in_turns(plan, lengths, overhead):
-    """Where all wait for the longest: who has fewer micro-batches repeats its first one, in front."""
+    """Where all wait for the longest: who has fewer micro-batches repeats its first one, in
+    front.
+    """
     most = max(map(len, plan))
     filled = [[*([s[0]] * (most - len(s)) if s else []), *s] for s in plan]
-    return sum(max((priced([s[turn]], lengths, overhead) for s in filled if s), default=0) for turn in range(most))
+    return sum(
+        max((priced([s[turn]], lengths, overhead) for s in filled if s), default=0)
+        for turn in range(most)
+    )
 
 
 @cache
@@ -63,19 +78,26 @@ def total(groups, overhead):
     return sum(priced([range(len(group))], group, overhead) for group in groups)
 
 
-@example([1, 1, 1, 9, 9], 27, 1)  # filling each micro-batch up to the limit pads 9 + 1, and costs more
+@example(
+    [1, 1, 1, 9, 9], 27, 1
+)  # filling each micro-batch up to the limit pads 9 + 1, and costs more
 @given(small_lists, limits, overheads)
 def test_cheapest_cuts_of_all_plans(lengths, limit, overhead):
-    """The oracle tries every way to put the samples into groups, sorted or not. Catches greedy cuts."""
-    allowed = [p for p in set_partitions(len(lengths)) if all(fits(g, lengths, limit, overhead) for g in p)]
+    """The oracle tries every way to put the samples into groups, sorted or not. Catches greedy
+    cuts.
+    """
+    allowed = [
+        p for p in set_partitions(len(lengths)) if all(fits(g, lengths, limit, overhead) for g in p)
+    ]
     least = min(priced(p, lengths, overhead) for p in allowed)
     assert total(cheapest(lengths, limit, overhead), overhead) == pytest.approx(least, rel=1e-12)
 
 
 @given(lengths_lists, processes, limits, overheads, st.booleans())
 def test_properties(lengths, num_processes, limit, overhead, in_step):
-    """Catches lost or repeated samples, broken limits, a plan that is no function of its arguments, an order in a share that is not
-    from the cheapest to the dearest, and under FSDP numbers of micro-batches that differ by more than one.
+    """Catches lost or repeated samples, broken limits, a plan that is no function of its arguments,
+    an order in a share that is not from the cheapest to the dearest, and under FSDP numbers of
+    micro-batches that differ by more than one.
     """
     window = np.array(lengths, np.int64)
     plan = plan_by_length(window, num_processes, limit, overhead=overhead, in_step=in_step)
@@ -85,48 +107,85 @@ def test_properties(lengths, num_processes, limit, overhead, in_step):
         one_by_one = [priced([m], lengths, overhead) for m in share]
         assert one_by_one == sorted(one_by_one)
     assert not in_step or max(map(len, plan)) - min(map(len, plan)) <= 1
-    assert as_lists(plan_by_length(window.copy(), num_processes, limit, overhead=overhead, in_step=in_step)) == as_lists(plan)
+    assert as_lists(
+        plan_by_length(window.copy(), num_processes, limit, overhead=overhead, in_step=in_step)
+    ) == as_lists(plan)
 
 
-@given(st.lists(st.integers(1, 60), min_size=8, max_size=70), processes, st.integers(1, 12), overheads, st.booleans())
+@given(
+    st.lists(st.integers(1, 60), min_size=8, max_size=70),
+    processes,
+    st.integers(1, 12),
+    overheads,
+    st.booleans(),
+)
 def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch, overhead, in_step):
-    """With the memory of `micro_batch` samples of the longest. The others: the window's own order in even shares, and sorted by
-    length in equal numbers, dealt out in turn.
+    """With the memory of `micro_batch` samples of the longest. The others: the window's own order
+    in even shares, and sorted by length in equal numbers, dealt out in turn.
     """
     window = np.array(lengths)
-    plan = plan_by_length(window, num_processes, micro_batch * max(1, max(lengths)), overhead=overhead, in_step=in_step)
+    plan = plan_by_length(
+        window,
+        num_processes,
+        micro_batch * max(1, max(lengths)),
+        overhead=overhead,
+        in_step=in_step,
+    )
 
     def time(plan):
-        return time_in_turns(plan, lengths, overhead) if in_step else max(priced(share, lengths, overhead) for share in plan)
+        return (
+            time_in_turns(plan, lengths, overhead)
+            if in_step
+            else max(priced(share, lengths, overhead) for share in plan)
+        )
 
     slack = 1 + 1 / 32 if num_processes == 1 else 1.1
-    for other in (plan_window(len(lengths), num_processes, micro_batch), plan_by_sizes(window, num_processes, [micro_batch])):
+    for other in (
+        plan_window(len(lengths), num_processes, micro_batch),
+        plan_by_sizes(window, num_processes, [micro_batch]),
+    ):
         assert time(plan) <= time(other) * slack * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize(("window", "num_processes", "micro_batch"), [(64, 8, 8), (1024, 16, 8), (100, 7, 4)])
+@pytest.mark.parametrize(
+    ("window", "num_processes", "micro_batch"), [(64, 8, 8), (1024, 16, 8), (100, 7, 4)]
+)
 def test_balance_on_ragged_lengths(window, num_processes, micro_batch, in_step):
-    """Sizes of a log-normal distribution, as texts have. Control: plans by number, the sorted one too, take longer."""
+    """Sizes of a log-normal distribution, as texts have. Control: plans by number, the sorted one
+    too, take longer.
+    """
     overhead = 32  # cuts finely, whatever the constants of a device are
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, window), 2, 256).astype(int)
-    plan = plan_by_length(lengths, num_processes, micro_batch * 256, overhead=overhead, in_step=in_step)
-    others = plan_window(window, num_processes, micro_batch), plan_by_sizes(lengths, num_processes, [micro_batch])
+    plan = plan_by_length(
+        lengths, num_processes, micro_batch * 256, overhead=overhead, in_step=in_step
+    )
+    others = (
+        plan_window(window, num_processes, micro_batch),
+        plan_by_sizes(lengths, num_processes, [micro_batch]),
+    )
     shares = [priced(share, lengths, overhead) for share in plan]
     if in_step:
         assert time_in_turns(plan, lengths, overhead) < 1.3 * np.mean(shares)
-        ratios = [time_in_turns(other, lengths, overhead) / time_in_turns(plan, lengths, overhead) for other in others]
+        ratios = [
+            time_in_turns(other, lengths, overhead) / time_in_turns(plan, lengths, overhead)
+            for other in others
+        ]
         assert ratios[0] > 2 and ratios[1] > 1.05
     else:
         assert max(shares) < 1.07 * np.mean(shares)
-        ratios = [max(priced(s, lengths, overhead) for s in other) / max(shares) for other in others]
+        ratios = [
+            max(priced(s, lengths, overhead) for s in other) / max(shares) for other in others
+        ]
         assert ratios[0] > 2 and ratios[1] > 1.15
 
 
 @given(st.integers(1, 300), processes, st.integers(1, 40), st.integers(1, 30), st.booleans())
 def test_equal_lengths_are_split_by_number(window, num_processes, micro_batch, length, in_step):
     """As `plan_window` does."""
-    plan = plan_by_length(np.full(window, length), num_processes, micro_batch * length, in_step=in_step)
+    plan = plan_by_length(
+        np.full(window, length), num_processes, micro_batch * length, in_step=in_step
+    )
     assert as_lists(plan) == as_lists(plan_window(window, num_processes, micro_batch))
 
 
@@ -138,17 +197,26 @@ def test_refuses_impossible_sizes(sizes):
 
 def test_without_a_limit_it_is_that_of_the_windows_longest():
     planner = ByLength(2, None, 1000, in_step=False)
-    assert as_lists(planner(np.array([4, 4, 4, 4, 8]), 1)) == [[[4], [0, 1, 2, 3]]]  # 2 x 8 = 16 tokens
+    assert as_lists(planner(np.array([4, 4, 4, 4, 8]), 1)) == [
+        [[4], [0, 1, 2, 3]]
+    ]  # 2 x 8 = 16 tokens
     assert as_lists(planner(np.array([4, 4, 4, 4]), 1)) == [[[0, 1], [2, 3]]]  # 2 x 4 = 8 tokens
-    assert as_lists(ByLength(2, 16, 1000, in_step=False)(np.array([4, 4, 4, 4]), 1)) == [[[0, 1, 2, 3]]]
+    assert as_lists(ByLength(2, 16, 1000, in_step=False)(np.array([4, 4, 4, 4]), 1)) == [
+        [[0, 1, 2, 3]]
+    ]
 
 
 def test_padded_tokens_by_hand():
-    assert padded_tokens([[np.array([0, 1]), np.array([2])], [np.array([3])]], np.array([3, 8, 9, 1])) == 16 + 9 + 1
+    assert (
+        padded_tokens([[np.array([0, 1]), np.array([2])], [np.array([3])]], np.array([3, 8, 9, 1]))
+        == 16 + 9 + 1
+    )
 
 
 def test_is_quick():
-    """4,096 samples over 256 processes: below 0.3 s; 64 on one: below 12 ms. Catches a loop over pairs of samples."""
+    """4,096 samples over 256 processes: below 0.3 s; 64 on one: below 12 ms. Catches a loop over
+    pairs of samples.
+    """
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, 4096), 2, 512).astype(int)
     for window, num_processes, most in ((4096, 256, 0.3), (64, 1, 0.012)):
         seconds = []
@@ -160,7 +228,9 @@ def test_is_quick():
 
 
 def test_a_smaller_limit_is_taken_where_it_costs_next_to_nothing():
-    """On one process: less memory for at most 1/32 more time. Control: the limit that was given alone takes more memory."""
+    """On one process: less memory for at most 1/32 more time. Control: the limit that was given
+    alone takes more memory.
+    """
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
     overhead = 32
     largest, times = [], []

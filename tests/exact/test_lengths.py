@@ -1,4 +1,6 @@
-"""Lengths that a loader finds by itself: a loop of one's own is planned by length without saying so."""
+"""Lengths that a loader finds by itself: a loop of one's own is planned by length without saying
+so.
+"""
 
 from itertools import chain
 
@@ -28,14 +30,26 @@ INDEXED = torch.utils.data.Subset(SAMPLES, range(40))  # random access, no colum
 
 FOUND = {
     "list of dicts": (SAMPLES, LENGTHS),
-    "tuple of dicts of arrays": (tuple({"input_ids": np.array(s["input_ids"])} for s in SAMPLES), LENGTHS),
+    "tuple of dicts of arrays": (
+        tuple({"input_ids": np.array(s["input_ids"])} for s in SAMPLES),
+        LENGTHS,
+    ),
     "input_ids column": (TABLE, LENGTHS),
     "input_ids column, as tensors": (TABLE.with_format("torch"), LENGTHS),
-    "length column": (TABLE.add_column("length", [2 * n for n in LENGTHS]), [2 * n for n in LENGTHS]),
+    "length column": (
+        TABLE.add_column("length", [2 * n for n in LENGTHS]),
+        [2 * n for n in LENGTHS],
+    ),
     "selected": (TABLE.select(ORDER), [LENGTHS[i] for i in ORDER]),
     "shuffled, then selected": (TABLE.shuffle(seed=3).select(range(7, 20)), None),
-    "filtered": (TABLE.filter(lambda row: len(row["input_ids"]) > 9), [n for n in LENGTHS if n > 9]),
-    "joined": (datasets.concatenate_datasets([TABLE.select(ORDER), TABLE]), [*(LENGTHS[i] for i in ORDER), *LENGTHS]),
+    "filtered": (
+        TABLE.filter(lambda row: len(row["input_ids"]) > 9),
+        [n for n in LENGTHS if n > 9],
+    ),
+    "joined": (
+        datasets.concatenate_datasets([TABLE.select(ORDER), TABLE]),
+        [*(LENGTHS[i] for i in ORDER), *LENGTHS],
+    ),
     "one length": ([{"input_ids": [1, 2], "labels": [1, 2]}] * 3, [2, 2, 2]),
 }
 
@@ -57,13 +71,17 @@ NOT_FOUND = {
     "one sample without": [*SAMPLES, {"labels": [1]}],
     "another column": TABLE.rename_column("input_ids", "tokens"),
     "texts as lengths": TABLE.remove_columns("input_ids").add_column("length", ["9"] * 40),
-    "a missing length": TABLE.remove_columns("input_ids").add_column("length", [*LENGTHS[:39], None]),
+    "a missing length": TABLE.remove_columns("input_ids").add_column(
+        "length", [*LENGTHS[:39], None]
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_lengths_are_not_guessed(name):
-    collate = h.pad_right if name not in ("no dicts", "one sample without") else None  # never called
+    collate = (
+        h.pad_right if name not in ("no dicts", "one sample without") else None
+    )  # never called
     assert find_lengths(NOT_FOUND[name], collate) is None
 
 
@@ -74,25 +92,41 @@ def test_lengths_that_tell_nothing_are_left_out():
     def popping(samples):
         return h.pad_right([{"input_ids": sample.pop("input_ids")} for sample in samples])
 
-    assert find_lengths(SAMPLES, popping).tolist() == LENGTHS and all("input_ids" in sample for sample in SAMPLES)
+    assert find_lengths(SAMPLES, popping).tolist() == LENGTHS and all(
+        "input_ids" in sample for sample in SAMPLES
+    )
 
 
 def plans(dataset, collate_fn=h.pad_right, **options):
     """The micro-batches of every window, as sample ids."""
     windows = hf_ga.WindowLoader(
-        dataset, collate_fn, accelerator=Accelerator(), per_device_batch_size=2, global_batch_size=16, seed=5, **options
+        dataset,
+        collate_fn,
+        accelerator=Accelerator(),
+        per_device_batch_size=2,
+        global_batch_size=16,
+        seed=5,
+        **options,
     )
-    return [[request.sample_ids[m].tolist() for m in request.micro_batches] for request in windows.requests()]
+    return [
+        [request.sample_ids[m].tolist() for m in request.micro_batches]
+        for request in windows.requests()
+    ]
 
 
 def test_a_loop_of_ones_own_is_planned_as_one_that_gives_lengths():
-    """Controls: by number it is another plan; lengths of one's own win over those that are found."""
+    """Controls: by number it is another plan; lengths of one's own win over those that are
+    found.
+    """
     given = plans(SAMPLES, lengths=LENGTHS)
     assert plans(SAMPLES) == plans(TABLE) == given
     by_number = plans(SAMPLES, planner=h.by_number(2))
     assert given != by_number == plans(INDEXED) == plans(SAMPLES, to_fixed_width)
     assert plans(SAMPLES, lengths=LENGTHS[::-1]) != given
-    padded = [sum(len(m) * max(LENGTHS[i] for i in m) for window in plan for m in window) for plan in (given, by_number)]
+    padded = [
+        sum(len(m) * max(LENGTHS[i] for i in m) for window in plan for m in window)
+        for plan in (given, by_number)
+    ]
     assert padded[0] < 0.9 * padded[1] and padded[0] < 1.3 * sum(LENGTHS)
     for window, other in zip(given, by_number, strict=True):  # the same samples
         assert sorted(chain.from_iterable(window)) == sorted(chain.from_iterable(other))

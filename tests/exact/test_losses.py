@@ -1,4 +1,6 @@
-"""Label smoothing against the formula in plain Python. tests/run/test_generation.py has the gradient of a split."""
+"""Label smoothing against the formula in plain Python. tests/run/test_generation.py has the
+gradient of a split.
+"""
 
 import math
 from types import SimpleNamespace
@@ -22,7 +24,9 @@ def by_formula(logits, labels, smoothing, shifted):
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     total = count = 0.0
-    for row, label in zip(logits.double().flatten(0, -2).tolist(), labels.flatten().tolist(), strict=True):
+    for row, label in zip(
+        logits.double().flatten(0, -2).tolist(), labels.flatten().tolist(), strict=True
+    ):
         if label != h.IGNORED:
             log_sum = math.log(sum(math.exp(v) for v in row))
             of_classes = [log_sum - v for v in row]
@@ -44,13 +48,21 @@ def test_sum_and_count(smoothing, shifted, dtype):
     logits, labels = data((8, 9))
     logits = logits.to(dtype)
     loss, count = computed(logits, labels, smoothing, shifted)
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.dim() == 0
+    assert (
+        loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        and loss.dim() == 0
+    )
     total, number = by_formula(logits, labels, smoothing, shifted)
-    assert (float(loss), count) == (pytest.approx(total, rel=1e-6 if dtype != torch.float64 else 1e-12), number)
+    assert (float(loss), count) == (
+        pytest.approx(total, rel=1e-6 if dtype != torch.float64 else 1e-12),
+        number,
+    )
     assert abs(by_formula(logits, labels, smoothing + 0.01, shifted)[0] - total) > 1e-3, "control"
 
 
-@pytest.mark.parametrize(("shape", "shifted"), [((5,), False), ((3, 4), True), ((3, 1), True), ((0,), False)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "shifted"), [((5,), False), ((3, 4), True), ((3, 1), True), ((0,), False)], ids=str
+)
 def test_no_target_at_all(shape, shifted):
     logits, labels = data(shape, ignored_share=1.1)
     if shape == (3, 1):

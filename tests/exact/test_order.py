@@ -26,26 +26,51 @@ def oracle_order(num_samples: int, seed: int, epoch: int) -> list[int]:
 
 
 def test_hash_gives_published_splitmix64_outputs():
-    """Catches a wrong constant or shift: the first outputs of the published generator for the states 0 and 1234567."""
+    """Catches a wrong constant or shift: the first outputs of the published generator for the
+    states 0 and 1234567.
+    """
     assert make_key(0) == 0xE220A8397B1DCDAF
     assert make_key(1234567) == 6457827717110365317
     assert mix(2 * 0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4  # the second output for state 0
 
 
-@given(st.lists(integers, min_size=1, max_size=4), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
+@given(
+    st.lists(integers, min_size=1, max_size=4),
+    st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5),
+)
 def test_hash_of_arrays_equals_hash_of_integers(parts, values):
-    """Catches signed arithmetic, a missing modulo, or an array version that drifts from the integer one."""
+    """Catches signed arithmetic, a missing modulo, or an array version that drifts from the integer
+    one.
+    """
     key = oracle_key(*parts)
     assert make_key(*parts) == key
     tensor = torch.tensor(values)
-    assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == [oracle_key(*parts, value) for value in values]
-    assert mixed(tensor) is not tensor and tensor.tolist() == values, "mixed must not change its argument"
-    assert mix_in_place(tensor).tolist() == tensor.tolist() == [signed(mix(v)) for v in values], "it is its argument that changes"
+    assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == [
+        oracle_key(*parts, value) for value in values
+    ]
+    assert mixed(tensor) is not tensor and tensor.tolist() == values, (
+        "mixed must not change its argument"
+    )
+    assert mix_in_place(tensor).tolist() == tensor.tolist() == [signed(mix(v)) for v in values], (
+        "it is its argument that changes"
+    )
 
 
 def test_keys_tell_the_order_and_number_of_parts():
     """Catches a key that adds or xors its parts, and two streams of one number."""
-    assert len({make_key(1, 2), make_key(2, 1), make_key(3, 0), make_key(0, 3), make_key(1, 2, 0), make_key(0, 1, 2)}) == 6
+    assert (
+        len(
+            {
+                make_key(1, 2),
+                make_key(2, 1),
+                make_key(3, 0),
+                make_key(0, 3),
+                make_key(1, 2, 0),
+                make_key(0, 1, 2),
+            }
+        )
+        == 6
+    )
     assert len({make_key(stream, 0, 0) for stream in Stream}) == len(Stream.__members__)
 
 
@@ -57,7 +82,9 @@ def test_name_key_is_the_same_in_every_process():
 
 @given(st.integers(0, 200), integers, integers)
 def test_order_is_the_permutation_of_the_oracle(num_samples, seed, epoch):
-    """Catches lost or repeated samples, and any change of the stated hash (which would break resuming)."""
+    """Catches lost or repeated samples, and any change of the stated hash (which would break
+    resuming).
+    """
     order = epoch_order(num_samples, seed, epoch)
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(num_samples))
@@ -65,7 +92,9 @@ def test_order_is_the_permutation_of_the_oracle(num_samples, seed, epoch):
 
 
 def test_a_large_order():
-    """Catches 32-bit identifiers or a sort that loses elements beyond the sizes hypothesis tries."""
+    """Catches 32-bit identifiers or a sort that loses elements beyond the sizes hypothesis
+    tries.
+    """
     assert np.array_equal(np.sort(epoch_order(1_000_003, 0, 0)), np.arange(1_000_003))
     assert epoch_order(30_011, 0, 0).tolist() == oracle_order(30_011, 0, 0)
 
@@ -81,10 +110,13 @@ def test_negative_number_of_samples_is_refused():
 
 
 def fixed_point_sigmas(order: Order, seed_step: int, epoch_step: int) -> float:
-    """How many positions hold the same sample in an order and in one a seed or an epoch later: for random orders about Poisson
-    with mean 1. Checks the mean (exactly 1, variance 1) and the share of pairs without any (1/e).
+    """How many positions hold the same sample in an order and in one a seed or an epoch later: for
+    random orders about Poisson with mean 1. Checks the mean (exactly 1, variance 1) and the share
+    of pairs without any (1/e).
     """
-    pairs = [(order(50, seed, 1), order(50, seed + seed_step, 1 + epoch_step)) for seed in range(2000)]
+    pairs = [
+        (order(50, seed, 1), order(50, seed + seed_step, 1 + epoch_step)) for seed in range(2000)
+    ]
     counts = np.array([(first == second).sum() for first, second in pairs])
     of_mean = abs(counts.mean() - 1) * math.sqrt(len(pairs))
     none = math.exp(-1)
@@ -103,7 +135,9 @@ def summed_key_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def test_orders_of_other_epochs_and_seeds_are_unrelated():
-    """Catches `seed + epoch` as the key (epoch 1 of seed 0 is epoch 0 of seed 1) and an epoch that is not used."""
+    """Catches `seed + epoch` as the key (epoch 1 of seed 0 is epoch 0 of seed 1) and an epoch that
+    is not used.
+    """
     for seed_step, epoch_step in ((0, 1), (1, 0), (1, -1), (1, 1)):
         assert fixed_point_sigmas(epoch_order, seed_step, epoch_step) < SIGMAS
     assert fixed_point_sigmas(summed_key_order, 1, -1) > 3 * SIGMAS, "control"

@@ -1,4 +1,6 @@
-"""Heads whose loss is a sum of means: any split of a window is the full batch, and one weight for all parts is not."""
+"""Heads whose loss is a sum of means: any split of a window is the full batch, and one weight for
+all parts is not.
+"""
 
 import copy
 from functools import partial
@@ -15,9 +17,18 @@ import hf_ga
 from hf_ga.errors import LossNotAdditive
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 
-SIZES = {"vocab_size": h.VOCABULARY, "hidden_size": h.WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": h.VOCABULARY,
+    "hidden_size": h.WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES |= {"intermediate_size": 2 * h.WIDTH, "max_position_embeddings": 32}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
+NO_DROPOUT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout_prob": 0.0,
+}
 
 
 @h.seeded
@@ -27,24 +38,40 @@ def pre_training(family, **more):
 
 
 def answers(n):
-    """Answers of which some begin, and others end, behind the text, one of them right behind it: the heads leave these out."""
+    """Answers of which some begin, and others end, behind the text, one of them right behind it:
+    the heads leave these out.
+    """
     rng, samples = np.random.default_rng(3), h.token_samples(n)
     width = max(len(sample["input_ids"]) for sample in samples)
     for i, sample in enumerate(samples):
         del sample["labels"]
-        sample["start_positions"] = (width if i == 5 else 900) if i % 4 == 1 else int(rng.integers(0, 4))
+        sample["start_positions"] = (
+            (width if i == 5 else 900) if i % 4 == 1 else int(rng.integers(0, 4))
+        )
         sample["end_positions"] = 900 if i % 3 == 1 else int(rng.integers(0, 4))
     return samples
 
 
 def sentence_pairs(n, name="next_sentence_label"):
-    return [{**s, name: h.IGNORED if i % 5 == 2 else i % 2} for i, s in enumerate(h.token_samples(n))]
+    return [
+        {**s, name: h.IGNORED if i % 5 == 2 else i % 2} for i, s in enumerate(h.token_samples(n))
+    ]
 
 
 CASES = {
     "BERT, answers": (h.bert_question_answering, answers, "start and end positions", True),
-    "BERT pre-training": (lambda: pre_training("Bert"), sentence_pairs, "masked tokens and next sentences", False),
-    "FNet pre-training": (lambda: pre_training("FNet"), sentence_pairs, "masked tokens and next sentences", True),
+    "BERT pre-training": (
+        lambda: pre_training("Bert"),
+        sentence_pairs,
+        "masked tokens and next sentences",
+        False,
+    ),
+    "FNet pre-training": (
+        lambda: pre_training("FNet"),
+        sentence_pairs,
+        "masked tokens and next sentences",
+        True,
+    ),
     "ALBERT pre-training": (
         lambda: pre_training("Albert", embedding_size=8),
         lambda n: sentence_pairs(n, "sentence_order_label"),
@@ -58,13 +85,18 @@ CASES = {
 def test_any_split_is_the_full_batch(name):
     build, make_samples, rule_name, one_width = CASES[name]
     samples = make_samples(16)
-    full, full64 = (h.full_batch_gradient(build(), h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64))
+    full, full64 = (
+        h.full_batch_gradient(build(), h.pad_right(samples), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     loss = float(build()(**h.pad_right(samples)).loss.detach())
     for micro_batch_size in (1, 3, 5, 16):
         model = build()
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
         assert (rule.name, rule.pad_to_window) == (rule_name, one_width)
-        gradients, result = window_gradient(model, one_window(samples, micro_batch_size), targets=rule)
+        gradients, result = window_gradient(
+            model, one_window(samples, micro_batch_size), targets=rule
+        )
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
     naive, whole = build(), h.pad_right(samples)  # one weight for all parts: the samples
@@ -74,11 +106,23 @@ def test_any_split_is_the_full_batch(name):
 
 
 def test_a_head_that_knows_no_ignored_positions():
-    """XLM's own way of answering fails on positions behind the text: its rule is proven without any."""
-    sizes = {"vocab_size": h.VOCABULARY, "emb_dim": h.WIDTH, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
+    """XLM's own way of answering fails on positions behind the text: its rule is proven without
+    any.
+    """
+    sizes = {
+        "vocab_size": h.VOCABULARY,
+        "emb_dim": h.WIDTH,
+        "n_layers": 1,
+        "n_heads": 2,
+        "max_position_embeddings": 32,
+    }
     torch.manual_seed(0)
-    model = tf.XLMForQuestionAnswering(tf.XLMConfig(**sizes, dropout=0.0, attention_dropout=0.0)).train()
-    samples = [{**s, "start_positions": 1, "end_positions": i % 3} for i, s in enumerate(answers(8))]
+    model = tf.XLMForQuestionAnswering(
+        tf.XLMConfig(**sizes, dropout=0.0, attention_dropout=0.0)
+    ).train()
+    samples = [
+        {**s, "start_positions": 1, "end_positions": i % 3} for i, s in enumerate(answers(8))
+    ]
     assert hf_ga.prove_targets(model, samples, h.pad_right).name == "samples"
 
 
@@ -91,13 +135,20 @@ class TwoTasks(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask, labels=None, next_sentence_label=None):
         outputs = self.bert(input_ids, attention_mask)
-        heads = ((outputs.prediction_logits, labels), (outputs.seq_relationship_logits, next_sentence_label))
-        first, second = (torch.nn.functional.cross_entropy(x.flatten(0, -2), y.flatten()) for x, y in heads)
+        heads = (
+            (outputs.prediction_logits, labels),
+            (outputs.seq_relationship_logits, next_sentence_label),
+        )
+        first, second = (
+            torch.nn.functional.cross_entropy(x.flatten(0, -2), y.flatten()) for x, y in heads
+        )
         return {**outputs, "loss": first + 2 * second}
 
 
 def test_another_sum_of_means_is_refused():
-    """The parts are believed only where they give the head's own loss: twice the second mean is not known."""
+    """The parts are believed only where they give the head's own loss: twice the second mean is not
+    known.
+    """
     samples = sentence_pairs(16)
     with pytest.raises(LossNotAdditive, match="sum of several means"):
         hf_ga.prove_targets(TwoTasks(), samples, h.pad_right)
@@ -119,20 +170,32 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
     losses = []
     for size in (1, 3, 16):
         lengths = [len(s["input_ids"]) for s in samples]
-        windows = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=size, lengths=lengths, proven=rule)
+        windows = evaluation_windows(
+            samples,
+            h.pad_right,
+            accelerator=accelerator,
+            batch_size=size,
+            lengths=lengths,
+            proven=rule,
+        )
         losses.append(evaluate(accelerator, model, windows, rule)["loss"])
     whole = h.pad_right(samples)
     if name == "balanced experts":
         model.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():
         expected = float(copy.deepcopy(model).double().eval()(**whole).loss)
-        parts = [float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()}).loss) for i in range(0, 15, 3)]
+        parts = [
+            float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()}).loss)
+            for i in range(0, 15, 3)
+        ]
     assert losses == pytest.approx([expected] * 3, rel=1e-6)
     assert np.mean(parts) != pytest.approx(expected, rel=1e-4)
 
 
 class MaskedAnswers(torch.nn.Module):
-    """Never answers in the padding, so its softmax does not see how wide that is; the ignored positions still do."""
+    """Never answers in the padding, so its softmax does not see how wide that is; the ignored
+    positions still do.
+    """
 
     def __init__(self):
         super().__init__()
@@ -142,13 +205,21 @@ class MaskedAnswers(torch.nn.Module):
         outputs, loss, width = self.bert(input_ids, attention_mask), 0.0, input_ids.shape[1]
         for name, positions in (("start_logits", start_positions), ("end_logits", end_positions)):
             outputs[name] = outputs[name].masked_fill(attention_mask == 0, -30.0)
-            loss = loss + torch.nn.functional.cross_entropy(outputs[name], positions.clamp(0, width), ignore_index=width) / 2
+            loss = (
+                loss
+                + torch.nn.functional.cross_entropy(
+                    outputs[name], positions.clamp(0, width), ignore_index=width
+                )
+                / 2
+            )
         outputs["loss"] = loss
         return outputs
 
 
 def test_one_width_decides_which_positions_are_behind_the_text():
-    """A position behind its own text, but not behind the longest of the window, counts: in every split."""
+    """A position behind its own text, but not behind the longest of the window, counts: in every
+    split.
+    """
     samples = answers(8)
     model = MaskedAnswers().train()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)  # on samples none of which shows it
@@ -156,5 +227,8 @@ def test_one_width_decides_which_positions_are_behind_the_text():
     longest = max(len(s["input_ids"]) for s in samples)
     next(s for s in samples if len(s["input_ids"]) < longest)["start_positions"] = longest - 1
     gradients, _ = window_gradient(model, one_window(samples, 1), targets=rule)
-    full = [h.full_batch_gradient(model, h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64)]
+    full = [
+        h.full_batch_gradient(model, h.pad_right(samples), dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
     h.assert_promise_1(gradients, *full)

@@ -1,7 +1,9 @@
-"""Keyed dropout inside real models: any split of a window has the gradient of the full batch, with dropout on.
+"""Keyed dropout inside real models: any split of a window has the gradient of the full batch, with
+dropout on.
 
-The models are tiny and untrained; the samples are ragged, so their micro-batches are padded to different widths. Where a claim
-is that two gradients agree, native dropout (torch's own) is shown to fail the same comparison.
+The models are tiny and untrained; the samples are ragged, so their micro-batches are padded to
+different widths. Where a claim is that two gradients agree, native dropout (torch's own) is shown
+to fail the same comparison.
 """
 
 import math
@@ -54,7 +56,11 @@ class PlainModule(nn.Module):
         self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
         self.shared = nn.Dropout(0.1)  # used twice
         self.inplace = nn.Dropout(0.1, inplace=True)
-        self.features_1d, self.features_2d, self.features_3d = nn.Dropout1d(0.1), nn.Dropout2d(0.1), nn.Dropout3d(0.1)
+        self.features_1d, self.features_2d, self.features_3d = (
+            nn.Dropout1d(0.1),
+            nn.Dropout2d(0.1),
+            nn.Dropout3d(0.1),
+        )
         self.head = nn.Linear(32, 2)
 
     def forward(self, input_ids, attention_mask, labels):
@@ -68,16 +74,37 @@ class PlainModule(nn.Module):
         x = self.features_1d(self.shared(x))
         x = self.features_2d(x.unflatten(-1, (4, 8))).flatten(-2)
         x = self.features_3d(x.unflatten(-1, (2, 4, 4))).flatten(-3)
-        x = F.dropout(self.inplace(x * 1), 0.1, self.training) + torch.dropout(x, 0.1, self.training)
+        x = F.dropout(self.inplace(x * 1), 0.1, self.training) + torch.dropout(
+            x, 0.1, self.training
+        )
         weights = attention_mask.unsqueeze(-1) / attention_mask.sum(1)[:, None, None]
         logits = self.head((x * weights).sum(1))
         return SimpleNamespace(loss=F.cross_entropy(logits, labels))
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": VOCABULARY}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-T5 = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 64, "decoder_start_token_id": 0}
-ALBERT = {**SIZES, "num_hidden_layers": 3, "embedding_size": 16, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_ff": 64,
+    "decoder_start_token_id": 0,
+}
+ALBERT = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "embedding_size": 16,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
 DEBERTA = {
     **SIZES,
     "relative_attention": True,
@@ -90,20 +117,36 @@ MODELS = {
     "bert sdpa": lambda: tf.BertForSequenceClassification(tf.BertConfig(**SIZES)),
     "bert eager": lambda: tf.BertForMaskedLM(tf.BertConfig(**SIZES, attn_implementation="eager")),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, attention_dropout=0.1)),
+    "llama": lambda: tf.LlamaForCausalLM(
+        tf.LlamaConfig(**SIZES, num_key_value_heads=2, attention_dropout=0.1)
+    ),
     "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCABULARY, **T5)),
     "albert": lambda: tf.AlbertForSequenceClassification(tf.AlbertConfig(**ALBERT)),
     "deberta": lambda: tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**DEBERTA)),
     "plain module": PlainModule,
 }
 # Counted in the models' code: embeddings, each layer's attention and residuals, heads.
-SITES = {"bert sdpa": 8, "bert eager": 7, "gpt2": 7, "llama": 2, "t5": 24, "albert": 8, "deberta": 10, "plain module": 15}
-CHECKPOINTING = {"all kept": None, "non-reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
+SITES = {
+    "bert sdpa": 8,
+    "bert eager": 7,
+    "gpt2": 7,
+    "llama": 2,
+    "t5": 24,
+    "albert": 8,
+    "deberta": 10,
+    "plain module": 15,
+}
+CHECKPOINTING = {
+    "all kept": None,
+    "non-reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+}
 CHECKPOINTED = ("bert sdpa", "gpt2", "llama", "t5")
 SUPPORTED = [
     *((name, "all kept") for name in MODELS),
     *((name, how) for name in CHECKPOINTED for how in ("non-reentrant", "reentrant")),
-    # Not reentrant, without hf_ga neither: its normalised position table is shared by the layers, and each would run its backward.
+    # Not reentrant, without hf_ga neither: its normalised position table is shared by the layers,
+    # and each would run its backward.
     ("deberta", "non-reentrant"),
 ]
 CAUSAL = ("gpt2", "llama")
@@ -111,7 +154,9 @@ CLASSIFIERS = ("bert sdpa", "albert", "deberta", "plain module")
 
 
 class Bench:
-    """One model in training mode with ragged samples, and the gradient of their mean loss for any split."""
+    """One model in training mode with ragged samples, and the gradient of their mean loss for any
+    split.
+    """
 
     def __init__(self, name, checkpointing="all kept"):
         torch.manual_seed(0)
@@ -120,13 +165,19 @@ class Bench:
             assert self.model.supports_gradient_checkpointing
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs))
         self.samples = [torch.randint(2, VOCABULARY, (length,)) for length in LENGTHS]
-        self.dropout = find_dropout_sites(self.model, lambda num_samples: self.forward([3] * num_samples))
+        self.dropout = find_dropout_sites(
+            self.model, lambda num_samples: self.forward([3] * num_samples)
+        )
 
     def collate(self, ids):
         rows = [self.samples[i] for i in ids]
         input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        labels = torch.tensor([i % 2 for i in ids]) if self.name in CLASSIFIERS else input_ids.where(mask == 1, -100)
+        labels = (
+            torch.tensor([i % 2 for i in ids])
+            if self.name in CLASSIFIERS
+            else input_ids.where(mask == 1, -100)
+        )
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
     def count_targets(self, ids):
@@ -146,8 +197,12 @@ class Bench:
         for ids in parts:
             if keyed:
                 self.set_keys(ids, seed)
-            (self.forward(ids).loss * self.count_targets(ids) / self.count_targets(EVERYONE)).backward()
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()]
+            (
+                self.forward(ids).loss * self.count_targets(ids) / self.count_targets(EVERYONE)
+            ).backward()
+        grads = [
+            p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters()
+        ]
         return torch.cat([grad.flatten() for grad in grads]).double()
 
     def keyed(self, parts, seed=0):
@@ -176,17 +231,25 @@ def relative(gradient, reference):
 
 @pytest.mark.parametrize(("name", "checkpointing"), SUPPORTED)
 def test_every_split_has_the_gradient_of_the_full_batch(name, checkpointing):
-    """Catches masks that depend on the split, on padding, or on whether checkpointing runs a layer again."""
+    """Catches masks that depend on the split, on padding, or on whether checkpointing runs a layer
+    again.
+    """
     bench, reference = Bench(name, checkpointing), reference_of(name)
     before = random_states()
-    differences = {split: relative(bench.keyed(parts), reference) for split, parts in SPLITS.items()}
+    differences = {
+        split: relative(bench.keyed(parts), reference) for split, parts in SPLITS.items()
+    }
     differences["full batch"] = relative(bench.keyed([EVERYONE]), reference)
     assert moved_generators(before) == []
     assert max(differences.values()) <= SAME, differences
-    assert relative(bench.keyed([EVERYONE], seed=1), reference) > DIFFERENT, "another seed draws other masks"
+    assert relative(bench.keyed([EVERYONE], seed=1), reference) > DIFFERENT, (
+        "another seed draws other masks"
+    )
     if checkpointing == "all kept":
         full = bench.native([EVERYONE])
-        assert min(relative(bench.native(parts), full) for parts in SPLITS.values()) > DIFFERENT, "control: native dropout"
+        assert min(relative(bench.native(parts), full) for parts in SPLITS.values()) > DIFFERENT, (
+            "control: native dropout"
+        )
 
 
 class Block(nn.Module):
@@ -199,15 +262,22 @@ class Block(nn.Module):
 
 
 class Repeated(nn.Module):
-    """The same block four times (no transformers model with shared layers supports checkpointing), recomputed if asked.
+    """The same block four times (no transformers model with shared layers supports checkpointing),
+    recomputed if asked.
 
-    kind: "one block" recomputes single calls; "one input" calls the block twice on the same tensor; "functional" recomputes a
+    kind: "one block" recomputes single calls; "one input" calls the block twice on the same tensor;
+        "functional" recomputes a
     function that draws by itself, outside any module that runs again.
     """
 
     def __init__(self, kind, use_reentrant=None):
         super().__init__()
-        self.block, self.head, self.kind, self.use_reentrant = Block(), nn.Linear(16, 1), kind, use_reentrant
+        self.block, self.head, self.kind, self.use_reentrant = (
+            Block(),
+            nn.Linear(16, 1),
+            kind,
+            use_reentrant,
+        )
 
     def run(self, function, x):
         if self.use_reentrant is None:
@@ -229,9 +299,13 @@ class Repeated(nn.Module):
 
 
 def keyed(model, x):
-    """A model of one input, its dropout, and a function that runs it with the masks of as many samples as `x` has."""
+    """A model of one input, its dropout, and a function that runs it with the masks of as many
+    samples as `x` has.
+    """
     model = model.train()
-    dropout = find_dropout_sites(model, lambda num_samples: model(x[:1].repeat(num_samples, *[1] * (x.dim() - 1))))
+    dropout = find_dropout_sites(
+        model, lambda num_samples: model(x[:1].repeat(num_samples, *[1] * (x.dim() - 1)))
+    )
 
     def run():
         dropout.set_keys(sample_keys(0, 0, np.arange(len(x))), window_key(0, 0, 0))
@@ -241,16 +315,24 @@ def keyed(model, x):
 
 
 def repeated_gradient(kind, use_reentrant, sizes=(6,)):
-    """The keyed gradient of the mean over 6 samples, in consecutive micro-batches of the given sizes."""
+    """The keyed gradient of the mean over 6 samples, in consecutive micro-batches of the given
+    sizes.
+    """
     torch.manual_seed(0)
-    model, inputs, keys = Repeated(kind, use_reentrant), torch.randn(6, 5, 16), sample_keys(0, 0, np.arange(6))
+    model, inputs, keys = (
+        Repeated(kind, use_reentrant),
+        torch.randn(6, 5, 16),
+        sample_keys(0, 0, np.arange(6)),
+    )
     dropout, _ = keyed(model, inputs)
     assert len(dropout.sites) == (8 if kind == "one input" else 4)
     with dropout.scope(model):
         for x, part in zip(inputs.split(sizes), keys.split(sizes), strict=True):
             dropout.set_keys(part, window_key(0, 0, 0))
             (model(x.clone().requires_grad_()) * len(x) / 6).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1,) * 6], ids=str)
@@ -264,11 +346,15 @@ def test_shared_blocks_draw_the_same_when_run_again(use_reentrant, sizes):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_cannot_be_identified_is_refused_when_run_again(use_reentrant):
-    """Catches taking the first of several calls that cannot be told apart, and a silent fall back to native dropout (reentrant: a
-    gradient off by 30 %), whose masks are not the forward's. Kept, both are fine.
+    """Catches taking the first of several calls that cannot be told apart, and a silent fall back
+    to native dropout (reentrant: a gradient off by 30 %), whose masks are not the forward's. Kept,
+    both are fine.
     """
     assert repeated_gradient("one input", None).norm() > 0
-    with pytest.raises(UnkeyedRandomness, match=r"runs block again.*8 times, and 2 of these calls had the same inputs"):
+    with pytest.raises(
+        UnkeyedRandomness,
+        match=r"runs block again.*8 times, and 2 of these calls had the same inputs",
+    ):
         repeated_gradient("one input", use_reentrant)
     reference = repeated_gradient("functional", None)
     with suppress(UnkeyedRandomness):
@@ -305,7 +391,9 @@ def drawn_masks(bench, monkeypatch, num_windows):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_draw_is_a_site_with_its_probability_and_masks_of_its_own(name, monkeypatch):
-    """Catches a draw that is not keyed, a wrong probability, and two draws (shared layers, a module used twice) of equal masks."""
+    """Catches a draw that is not keyed, a wrong probability, and two draws (shared layers, a module
+    used twice) of equal masks.
+    """
     bench = bench_of(name)
     assert len(bench.dropout.sites) == SITES[name]
     masks, by_shape = drawn_masks(bench, monkeypatch, num_windows=4), defaultdict(list)
@@ -333,7 +421,9 @@ class Drawing(nn.Module):
 
 
 def test_sample_axes():
-    """Catches the largest or the first axis taken for the sample axis: time-first attention, and a table without samples."""
+    """Catches the largest or the first axis taken for the sample axis: time-first attention, and a
+    table without samples.
+    """
     axes = {site.name: site.axis for site in bench_of("deberta").dropout.sites.values()}
     tables = {f"deberta.encoder.layer.{layer}.attention.self.pos_dropout" for layer in (0, 1)}
     assert {name for name, axis in axes.items() if axis is None} == tables
@@ -343,7 +433,9 @@ def test_sample_axes():
 
 
 def test_dropout1d_of_two_axes_drops_rows():
-    """Catches masks of another shape than torch's: of a 2-D input dropout1d drops whole rows (unbatched channels)."""
+    """Catches masks of another shape than torch's: of a 2-D input dropout1d drops whole rows
+    (unbatched channels).
+    """
     model, x = nn.Sequential(nn.Linear(8, 64), nn.Dropout1d(0.5)), torch.ones(32, 8)
     dropout, run = keyed(model, x)
     with dropout.scope(model):
@@ -354,11 +446,19 @@ def test_dropout1d_of_two_axes_drops_rows():
 
 UNKEYED = {
     "nn.LSTM": (
-        lambda: nn.Sequential(nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True), Drawing(lambda x: x[0])),
+        lambda: nn.Sequential(
+            nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True), Drawing(lambda x: x[0])
+        ),
         r"1\.0 \(LSTM\) draws from torch",
     ),
-    "alpha_dropout": (lambda: Drawing(lambda x: F.alpha_dropout(x, 0.1, True)), r"1 \(Drawing\) draws from torch"),
-    "torch.rand": (lambda: Drawing(lambda x: x * torch.rand(())), r"1 \(Drawing\) draws from torch"),
+    "alpha_dropout": (
+        lambda: Drawing(lambda x: F.alpha_dropout(x, 0.1, True)),
+        r"1 \(Drawing\) draws from torch",
+    ),
+    "torch.rand": (
+        lambda: Drawing(lambda x: x * torch.rand(())),
+        r"1 \(Drawing\) draws from torch",
+    ),
     "numpy": (lambda: Drawing(lambda x: x * np.random.rand()), r"1 \(Drawing\) draws from numpy"),
     "random": (lambda: Drawing(lambda x: x * random.random()), r"1 \(Drawing\) draws from random"),
 }
@@ -366,8 +466,12 @@ UNKEYED = {
 
 @pytest.mark.parametrize("name", UNKEYED)
 def test_randomness_that_cannot_be_keyed_is_refused(name):
-    """Catches silent acceptance, and blaming the module that comes after; where it is allowed, the rest is keyed."""
-    model = nn.Sequential(nn.Linear(8, 8), UNKEYED[name][0](), nn.Dropout(0.1), nn.Linear(8, 8)).train()
+    """Catches silent acceptance, and blaming the module that comes after; where it is allowed, the
+    rest is keyed.
+    """
+    model = nn.Sequential(
+        nn.Linear(8, 8), UNKEYED[name][0](), nn.Dropout(0.1), nn.Linear(8, 8)
+    ).train()
     before = random_states()
 
     def forward(num_samples):
@@ -386,8 +490,12 @@ def test_randomness_that_cannot_be_keyed_is_refused(name):
 
 
 def test_a_mask_without_a_single_sample_axis_is_refused():
-    """Catches taking the first axis that changed: here the shape grows with the square of the samples."""
-    with pytest.raises(UnkeyedRandomness, match=r"0 draws a mask without a single sample axis.*\[2, 2\].*\[3, 3\]"):
+    """Catches taking the first axis that changed: here the shape grows with the square of the
+    samples.
+    """
+    with pytest.raises(
+        UnkeyedRandomness, match=r"0 draws a mask without a single sample axis.*\[2, 2\].*\[3, 3\]"
+    ):
         keyed(nn.Sequential(Drawing(lambda x: F.dropout(x @ x.T, 0.1, True))), torch.ones(2, 8))
 
 
@@ -405,12 +513,17 @@ class Again(nn.Module):
 
 
 def test_a_site_that_was_not_found_is_refused():
-    """Catches the masks of a module's only call drawn once more, and native dropout where a model's path depends on its data."""
+    """Catches the masks of a module's only call drawn once more, and native dropout where a model's
+    path depends on its data.
+    """
     model = Again()
     dropout, run = keyed(model, torch.ones(4, 8))
     with dropout.scope(model):
         first = run()
-        for wrong in (lambda: model.drop(torch.ones(4, 8)), lambda: setattr(model, "times", 2) or run()):
+        for wrong in (
+            lambda: model.drop(torch.ones(4, 8)),
+            lambda: setattr(model, "times", 2) or run(),
+        ):
             with pytest.raises(UnkeyedRandomness, match="did not reach"):
                 wrong()
             model.times = 1

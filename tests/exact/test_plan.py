@@ -1,4 +1,6 @@
-"""Plans and layouts: every sample of a window once, within the limits, and the arithmetic of batch sizes by hand."""
+"""Plans and layouts: every sample of a window once, within the limits, and the arithmetic of batch
+sizes by hand.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ def sizes_of(plan):
 
 @given(window_sizes, processes, limits)
 def test_plan_window_properties(window, num_processes, limit):
-    """Catches lost, repeated or padded samples, broken limits, unbalanced processes and too many forwards."""
+    """Catches lost, repeated or padded samples, broken limits, unbalanced processes and too many
+    forwards.
+    """
     plan = plan_window(window, num_processes, limit)
     assert len(plan) == num_processes
     shares = [sum(sizes) for sizes in sizes_of(plan)]
@@ -32,7 +36,9 @@ def test_plan_window_properties(window, num_processes, limit):
         if sizes:
             assert min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1
     # Each process gets consecutive positions, in order of the processes.
-    assert [int(o) for share in plan for micro_batch in share for o in micro_batch] == list(range(window))
+    assert [int(o) for share in plan for micro_batch in share for o in micro_batch] == list(
+        range(window)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1), (8, 0, 1), (8, 1, 0), (8, -2, 1)])
@@ -43,12 +49,16 @@ def test_plan_window_refuses_impossible_sizes(sizes):
 
 @given(lengths_lists, processes, st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_plan_by_sizes_properties(lengths, num_processes, sizes):
-    """Catches a lost tail, a size used out of turn, micro-batches not sorted by length, and blocks dealt out instead of turns."""
+    """Catches a lost tail, a size used out of turn, micro-batches not sorted by length, and blocks
+    dealt out instead of turns.
+    """
     plan = plan_by_sizes(np.array(lengths, dtype=np.int64), num_processes, sizes)
     assert len(plan) == num_processes
     in_turn = [share[turn] for turn in range(len(plan[0])) for share in plan if turn < len(share)]
     flat = [int(offset) for micro_batch in in_turn for offset in micro_batch]
-    assert flat == sorted(range(len(lengths)), key=lambda offset: lengths[offset]), "equal lengths keep their order"
+    assert flat == sorted(range(len(lengths)), key=lambda offset: lengths[offset]), (
+        "equal lengths keep their order"
+    )
     got = [len(micro_batch) for micro_batch in in_turn]
     wanted = [sizes[i % len(sizes)] for i in range(len(got))]
     assert got[:-1] == wanted[:-1] and (not got or 1 <= got[-1] <= wanted[-1])
@@ -88,10 +98,17 @@ def test_layout_by_hand(arguments, global_batch_size, expected):
         ((1, 0), None, "per_device_train_batch_size must be at least 1, got 0"),
         ((1, 8, 0), None, "gradient_accumulation_steps must be at least 1, got 0"),
         ((1, 8), 0, "global_batch_size must be at least 1, got 0"),
-        ((2, 8, 3), 64, r"2 processes x 8 samples x 3 steps = 48\. Leave gradient_accumulation_steps out \(it would be 4\)"),
+        (
+            (2, 8, 3),
+            64,
+            r"2 processes x 8 samples x 3 steps = 48\. Leave gradient_accumulation_steps out \(it "
+            r"would be 4\)",
+        ),
     ],
 )
 def test_layout_refuses(arguments, global_batch_size, message):
-    """Catches `steps or 1`, which takes 0 for "left out"; each error must give the rule, the values and the remedy."""
+    """Catches `steps or 1`, which takes 0 for "left out"; each error must give the rule, the values
+    and the remedy.
+    """
     with pytest.raises(ConfigError, match=message):
         Layout.from_sizes(*arguments, global_batch_size=global_batch_size)

@@ -1,4 +1,6 @@
-"""`plan_batch`: the arithmetic by hand, against the real plan of a window, and naive arithmetic that misses the batch."""
+"""`plan_batch`: the arithmetic by hand, against the real plan of a window, and naive arithmetic
+that misses the batch.
+"""
 
 import math
 import shlex
@@ -16,7 +18,12 @@ from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.run.cli import parse_config
 
 CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
-windows, nodes, devices, limits = st.integers(1, 400), st.integers(1, 6), st.integers(1, 8), st.integers(1, 40)
+windows, nodes, devices, limits = (
+    st.integers(1, 400),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 40),
+)
 
 
 def naive_windows(window, processes, limit):
@@ -26,12 +33,22 @@ def naive_windows(window, processes, limit):
 
 
 def test_3072_on_240_devices_by_hand():
-    """3072 = 240 x 12 + 192: 192 processes have 13 = 7 + 6 samples, 48 have 12 = 6 + 6; 1.28 steps of 2400 are not needed."""
+    """3072 = 240 x 12 + 192: 192 processes have 13 = 7 + 6 samples, 48 have 12 = 6 + 6; 1.28 steps
+    of 2400 are not needed.
+    """
     plan = plan_batch(3072, **CASE)
     assert plan.shares == {(7, 6): 192, (6, 6): 48}
-    assert (plan.layout.num_processes, plan.layout.accumulation_steps, plan.layout.window_size) == (240, 2, 3072)
-    assert naive_windows(3072, 240, 10) == [2400, 4800], "control: rounding misses the wanted batch, by 22 % or 56 %"
-    real = plan_by_length(np.full(3072, 512), 240, 10 * 512)  # as the loader plans samples of one length
+    assert (plan.layout.num_processes, plan.layout.accumulation_steps, plan.layout.window_size) == (
+        240,
+        2,
+        3072,
+    )
+    assert naive_windows(3072, 240, 10) == [2400, 4800], (
+        "control: rounding misses the wanted batch, by 22 % or 56 %"
+    )
+    real = plan_by_length(
+        np.full(3072, 512), 240, 10 * 512
+    )  # as the loader plans samples of one length
     sizes = [tuple(sorted(map(len, share), reverse=True)) for share in real]
     assert {size: sizes.count(size) for size in set(sizes)} == plan.shares
 
@@ -39,17 +56,23 @@ def test_3072_on_240_devices_by_hand():
 @given(windows, nodes, devices, limits)
 def test_plan_batch_properties(window, num_nodes, num_devices, limit):
     """Catches lost samples, broken limits, unbalanced processes and too many forwards."""
-    plan = plan_batch(window, nodes=num_nodes, devices_per_node=num_devices, per_device_train_batch_size=limit)
+    plan = plan_batch(
+        window, nodes=num_nodes, devices_per_node=num_devices, per_device_train_batch_size=limit
+    )
     processes = num_nodes * num_devices
     assert sum(plan.shares.values()) == processes
     assert sum(sum(sizes) * count for sizes, count in plan.shares.items()) == window
     for sizes in plan.shares:
         assert len(sizes) == math.ceil(sum(sizes) / limit) <= plan.layout.accumulation_steps
-        assert not sizes or (min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1)
+        assert not sizes or (
+            min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1
+        )
     assert max(map(sum, plan.shares)) - min(map(sum, plan.shares)) <= 1
     assert max(map(len, plan.shares)) == plan.layout.accumulation_steps
     exact = window % (processes * limit) == 0
-    assert (window in naive_windows(window, processes, limit)) == exact, "control: rounded steps only hit multiples"
+    assert (window in naive_windows(window, processes, limit)) == exact, (
+        "control: rounded steps only hit multiples"
+    )
 
 
 def test_the_command_gives_the_layout():
@@ -64,18 +87,26 @@ def test_the_command_gives_the_layout():
     assert "--multi_gpu" not in str(one)
 
 
-@pytest.mark.parametrize("name", ["global_batch_size", "nodes", "devices_per_node", "per_device_train_batch_size"])
+@pytest.mark.parametrize(
+    "name", ["global_batch_size", "nodes", "devices_per_node", "per_device_train_batch_size"]
+)
 def test_plan_batch_refuses(name):
     with pytest.raises(ConfigError, match="must be at least 1, got 0"):
         plan_batch(**{"global_batch_size": 64, "per_device_train_batch_size": 8, name: 0})
 
 
 def test_the_script(capsys):
-    words = "--global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10"
+    words = (
+        "--global_batch_size 3072 --nodes 30 --devices_per_node 8 --per_device_train_batch_size 10"
+    )
     assert script.main(words.split()) == 0
     printed = capsys.readouterr().out
     assert printed == f"{hf_ga.plan_batch(3072, **CASE)}\n"
-    for fact in ("192 process(es) x 13, in micro-batches: 1 x 7 + 1 x 6\n", "(full micro-batches: 1.28)\n", "98.5% of"):
+    for fact in (
+        "192 process(es) x 13, in micro-batches: 1 x 7 + 1 x 6\n",
+        "(full micro-batches: 1.28)\n",
+        "98.5% of",
+    ):
         assert fact in printed
     assert script.main([*words.split(), "--nodes", "0"]) == 2
     out = capsys.readouterr()

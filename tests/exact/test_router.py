@@ -1,4 +1,6 @@
-"""Mixtures of experts with a balancing loss: any split of a window is the full batch, with the choices of the whole window."""
+"""Mixtures of experts with a balancing loss: any split of a window is the full batch, with the
+choices of the whole window.
+"""
 
 import copy
 
@@ -32,7 +34,11 @@ SIZES = {
 }
 FAMILIES = {
     "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
     "GraniteMoe": {"num_local_experts": 4},
 }
 
@@ -43,17 +49,27 @@ def mixture(family="Mixtral", dropout=0.0):
     return getattr(tf, f"{family}ForCausalLM")(config)
 
 
-NO_ROUTER_LOSS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=AttributeError)
-NO_ROUTER_LOGITS = pytest.mark.xfail(h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=(TypeError, ValueError))
+NO_ROUTER_LOSS = pytest.mark.xfail(
+    h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=AttributeError
+)
+NO_ROUTER_LOGITS = pytest.mark.xfail(
+    h.BEFORE_5_23, reason="its forward fails in transformers 5.17", raises=(TypeError, ValueError)
+)
 NAMES = [pytest.param(name, marks=[NO_ROUTER_LOSS] * (name == "GraniteMoe")) for name in FAMILIES]
 
 
 def full_gradient(model, batch, dtype):
-    """One plain forward and backward. In float64 the mean is taken from the logits, which the head casts to float32."""
+    """One plain forward and backward. In float64 the mean is taken from the logits, which the head
+    casts to float32.
+    """
     model = copy.deepcopy(model).to(dtype)
     model.set_experts_implementation("eager")  # the others have no float64
     outputs = model(**batch)
-    targets = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=h.IGNORED)
+    targets = F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+        ignore_index=h.IGNORED,
+    )
     (targets + COEFFICIENT * outputs.aux_loss).backward()
     return h.gradients(model)
 
@@ -64,10 +80,14 @@ def router_part(gradients):
 
 @pytest.mark.parametrize("family", NAMES)
 def test_any_split_is_the_full_batch(family):
-    """Control, by the router's gradient: the right weights of the mean loss, each micro-batch's own balancing loss."""
+    """Control, by the router's gradient: the right weights of the mean loss, each micro-batch's own
+    balancing loss.
+    """
     samples = h.token_samples(12)
     batch = h.pad_right(samples)
-    full, full64 = (full_gradient(mixture(family), batch, dtype) for dtype in (torch.float32, torch.float64))
+    full, full64 = (
+        full_gradient(mixture(family), batch, dtype) for dtype in (torch.float32, torch.float64)
+    )
     loss = float(mixture(family)(**batch).loss.detach())
     for micro_batch_size in (1, 5, 12):
         gradients, result = window_gradient(mixture(family), one_window(samples, micro_batch_size))
@@ -85,10 +105,17 @@ def test_a_micro_batch_without_targets_is_still_balanced():
     samples[2:4] = [h.without_targets(s) for s in samples[2:4]]
     gradients, _ = window_gradient(mixture(), one_window(samples, 2, shuffle=False))
     batch = h.pad_right(samples)
-    full, full64 = (full_gradient(mixture(), batch, dtype) for dtype in (torch.float32, torch.float64))
+    full, full64 = (
+        full_gradient(mixture(), batch, dtype) for dtype in (torch.float32, torch.float64)
+    )
     h.assert_promise_1(gradients, full, full64)
     rest = h.pad_right(samples[:2] + samples[4:])
-    assert h.relative_error(router_part(full_gradient(mixture(), rest, torch.float64)), router_part(full64)) > 1e-2
+    assert (
+        h.relative_error(
+            router_part(full_gradient(mixture(), rest, torch.float64)), router_part(full64)
+        )
+        > 1e-2
+    )
 
 
 def test_dropout_is_the_same_in_both_passes():
@@ -96,7 +123,13 @@ def test_dropout_is_the_same_in_both_passes():
     samples = h.token_samples(12)
     whole, _ = window_gradient(mixture(dropout=0.3), one_window(samples, 12))
     for micro_batch_size in (1, 4):
-        assert h.relative_error(window_gradient(mixture(dropout=0.3), one_window(samples, micro_batch_size))[0], whole) < 2e-6
+        assert (
+            h.relative_error(
+                window_gradient(mixture(dropout=0.3), one_window(samples, micro_batch_size))[0],
+                whole,
+            )
+            < 2e-6
+        )
     assert h.relative_error(window_gradient(mixture(), one_window(samples, 12))[0], whole) > 1e-2
 
 
@@ -106,34 +139,63 @@ def test_without_attention_mask_padding_is_routed_too():
     model = mixture()
     assert hf_ga.prove_targets(model, samples, h.pad_right).pad_to_window
     gradients, _ = window_gradient(model, one_window(samples, 3))
-    full, full64 = (full_gradient(mixture(), h.pad_right(samples), dtype) for dtype in (torch.float32, torch.float64))
+    full, full64 = (
+        full_gradient(mixture(), h.pad_right(samples), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     h.assert_promise_1(gradients, full, full64)
 
 
 def test_the_coefficient_is_the_heads_own():
-    """A balancing loss that nobody adds is none of ours, and the head gets its own function back."""
+    """A balancing loss that nobody adds is none of ours, and the head gets its own function
+    back.
+    """
     before, model = modeling_mixtral.load_balancing_loss_func, mixture()
     loss = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss
     assert isinstance(loss, WithRouter) and loss.router.coefficients == pytest.approx([COEFFICIENT])
     model.router_aux_loss_coef = 0.0
-    assert not isinstance(hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter)
+    assert not isinstance(
+        hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter
+    )
     assert modeling_mixtral.load_balancing_loss_func is before
     assert Router(h.bert_classifier()).owners == []
 
 
 @h.seeded
 def switch():
-    more = {"d_model": h.WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 4, "expert_capacity": 64}
-    more |= {"router_jitter_noise": 0.0, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-    config = tf.SwitchTransformersConfig(vocab_size=h.VOCABULARY, **more, decoder_start_token_id=0, dropout_rate=0.0)
+    more = {
+        "d_model": h.WIDTH,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_experts": 4,
+        "expert_capacity": 64,
+    }
+    more |= {
+        "router_jitter_noise": 0.0,
+        "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    }
+    config = tf.SwitchTransformersConfig(
+        vocab_size=h.VOCABULARY, **more, decoder_start_token_id=0, dropout_rate=0.0
+    )
     return tf.SwitchTransformersForConditionalGeneration(config)
 
 
 @NO_ROUTER_LOGITS
 def test_another_balancing_loss_is_refused_by_name():
-    with pytest.raises(LossNotAdditive, match=r"auxiliary loss of modeling_switch_transformers.*output_router_logits=False"):
+    with pytest.raises(
+        LossNotAdditive,
+        match=r"auxiliary loss of modeling_switch_transformers.*output_router_logits=False",
+    ):
         # Switch Transformers knows the switch as an argument only, not in its configuration.
-        hf_ga.prove_targets(switch(), h.token_samples(8), lambda samples: {**h.pad_right(samples), "output_router_logits": True})
+        hf_ga.prove_targets(
+            switch(),
+            h.token_samples(8),
+            lambda samples: {**h.pad_right(samples), "output_router_logits": True},
+        )
 
 
 def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):

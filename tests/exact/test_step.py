@@ -1,4 +1,6 @@
-"""backward_window and train_step against one full-batch backward in float64 that knows nothing of hf_ga."""
+"""backward_window and train_step against one full-batch backward in float64 that knows nothing of
+hf_ga.
+"""
 
 import copy
 from functools import cache, partial
@@ -35,8 +37,9 @@ def some_without_targets(num_samples):
     return [h.without_targets(s) if 3 <= i < 8 else s for i, s in enumerate(samples)]
 
 
-# name: (builder, samples, loss_fn, window that is compared). Token heads: a full window with unequal counts, so that a mean of
-# means is wrong. Heads with one target a sample: the short last window, which the usual loop divides by too much.
+# name: (builder, samples, loss_fn, window that is compared). Token heads: a full window with
+# unequal counts, so that a mean of means is wrong. Heads with one target a sample: the short last
+# window, which the usual loop divides by too much.
 CASES = {
     "masked LM, tied weights": (h.bert_masked_lm, h.token_samples, None, 0),
     "micro-batches without targets": (h.bert_masked_lm, some_without_targets, None, 0),
@@ -47,13 +50,23 @@ CASES = {
     "classification, short last window": (h.bert_classifier, h.class_samples, None, -1),
     "width-dependent head, short last window": (h.xlnet_classifier, h.class_samples, None, -1),
     "plain module, scalar loss, tied": (h.plain_tagger, h.plain_samples, None, 0),
-    "plain module, weighted loss_fn": (h.plain_tagger, h.weighted_samples, h.weighted_token_loss, 0),
+    "plain module, weighted loss_fn": (
+        h.plain_tagger,
+        h.weighted_samples,
+        h.weighted_token_loss,
+        0,
+    ),
 }
 LAYOUTS = {
     "even": lambda lengths: {"planner": h.by_number(4)},
-    "uneven, sorted": lambda lengths: {"planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3]), "lengths": lengths},
+    "uneven, sorted": lambda lengths: {
+        "planner": partial(plan_by_sizes, sizes=[7, 1, 5, 3]),
+        "lengths": lengths,
+    },
     "one by one": lambda lengths: {"planner": h.by_number(1)},
-    "by length": lambda lengths: {"per_device_batch_size": 2},  # the lengths are those of `input_ids`
+    "by length": lambda lengths: {
+        "per_device_batch_size": 2
+    },  # the lengths are those of `input_ids`
     "in chunks": lambda lengths: {"canonical_micro_batch": 3},
 }
 
@@ -65,7 +78,9 @@ def make_loader(samples, layout="even", **more):
 
 
 class OneWeight(nn.Module):
-    """The gradient of a sample is its x (its loss is weight * x). Targets: labels that are not -100."""
+    """The gradient of a sample is its x (its loss is weight * x). Targets: labels that are not
+    -100.
+    """
 
     def __init__(self):
         super().__init__()
@@ -85,24 +100,32 @@ def window_of(values, sizes):
 
 
 def test_unequal_counts_by_hand():
-    """Two of six samples are no targets: the mean of 1, 2, 3, 4 is 2.5. Control: the mean of the means of {1, 2, 3} and {4} is
-    3.
+    """Two of six samples are no targets: the mean of 1, 2, 3, 4 is 2.5. Control: the mean of the
+    means of {1, 2, 3} and {4} is 3.
     """
-    window, model = window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3]), OneWeight()
+    window, model = (
+        window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3]),
+        OneWeight(),
+    )
     result = hf_ga.backward_window(Accelerator(), model, window)
     assert (model.weight.grad.item(), result.loss, result.num_targets) == (2.5, 2.5, 4)
-    assert h.naive_gradient(model, [m.batch for m in window.micro_batches], 2)["weight"].item() == 3.0
+    assert (
+        h.naive_gradient(model, [m.batch for m in window.micro_batches], 2)["weight"].item() == 3.0
+    )
 
 
 @cache
 def proven_weight():
-    model, probes = OneWeight(), [{"x": float(x), "labels": 0 if x % 3 else h.IGNORED} for x in range(12)]
+    model, probes = (
+        OneWeight(),
+        [{"x": float(x), "labels": 0 if x % 3 else h.IGNORED} for x in range(12)],
+    )
     return model, hf_ga.prove_targets(model, probes, h.pad_right)
 
 
 def test_chunks_are_added_along_their_tree_by_hand():
-    """(1 + 0) + (1e8 + (16 - 1e8)), each over 3 targets (in float32 1e8 / 3 is 33333334): the chunk without a target keeps its
-    place. Control: in turn, 1 is lost in 1e8.
+    """(1 + 0) + (1e8 + (16 - 1e8)), each over 3 targets (in float32 1e8 / 3 is 33333334): the chunk
+    without a target keeps its place. Control: in turn, 1 is lost in 1e8.
     """
     samples = [{"x": x, "labels": 0 if x else h.IGNORED} for x in (1.0, 0.0, 1e8, 16 - 1e8)]
     options = {"shuffle": False, "per_device_batch_size": 1, "canonical_micro_batch": 1}
@@ -125,7 +148,11 @@ def test_any_split_of_any_targets_by_hand(values, sizes):
     result = hf_ga.backward_window(Accelerator(), model, window_of(values, sizes), targets=rule)
     found = 0.0 if model.weight.grad is None else model.weight.grad.item()
     expected = sum(targets) / max(1, len(targets))
-    assert (found, result.loss, result.num_targets) == (pytest.approx(expected), pytest.approx(expected), len(targets))
+    assert (found, result.loss, result.num_targets) == (
+        pytest.approx(expected),
+        pytest.approx(expected),
+        len(targets),
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,23 +160,33 @@ def test_every_layout_is_the_full_batch(case):
     build, make_samples, loss_fn, which = CASES[case]
     model, samples = build(), make_samples(WINDOW + 13)
     whole = h.pad_right(samples[:WINDOW] if which == 0 else samples[WINDOW:])
-    grads32, grads64 = (h.full_batch_gradient(model, whole, t, loss_fn) for t in (torch.float32, torch.float64))
+    grads32, grads64 = (
+        h.full_batch_gradient(model, whole, t, loss_fn) for t in (torch.float32, torch.float64)
+    )
     with torch.no_grad():
         loss = float(h.mean_loss(model, whole, loss_fn))
     for layout in LAYOUTS:
         windows = list(make_loader(samples, layout))
         grads, result = window_gradient(model, windows[which], loss_fn=loss_fn)
-        assert "frozen" not in case or all((p.grad is None) != p.requires_grad for p in model.parameters())
+        assert "frozen" not in case or all(
+            (p.grad is None) != p.requires_grad for p in model.parameters()
+        )
         h.assert_promise_1(grads, grads32, grads64)
         assert (result.loss, result.num_targets) == (
             pytest.approx(loss, rel=1e-6),
             pytest.approx(h.num_targets(model, whole, loss_fn)),
         )
         assert result.grad_norm is None and not result.skipped
-        # Control: the usual loop on the same micro-batches; accumulation steps are those of a full window.
-        micro_batches, steps = [m.batch for m in windows[which].micro_batches], len(windows[0].micro_batches)
+        # Control: the usual loop on the same micro-batches; accumulation steps are those of a full
+        # window.
+        micro_batches, steps = (
+            [m.batch for m in windows[which].micro_batches],
+            len(windows[0].micro_batches),
+        )
         with pytest.raises(AssertionError):
-            h.assert_promise_1(h.naive_gradient(model, micro_batches, steps, loss_fn), grads32, grads64)
+            h.assert_promise_1(
+                h.naive_gradient(model, micro_batches, steps, loss_fn), grads32, grads64
+            )
 
 
 class SharedTable(nn.Module):
@@ -163,7 +200,11 @@ class SharedTable(nn.Module):
         return (input_ids[:, :1] * self.dropout(self.table)).mean()
 
 
-@pytest.mark.parametrize("build", [partial(h.bert_classifier, dropout=0.1), SharedTable], ids=["of samples", "of the window"])
+@pytest.mark.parametrize(
+    "build",
+    [partial(h.bert_classifier, dropout=0.1), SharedTable],
+    ids=["of samples", "of the window"],
+)
 def test_dropout_differs_between_windows_epochs_and_seeds(build):
     """Agreement would be cheap if all masks were one."""
     model, samples = build(), [h.class_samples(1)[0]] * WINDOW * 2
@@ -173,14 +214,23 @@ def test_dropout_differs_between_windows_epochs_and_seeds(build):
     others = [second, next(iter(loader)), next(iter(make_loader(samples, seed=4)))]
     reference = window_gradient(model, first)[0]
     assert h.relative_error(window_gradient(model, first)[0], reference) == 0
-    assert all(h.relative_error(window_gradient(model, other)[0], reference) > 1e-2 for other in others)
+    assert all(
+        h.relative_error(window_gradient(model, other)[0], reference) > 1e-2 for other in others
+    )
 
 
 def test_randomness_that_begins_after_the_proof_is_refused():
     noisy, linear = [], nn.Linear(1, 1)
     model = nn.Sequential(linear)
-    model.forward = lambda x: (linear(x[:, None]) + (torch.randn(()) if noisy else 0.0)).pow(2).mean()
-    loader = hf_ga.WindowLoader([{"x": float(i)} for i in range(12)], h.pad_right, accelerator=Accelerator(), global_batch_size=4)
+    model.forward = lambda x: (
+        (linear(x[:, None]) + (torch.randn(()) if noisy else 0.0)).pow(2).mean()
+    )
+    loader = hf_ga.WindowLoader(
+        [{"x": float(i)} for i in range(12)],
+        h.pad_right,
+        accelerator=Accelerator(),
+        global_batch_size=4,
+    )
     first, second, third = loader
     window_gradient(model, first)
     noisy.append(1)
@@ -189,7 +239,9 @@ def test_randomness_that_begins_after_the_proof_is_refused():
     window_gradient(model, third, allow_split_dependent_randomness=True)
 
 
-def train(model, samples, scheduler_of=None, prepare_scheduler=False, layout="uneven, sorted", **options):
+def train(
+    model, samples, scheduler_of=None, prepare_scheduler=False, layout="uneven, sorted", **options
+):
     accelerator = Accelerator(gradient_accumulation_steps=4, step_scheduler_with_optimizer=True)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     scheduler = scheduler_of(optimizer.optimizer) if scheduler_of else None
@@ -225,7 +277,9 @@ def parameter_distance(model, other):
     return max((a - b).norm().item() / b.norm().clamp(min=1e-3).item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("prepare_scheduler", [False, True], ids=["plain scheduler", "prepared scheduler"])
+@pytest.mark.parametrize(
+    "prepare_scheduler", [False, True], ids=["plain scheduler", "prepared scheduler"]
+)
 def test_three_steps_equal_adamw_by_hand(prepare_scheduler):
     """In float64, where rounding cannot hide anything; 16 + 16 + 13 samples."""
     samples = h.token_samples(WINDOW * 2 + 13)
@@ -249,16 +303,24 @@ def test_a_window_without_targets_changes_nothing():
     model, once = h.gpt2(), h.gpt2()
     results, scheduler, optimizer = train(model, samples, halving, max_grad_norm=1.0)
     _, _, optimizer_once = train(once, targets, halving, max_grad_norm=1.0)
-    assert [(r.skipped, r.num_targets > 0) for r in results] == [(True, False), (False, True), (True, False)]
+    assert [(r.skipped, r.num_targets > 0) for r in results] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
     assert results[2].loss == 0.0 and scheduler.last_epoch == 1
     assert parameter_distance(model, once) == 0
     states, states_once = (o.optimizer.state_dict()["state"] for o in (optimizer, optimizer_once))
     assert all(torch.equal(states[i][k], states_once[i][k]) for i in states for k in states[i])
 
 
-@pytest.mark.parametrize("failing", [None, 1, 2], ids=["never", "in the proof", "in the second micro-batch"])
+@pytest.mark.parametrize(
+    "failing", [None, 1, 2], ids=["never", "in the proof", "in the second micro-batch"]
+)
 def test_an_error_leaves_what_was_there_before(failing):
-    """Gradients, accumulation steps, hooks and torch's functions. Control: without an error gradients are added to."""
+    """Gradients, accumulation steps, hooks and torch's functions. Control: without an error
+    gradients are added to.
+    """
     accelerator, left = Accelerator(gradient_accumulation_steps=4), []
     model, samples = h.plain_tagger(0.1), h.weighted_samples(WINDOW)
     (window,) = make_loader(samples)
@@ -276,9 +338,13 @@ def test_an_error_leaves_what_was_there_before(failing):
         hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule)
     else:
         with pytest.raises(ZeroDivisionError):
-            hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule if failing == 2 else None)
+            hf_ga.backward_window(
+                accelerator, model, window, loss_fn=loss_fn, targets=rule if failing == 2 else None
+            )
     factor = 1 if failing else 2
-    assert h.relative_error(h.gradients(model), {name: factor * g for name, g in before.items()}) <= (0 if failing else 1e-6)
+    assert h.relative_error(
+        h.gradients(model), {name: factor * g for name, g in before.items()}
+    ) <= (0 if failing else 1e-6)
     assert accelerator.gradient_accumulation_steps == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
@@ -289,7 +355,10 @@ def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
     model, samples = h.bert_classifier(), h.class_samples(WINDOW)
     (window,) = make_loader(samples)
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
-    with pytest.raises(hf_ga.ConfigError, match=f"unsupported: {kind.value}.* over targets: use .*accelerate_configs"):
+    with pytest.raises(
+        hf_ga.ConfigError,
+        match=f"unsupported: {kind.value}.* over targets: use .*accelerate_configs",
+    ):
         hf_ga.backward_window(Accelerator(), model, window)
     assert all(p.grad is None for p in model.parameters())
 
@@ -297,7 +366,10 @@ def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     """What Accelerate makes of `--multi_gpu` on a machine without GPU: each would train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(hf_ga.ConfigError, match="2 processes were launched, but Accelerate sees 1, so each would train alone"):
+    with pytest.raises(
+        hf_ga.ConfigError,
+        match="2 processes were launched, but Accelerate sees 1, so each would train alone",
+    ):
         check_supported(Accelerator())
 
 
@@ -305,7 +377,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 def test_processes_that_need_the_same_samples_are_refused(monkeypatch, name):
     accelerator = Accelerator()
     monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(**{name: 2}))
-    with pytest.raises(hf_ga.ConfigError, match=f"unsupported: {name}.*leave tp_size, cp_size and sp_size at 1"):
+    with pytest.raises(
+        hf_ga.ConfigError, match=f"unsupported: {name}.*leave tp_size, cp_size and sp_size at 1"
+    ):
         check_supported(accelerator)
     monkeypatch.setattr(Accelerator, "parallelism_config", SimpleNamespace(**{name: 1}))
     check_supported(accelerator)
@@ -324,7 +398,9 @@ def test_which_columns_reach_the_model(forward, accepted):
     model = nn.Identity()
     model.forward = forward
     assert argument_filter(model)({"x": 1, "labels": 2, "row": 3}).keys() == accepted
-    assert argument_filter(h.gpt2())({"input_ids": 1, "row": 3}).keys() == {"input_ids"}, "its **kwargs are settings"
+    assert argument_filter(h.gpt2())({"input_ids": 1, "row": 3}).keys() == {"input_ids"}, (
+        "its **kwargs are settings"
+    )
 
 
 def masked_mean_times_count(outputs, batch):
@@ -349,8 +425,13 @@ def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
     model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
     (window,) = make_loader(samples)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    with pytest.raises(hf_ga.ConfigError, match=r"loss_fn differs from the one of the proof.* pass it to prove_targets"):
-        hf_ga.backward_window(Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss)
+    with pytest.raises(
+        hf_ga.ConfigError,
+        match=r"loss_fn differs from the one of the proof.* pass it to prove_targets",
+    ):
+        hf_ga.backward_window(
+            Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss
+        )
     with pytest.raises(hf_ga.ConfigError, match="got a dict: iterate over a WindowLoader"):
         hf_ga.backward_window(Accelerator(), model, h.pad_right(samples))
     with pytest.raises(hf_ga.ConfigError, match=r"in evaluation mode: call model.train\(\)"):
@@ -358,7 +439,9 @@ def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
 
 
 def test_step_after_an_interrupted_accumulation():
-    """Somebody left Accelerate's shared flag in the middle of a window: the optimizer would silently not step."""
+    """Somebody left Accelerate's shared flag in the middle of a window: the optimizer would
+    silently not step.
+    """
     model, samples = h.bert_classifier(), h.class_samples(WINDOW)
     (window,) = make_loader(samples)
     before, accelerator = copy.deepcopy(model), Accelerator(gradient_accumulation_steps=4)

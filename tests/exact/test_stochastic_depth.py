@@ -1,4 +1,6 @@
-"""Stochastic depth of vision models: keyed by sample, so that the layouts agree, and as strong as torch's own."""
+"""Stochastic depth of vision models: keyed by sample, so that the layouts agree, and as strong as
+torch's own.
+"""
 
 import helpers as h
 import numpy as np
@@ -20,24 +22,41 @@ SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 
 @h.seeded
 def beit(rate):
-    sizes = {"hidden_size": h.WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": h.WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return tf.BeitForImageClassification(tf.BeitConfig(**SIZES, **sizes, **still, drop_path_rate=rate))
+    return tf.BeitForImageClassification(
+        tf.BeitConfig(**SIZES, **sizes, **still, drop_path_rate=rate)
+    )
 
 
 @h.seeded
 def swin(rate):
-    sizes = {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 2, "hidden_dropout_prob": 0.0}
+    sizes = {
+        "embed_dim": 8,
+        "depths": [1, 2],
+        "num_heads": [1, 2],
+        "window_size": 2,
+        "hidden_dropout_prob": 0.0,
+    }
     return tf.SwinForImageClassification(tf.SwinConfig(**SIZES, **sizes, drop_path_rate=rate))
 
 
 class Skipping(nn.Module):
-    """As transformers before 5.23 writes LayerDrop (Fan et al. 2020): it draws a number for each layer, also to skip none."""
+    """As transformers before 5.23 writes LayerDrop (Fan et al. 2020): it draws a number for each
+    layer, also to skip none.
+    """
 
     def __init__(self, layerdrop):
         super().__init__()
         self.layerdrop = layerdrop
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(3)
+        )
 
     def forward(self, x, labels):
         for layer in self.layers:
@@ -63,7 +82,9 @@ def gradient(model, samples, size):
 
 @pytest.mark.parametrize("build", [beit, swin], ids=["BEiT", "Swin"])
 def test_the_layouts_agree(build):
-    """Controls: branches are dropped, and torch's own draws of the same seed differ between layouts."""
+    """Controls: branches are dropped, and torch's own draws of the same seed differ between
+    layouts.
+    """
     samples = images(12)
     whole = gradient(build(0.4), samples, 12)
     for size in (1, 5):
@@ -83,7 +104,9 @@ def test_the_layouts_agree(build):
 @pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.95])
 @pytest.mark.parametrize("kind", [BeitDropPath, SwinDropPath])
 def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
-    """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard deviations."""
+    """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard
+    deviations.
+    """
     count, module = 4000, kind(rate).train()
     dropout = find_dropout_sites(module, lambda n: module(torch.ones(n, 2, 3)))
     with dropout.scope(module):
@@ -93,7 +116,9 @@ def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
     kept = out.flatten(1).float()
     one = torch.ones((), dtype=dtype).div(1 - rate).float()
     assert torch.all((kept == 0).all(1) | (kept == one).all(1))
-    assert abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
+    assert (
+        abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
+    )
 
 
 def test_other_calls_of_rand_go_to_torch():
@@ -116,7 +141,9 @@ def test_other_calls_of_rand_go_to_torch():
 
 
 def test_a_draw_that_skips_no_layer_is_nobodys():
-    """Layouts agree, no generator moves, and the layers' own dropout is drawn. Control: skipping by chance is refused."""
+    """Layouts agree, no generator moves, and the layers' own dropout is drawn. Control: skipping by
+    chance is refused.
+    """
     samples, state = numbers(12), torch.get_rng_state()
     whole = gradient(skipping(0.0), samples, 12)
     for size in (1, 5):

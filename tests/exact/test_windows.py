@@ -1,4 +1,6 @@
-"""WindowLoader: each sample once, the same windows and tensors in every layout, resumable, no global randomness moved."""
+"""WindowLoader: each sample once, the same windows and tensors in every layout, resumable, no
+global randomness moved.
+"""
 
 import random
 from functools import partial
@@ -33,7 +35,10 @@ class Augmented(Numbers):
     """Draws from torch, numpy and Python for every sample."""
 
     def __getitem__(self, index):
-        return {"x": index, "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
+        return {
+            "x": index,
+            "draws": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]),
+        }
 
 
 def stack(samples):
@@ -42,7 +47,10 @@ def stack(samples):
 
 def stack_with_noise(samples):
     """A random collator: two draws of the batch's shape, as masked-LM collators make."""
-    return {**stack(samples), "noise": torch.cat([torch.rand(len(samples), 3), torch.rand(len(samples), 3)], dim=1)}
+    return {
+        **stack(samples),
+        "noise": torch.cat([torch.rand(len(samples), 3), torch.rand(len(samples), 3)], dim=1),
+    }
 
 
 def make_loader(dataset, collate_fn=stack, accumulation=1, **options):
@@ -65,7 +73,9 @@ def tensors_by_sample(loader):
     for micro_batch in (m for window in loader for m in window.micro_batches):
         for row, sample_id in enumerate(micro_batch.batch["x"].tolist()):
             assert sample_id not in found
-            found[sample_id] = {name: values[row].tolist() for name, values in micro_batch.batch.items()}
+            found[sample_id] = {
+                name: values[row].tolist() for name, values in micro_batch.batch.items()
+            }
     return found
 
 
@@ -78,7 +88,11 @@ def tensors_by_sample(loader):
     shuffle=st.booleans(),
 )
 def test_every_sample_once_an_epoch(num_samples, window, micro_batch, epoch, drop, shuffle):
-    options = {"per_device_batch_size": micro_batch, "global_batch_size": window, "shuffle": shuffle}
+    options = {
+        "per_device_batch_size": micro_batch,
+        "global_batch_size": window,
+        "shuffle": shuffle,
+    }
     if drop and num_samples < window:
         with pytest.raises(hf_ga.DataError, match="drop_last_window"):
             make_loader(Numbers(num_samples), drop_last_window=True, **options)
@@ -96,7 +110,9 @@ def test_every_sample_once_an_epoch(num_samples, window, micro_batch, epoch, dro
     for index, w in enumerate(windows):
         assert (w.index, w.epoch) == (index, epoch)
         assert [m.sample_ids.tolist() for m in w.micro_batches] == ids_of(w)
-        assert flat(m.positions.tolist() for m in w.micro_batches) == list(range(index * window, index * window + w.num_samples))
+        assert flat(m.positions.tolist() for m in w.micro_batches) == list(
+            range(index * window, index * window + w.num_samples)
+        )
     assert shuffle or flat(seen) == list(range(len(flat(seen))))
 
 
@@ -106,7 +122,10 @@ LAYOUTS = {
     "whole": {"per_device_batch_size": 16},
     "by three, in workers": {"per_device_batch_size": 3, "num_workers": 2},
     "uneven": {"planner": partial(plan_by_sizes, sizes=[7, 2])},
-    "length-sorted": {"planner": partial(plan_by_sizes, sizes=[5]), "lengths": h.ragged_lengths(37)},
+    "length-sorted": {
+        "planner": partial(plan_by_sizes, sizes=[5]),
+        "lengths": h.ragged_lengths(37),
+    },
 }
 
 
@@ -126,9 +145,13 @@ def test_epochs_advance_and_can_be_set():
 
 @pytest.mark.parametrize(("consumed", "num_workers"), [(0, 0), (1, 0), (3, 0), (0, 2), (1, 2)])
 def test_resume_inside_an_epoch(consumed, num_workers):
-    """In other micro-batches. The state counts windows that were taken, not those that workers prefetched."""
+    """In other micro-batches. The state counts windows that were taken, not those that workers
+    prefetched.
+    """
     options = {"global_batch_size": 8, "seed": 5}
-    first = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=4, num_workers=num_workers, **options)
+    first = make_loader(
+        Augmented(30), stack_with_noise, per_device_batch_size=4, num_workers=num_workers, **options
+    )
     first.set_epoch(2)
     for _ in zip(range(consumed), first, strict=False):
         pass
@@ -139,7 +162,9 @@ def test_resume_inside_an_epoch(consumed, num_workers):
     whole.set_epoch(2)
     expected = [w for w in whole if w.index >= second.num_consumed]
     resumed = list(second)
-    assert [(w.epoch, w.index, flat(ids_of(w))) for w in resumed] == [(2, w.index, flat(ids_of(w))) for w in expected]
+    assert [(w.epoch, w.index, flat(ids_of(w))) for w in resumed] == [
+        (2, w.index, flat(ids_of(w))) for w in expected
+    ]
     assert [rows_of(w, "noise") for w in resumed] == [rows_of(w, "noise") for w in expected]
     assert second.state_dict()["epoch"] == 3
 
@@ -168,32 +193,53 @@ def test_a_state_of_another_order_is_refused(size, options, named):
 
 
 def test_order_and_randomness_belong_to_the_sample_not_to_the_layout():
-    """What a sample and a window draw depends on their positions. Neither workers nor the global random states matter."""
+    """What a sample and a window draw depends on their positions. Neither workers nor the global
+    random states matter.
+    """
     found, next_epoch = {}, {}
     for index, (name, options) in enumerate(LAYOUTS.items()):
         torch.manual_seed(index)
         np.random.seed(index)
         random.seed(index)
-        loader = make_loader(Augmented(37), stack_with_noise, global_batch_size=16, seed=2**40, **options)
+        loader = make_loader(
+            Augmented(37), stack_with_noise, global_batch_size=16, seed=2**40, **options
+        )
         found[name], next_epoch[name] = tensors_by_sample(loader), tensors_by_sample(loader)
     assert all(tensors == found["whole"] for tensors in found.values())
     assert all(tensors == next_epoch["whole"] for tensors in next_epoch.values())
-    other = tensors_by_sample(make_loader(Augmented(37), stack_with_noise, global_batch_size=16, **LAYOUTS["whole"]))
+    other = tensors_by_sample(
+        make_loader(Augmented(37), stack_with_noise, global_batch_size=16, **LAYOUTS["whole"])
+    )
     assert list(other) != list(found["whole"]) and other != found["whole"], "control: another seed"
     for name in ("draws", "noise"):  # all different: between samples, and between epochs
-        drawn = [str(tensors[i][name]) for tensors in (found["whole"], next_epoch["whole"]) for i in range(37)]
+        drawn = [
+            str(tensors[i][name])
+            for tensors in (found["whole"], next_epoch["whole"])
+            for i in range(37)
+        ]
         assert len(set(drawn)) == 2 * 37
     plain = []
     for size in (3, 16):  # control: the same seed and order
         torch.manual_seed(0)
-        plain.append(flat(b["noise"].tolist() for b in DataLoader(Numbers(32), size, collate_fn=stack_with_noise)))
+        plain.append(
+            flat(
+                b["noise"].tolist()
+                for b in DataLoader(Numbers(32), size, collate_fn=stack_with_noise)
+            )
+        )
     assert plain[0] != plain[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_global_random_states_do_not_move(num_workers):
     before = h.global_random_states()
-    loader = make_loader(Augmented(20), stack_with_noise, global_batch_size=8, per_device_batch_size=3, num_workers=num_workers)
+    loader = make_loader(
+        Augmented(20),
+        stack_with_noise,
+        global_batch_size=8,
+        per_device_batch_size=3,
+        num_workers=num_workers,
+    )
     for window in loader:
         window.fetcher.probe_samples(window.request, 5)
         window.padded_to_window()
@@ -210,7 +256,12 @@ def test_global_random_states_do_not_move(num_workers):
         (iter(()), {}, hf_ga.DataError, "tuple_iterator has no length"),
         (Numbers(5), {"lengths": np.ones(6)}, hf_ga.ConfigError, "6 lengths, 5 samples"),
         (Numbers(5), {"per_device_batch_size": 0}, hf_ga.ConfigError, "at least 1, got 0"),
-        (Numbers(5), {"global_batch_size": 0}, hf_ga.ConfigError, "global_batch_size must be at least 1, got 0"),
+        (
+            Numbers(5),
+            {"global_batch_size": 0},
+            hf_ga.ConfigError,
+            "global_batch_size must be at least 1, got 0",
+        ),
     ],
 )
 def test_errors(dataset, options, error, message):
@@ -219,7 +270,9 @@ def test_errors(dataset, options, error, message):
 
 
 class OwnGenerator:
-    """A collator with a random state of its own, as DataCollatorForLanguageModeling(seed=...) has."""
+    """A collator with a random state of its own, as DataCollatorForLanguageModeling(seed=...)
+    has.
+    """
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -232,17 +285,25 @@ def test_a_collator_with_its_own_generator():
     """Its masks would depend on the layout, unseen by the generators that are seeded here."""
     before = h.global_random_states()
     with pytest.raises(hf_ga.UnkeyedRandomness, match="collate function"):
-        tensors_by_sample(make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=3))
+        tensors_by_sample(
+            make_loader(Numbers(32), OwnGenerator(), global_batch_size=16, per_device_batch_size=3)
+        )
     assert h.global_random_states() == before, "after an error, too"
 
 
 @pytest.mark.parametrize(
     "plan",
-    [lambda n: [np.arange(n - 1)], lambda n: [np.arange(n), np.arange(1)], lambda n: [np.arange(n), np.arange(0)]],
+    [
+        lambda n: [np.arange(n - 1)],
+        lambda n: [np.arange(n), np.arange(1)],
+        lambda n: [np.arange(n), np.arange(0)],
+    ],
     ids=["drops", "repeats", "empty micro-batch"],
 )
 def test_a_planner_that_loses_samples_is_refused(plan):
-    loader = make_loader(Numbers(8), global_batch_size=4, planner=lambda lengths, num_processes: [plan(len(lengths))])
+    loader = make_loader(
+        Numbers(8), global_batch_size=4, planner=lambda lengths, num_processes: [plan(len(lengths))]
+    )
     with pytest.raises(hf_ga.HfGaError):
         list(loader)
 

@@ -1,6 +1,8 @@
-"""Scenarios of 2 and of 3 processes, forked from one that has imported everything: python scenarios_worker.py JOB.json
+"""Scenarios of 2 and of 3 processes, forked from one that has imported everything: python
+scenarios_worker.py JOB.json
 
-JOB.json: {"folder": with a folder for each number of processes, in which each writes what it found}.
+JOB.json: {"folder": with a folder for each number of processes, in which each writes what it
+    found}.
 """
 
 import json
@@ -44,7 +46,9 @@ KINDS = ("ddp", "fsdp1", "fsdp2")
 
 
 def gradients(folder: Path, kind: str) -> None:
-    """Both windows of an epoch, 64 samples and 13, dropout on, reduced once and, under FSDP, after each micro-batch."""
+    """Both windows of an epoch, 64 samples and 13, dropout on, reduced once and, under FSDP, after
+    each micro-batch.
+    """
     accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     for window in make_windows(accelerator, samples):
@@ -53,20 +57,35 @@ def gradients(folder: Path, kind: str) -> None:
             model.zero_grad(set_to_none=True)
             result = hf_ga.backward_window(accelerator, model, window, targets=rule)
             name = f"gradients {kind} {window.index} {'each' if each else 'once'}"
-            save(accelerator, folder, name, whole_gradients(model), loss=result.loss, targets=result.num_targets)
+            save(
+                accelerator,
+                folder,
+                name,
+                whole_gradients(model),
+                loss=result.loss,
+                targets=result.num_targets,
+            )
 
 
 def added(folder: Path, kind: str) -> None:
     """The gradients of two windows, one added to the other, and of one without targets."""
     accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
-    windows = [*make_windows(accelerator, samples), *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]])]
-    skipped = [hf_ga.backward_window(accelerator, model, window, targets=rule).skipped for window in windows]
+    windows = [
+        *make_windows(accelerator, samples),
+        *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]]),
+    ]
+    skipped = [
+        hf_ga.backward_window(accelerator, model, window, targets=rule).skipped
+        for window in windows
+    ]
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
 def buckets(folder: Path) -> None:
-    """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process has its own numbers."""
+    """Gradients in buckets of 64 bytes: two types, some missing here or everywhere. Each process
+    has its own numbers.
+    """
     index = make_accelerator("ddp").process_index
     types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float32]
     parameters = [nn.Parameter(torch.zeros(2 + i, 3, dtype=dtype)) for i, dtype in enumerate(types)]
@@ -74,7 +93,10 @@ def buckets(folder: Path) -> None:
         if i != 3 and (i != 1 or index):
             parameter.grad = torch.full_like(parameter, 10.0 * i + index + 1).t().contiguous().t()
     sum_gradients(parameters, [True, True, True, False, True], bucket_bytes=64)
-    sums = [None if p.grad is None else [p.grad.min().item(), p.grad.max().item(), str(p.grad.dtype)] for p in parameters]
+    sums = [
+        None if p.grad is None else [p.grad.min().item(), p.grad.max().item(), str(p.grad.dtype)]
+        for p in parameters
+    ]
     (folder / f"buckets.{index}.json").write_text(json.dumps(sums))
 
 
@@ -84,9 +106,19 @@ def steps(folder: Path, kind: str) -> None:
     model, optimizer, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows, results = make_windows(accelerator, samples), []
     while len(results) < STEPS:
-        results += [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=MAX_NORM) for w in windows]
+        results += [
+            hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=MAX_NORM)
+            for w in windows
+        ]
     weights = {name: tensor.clone() for name, tensor in full_state_dict(accelerator, model).items()}
-    save(accelerator, folder, f"steps {kind}", weights, losses=[r.loss for r in results], norms=[r.grad_norm for r in results])
+    save(
+        accelerator,
+        folder,
+        f"steps {kind}",
+        weights,
+        losses=[r.loss for r in results],
+        norms=[r.grad_norm for r in results],
+    )
 
 
 def naive(folder: Path) -> None:
@@ -95,31 +127,54 @@ def naive(folder: Path) -> None:
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
     for window in make_windows(accelerator, samples, planner=h.by_number(WINDOW)):
         model.zero_grad(set_to_none=True)
-        accelerator.backward(model(**window.micro_batches[0].batch).loss * 2)  # undo the division by accumulation steps
+        accelerator.backward(
+            model(**window.micro_batches[0].batch).loss * 2
+        )  # undo the division by accumulation steps
         save(accelerator, folder, f"naive means {window.index}", whole_gradients(model))
 
 
 def larger() -> nn.Module:
     """1.1 MB of gradients."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return h.seeded(lambda: tf.BertForSequenceClassification(tf.BertConfig(vocab_size=40, num_labels=3, **sizes)))()
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return h.seeded(
+        lambda: tf.BertForSequenceClassification(
+            tf.BertConfig(vocab_size=40, num_labels=3, **sizes)
+        )
+    )()
 
 
 def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1 and 4 micro-batches a process."""
     accelerator, samples = make_accelerator(kind), h.class_samples(WINDOW)
     model, _, rule = prepare(accelerator, kind, larger(), samples)
-    share, size = WINDOW // accelerator.num_processes, sum(p.numel() * 4 for p in larger().parameters())
+    share, size = (
+        WINDOW // accelerator.num_processes,
+        sum(p.numel() * 4 for p in larger().parameters()),
+    )
     for micro_batches in MICRO_BATCHES:
-        (window,) = make_windows(accelerator, samples, planner=h.by_number(-(-share // micro_batches)))
+        (window,) = make_windows(
+            accelerator, samples, planner=h.by_number(-(-share // micro_batches))
+        )
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
-            hf_ga.backward_window(accelerator, model, window, targets=rule)  # FSDP sets itself up in its first forward
+            hf_ga.backward_window(
+                accelerator, model, window, targets=rule
+            )  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
                 hf_ga.backward_window(accelerator, model, window, targets=rule)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
-            facts = {"calls": sent.calls, "bytes": sent.bytes, "small": sent.small, "gradient_bytes": size}
+            facts = {
+                "calls": sent.calls,
+                "bytes": sent.bytes,
+                "small": sent.small,
+                "gradient_bytes": size,
+            }
             save(accelerator, folder, name, None, micro_batches=len(window.micro_batches), **facts)
 
 
@@ -141,23 +196,39 @@ class OverflowingBias(nn.Linear):
 def overflow(folder: Path, kind: str) -> None:
     """fp16: in the second window a gradient of the last process is infinite."""
     samples = h.class_samples(WINDOW)
-    accelerator = make_accelerator(kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)])
+    accelerator = make_accelerator(
+        kind, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)]
+    )
     enable_fp16_on_cpu(accelerator)
     base = h.bert_classifier(0.1)
     base.classifier = OverflowingBias(base.classifier)
     model, optimizer, rule = prepare(accelerator, kind, base, samples)
     skipped, scales, digests = [], [], []
     for window in make_windows(accelerator, samples, global_batch_size=16):
-        base.classifier.overflows = window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
-        result = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
+        base.classifier.overflows = (
+            window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
+        )
+        result = hf_ga.train_step(
+            accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0
+        )
         skipped.append([result.skipped, result.overflowed])
         scales.append(accelerator.scaler.get_scale())
         digests.append(digest(model))
-    save(accelerator, folder, f"overflow {kind}", None, skipped=skipped, scales=scales, digests=digests)
+    save(
+        accelerator,
+        folder,
+        f"overflow {kind}",
+        None,
+        skipped=skipped,
+        scales=scales,
+        digests=digests,
+    )
 
 
 def digest(model: nn.Module) -> str:
-    """Of the bits of all parameters: of this process's copy or, where they lie in shards, of the whole, gathered here."""
+    """Of the bits of all parameters: of this process's copy or, where they lie in shards, of the
+    whole, gathered here.
+    """
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
             whole = [p.detach().clone() for p in model.parameters()]
@@ -176,16 +247,32 @@ def options(folder: Path, kind: str) -> None:
         (window,) = make_windows(accelerator, samples)
         hf_ga.backward_window(accelerator, model, window, targets=rule)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
-        save(accelerator, folder, f"options {kind} {option}", whole_gradients(model), types=sorted(types))
+        save(
+            accelerator,
+            folder,
+            f"options {kind} {option}",
+            whole_gradients(model),
+            types=sorted(types),
+        )
         if option == "bf16":
-            refused(accelerator, folder, kind, partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
+            refused(
+                accelerator,
+                folder,
+                kind,
+                partial(hf_ga.backward_window, accelerator, model, window, targets=rule),
+            )
 
 
 def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callable) -> None:
-    """What FSDP would silently do otherwise: sums in bf16 (Accelerate's own policy, or one that leaves the type out), no sums."""
+    """What FSDP would silently do otherwise: sums in bf16 (Accelerate's own policy, or one that
+    leaves the type out), no sums.
+    """
     plugin, said = accelerator.state.fsdp_plugin, []
     policy = plugin.mixed_precision_policy
-    settings = [{"mixed_precision_policy": replace(policy, reduce_dtype=dtype)} for dtype in (torch.bfloat16, None)]
+    settings = [
+        {"mixed_precision_policy": replace(policy, reduce_dtype=dtype)}
+        for dtype in (torch.bfloat16, None)
+    ]
     for changed in [*settings, {"ignored_modules": ["wte"]}]:
         before = {name: getattr(plugin, name) for name in changed}
         vars(plugin).update(changed)
@@ -193,7 +280,14 @@ def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callabl
         vars(plugin).update(before)
     if kind == "fsdp1":  # shards cannot be proven on
         said.append(message_of(partial(backward, targets=None)))
-    save(accelerator, folder, f"refused {kind}", None, said=said, reduce_dtype=str(policy.reduce_dtype))
+    save(
+        accelerator,
+        folder,
+        f"refused {kind}",
+        None,
+        said=said,
+        reduce_dtype=str(policy.reduce_dtype),
+    )
 
 
 def message_of(action: Callable) -> str:
@@ -209,9 +303,14 @@ def subset(folder: Path, kind: str) -> None:
     samples = h.class_samples(16)
     accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
     rule = hf_ga.prove_targets(base, samples, h.pad_right)
-    model, optimizer = hf_ga.prepare(accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2))
+    model, optimizer = hf_ga.prepare(
+        accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2)
+    )
     windows = make_windows(accelerator, samples, global_batch_size=8)
-    results = [hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3) for w in windows]
+    results = [
+        hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3)
+        for w in windows
+    ]
     weights = full_state_dict(accelerator, model)
     facts = {"skipped": [r.skipped for r in results], "losses": [r.loss for r in results]}
     save(accelerator, folder, f"subset {kind}", {n: t.clone() for n, t in weights.items()}, **facts)
@@ -222,24 +321,37 @@ def pretraining(dropout: float = 0.0) -> nn.Module:
 
 
 def pretraining_samples(count: int) -> list[dict]:
-    """Some samples without masked tokens, some without a next sentence: the two means have targets of their own."""
+    """Some samples without masked tokens, some without a next sentence: the two means have targets
+    of their own.
+    """
     samples = h.token_samples(count)
     ignored = [h.without_targets(s) if i % 3 == 0 else s for i, s in enumerate(samples)]
-    return [{**s, "next_sentence_label": h.IGNORED if i % 4 == 1 else i % 2} for i, s in enumerate(ignored)]
+    return [
+        {**s, "next_sentence_label": h.IGNORED if i % 4 == 1 else i % 2}
+        for i, s in enumerate(ignored)
+    ]
 
 
 class TwoHeads(nn.Module):
-    """Each sample goes through one of two heads: a process may use only one of them. A third part is never used."""
+    """Each sample goes through one of two heads: a process may use only one of them. A third part
+    is never used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.never = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.WIDTH)
         self.heads = nn.ModuleList([nn.Linear(h.WIDTH, 3), nn.Linear(h.WIDTH, 3)])
 
-    def forward(self, input_ids, attention_mask, labels=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forward(
+        self, input_ids, attention_mask, labels=None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pooled = torch.tanh(self.body(input_ids) * attention_mask[..., None]).sum(1)
         which = input_ids[:, 0] % 2
-        return [(head(pooled[which == i]), which == i) for i, head in enumerate(self.heads) if (which == i).any()]
+        return [
+            (head(pooled[which == i]), which == i)
+            for i, head in enumerate(self.heads)
+            if (which == i).any()
+        ]
 
 
 def two_heads(dropout: float = 0.0) -> nn.Module:
@@ -247,7 +359,9 @@ def two_heads(dropout: float = 0.0) -> nn.Module:
 
 
 def two_heads_samples(count: int) -> list[dict]:
-    """One head for the first half of a window of 18, so for the first of two processes, the other for the rest."""
+    """One head for the first half of a window of 18, so for the first of two processes, the other
+    for the rest.
+    """
     samples = h.class_samples(count)
     for position, i in enumerate(epoch_order(count, SEED, 0, True)):
         samples[i]["input_ids"][0] = 2 + (position % 18 >= 9)
@@ -255,7 +369,10 @@ def two_heads_samples(count: int) -> list[dict]:
 
 
 def two_heads_loss(outputs: list, batch: dict) -> tuple[torch.Tensor, int]:
-    losses = [nn.functional.cross_entropy(logits, batch["labels"][rows], reduction="sum") for logits, rows in outputs]
+    losses = [
+        nn.functional.cross_entropy(logits, batch["labels"][rows], reduction="sum")
+        for logits, rows in outputs
+    ]
     return sum(losses), len(batch["labels"])
 
 
@@ -276,19 +393,32 @@ def all_to_the_last(lengths: np.ndarray, num_processes: int) -> Plan:
 
 
 def heads(folder: Path, kind: str) -> None:
-    """Rules with more than one divisor, a loss over the whole window, an own loss, a head that sees padding."""
+    """Rules with more than one divisor, a loss over the whole window, an own loss, a head that sees
+    padding.
+    """
     for head, (build, make_samples, layer, loss_fn) in HEADS.items():
         if kind != "ddp" and not layer:
             continue
         samples = make_samples(21)
         accelerator = make_accelerator(kind, layer)
         model, _, rule = prepare(accelerator, kind, build(), samples, loss_fn)
-        for window in make_windows(accelerator, samples, global_batch_size=18, planner=all_to_the_last):  # 18 and 3
+        for window in make_windows(
+            accelerator, samples, global_batch_size=18, planner=all_to_the_last
+        ):  # 18 and 3
             model.zero_grad(set_to_none=True)
             name = f"heads {kind} {head} {window.index}"
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
+            result = hf_ga.backward_window(
+                accelerator, model, window, targets=rule, loss_fn=loss_fn
+            )
             never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
-            save(accelerator, folder, name, whole_gradients(model), loss=result.loss, no_gradient=never)
+            save(
+                accelerator,
+                folder,
+                name,
+                whole_gradients(model),
+                loss=result.loss,
+                no_gradient=never,
+            )
 
 
 SCENARIOS = {2: [steps, counted, overflow, options, subset, added], 3: [gradients, heads]}

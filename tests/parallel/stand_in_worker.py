@@ -1,4 +1,5 @@
-"""Computes small models on the CPU and on another device, and writes what differed and what the host waited for.
+"""Computes small models on the CPU and on another device, and writes what differed and what the
+host waited for.
 
 python tests/stand_in_worker.py OUTPUT_DIR standin|cuda
 """
@@ -55,10 +56,16 @@ def computed(device, build, make_samples, loss_fn):
     for window in hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, **sizes):
         model.zero_grad()
         micro_batches += len(window.micro_batches)
-        waits += noted(hf_ga.backward_window, accelerator, model, window, targets=rule, loss_fn=loss_fn)[1]
-        grads.append({name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})
+        waits += noted(
+            hf_ga.backward_window, accelerator, model, window, targets=rule, loss_fn=loss_fn
+        )[1]
+        grads.append(
+            {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        )
     lengths = [len(sample["input_ids"]) for sample in samples]
-    batches = evaluation_windows(samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, proven=rule)
+    batches = evaluation_windows(
+        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, proven=rule
+    )
     results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
     forwards = sum(len(window.batches) for window in batches)
     told = {"results": results, "waits": waits, "micro-batches": micro_batches}
@@ -67,21 +74,30 @@ def computed(device, build, make_samples, loss_fn):
 
 def compared(device, *case):
     (expected, on_cpu), (grads, there) = computed(CPU, *case), computed(device, *case)
-    errors = [h.relative_error(found, reference) for found, reference in zip(grads, expected, strict=True)]
+    errors = [
+        h.relative_error(found, reference) for found, reference in zip(grads, expected, strict=True)
+    ]
     another = h.relative_error(grads[0], expected[1])
-    return {**there, "error": max(errors), "error of another window": another, "results on the CPU": on_cpu["results"]}
+    return {
+        **there,
+        "error": max(errors),
+        "error of another window": another,
+        "results on the CPU": on_cpu["results"],
+    }
 
 
 def steps(device):
-    """What an optimizer step waits for, and whoever reads what it did, with clipping and without; behind one that proves the
-    model.
+    """What an optimizer step waits for, and whoever reads what it did, with clipping and without;
+    behind one that proves the model.
     """
     accelerator = accelerator_on(device)
     model = accelerator.prepare(h.gpt2(DROPOUT))
     optimizer, found = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2)), []
     windows = hf_ga.WindowLoader(h.token_samples(24), h.pad_right, accelerator=accelerator, seed=0)
     for window, max_grad_norm in zip(windows, (None, 1.0, None), strict=True):
-        result, waits = noted(hf_ga.train_step, accelerator, model, optimizer, window, max_grad_norm=max_grad_norm)
+        result, waits = noted(
+            hf_ga.train_step, accelerator, model, optimizer, window, max_grad_norm=max_grad_norm
+        )
         found.append(waits + noted(lambda result=result: (result.loss, result.grad_norm))[1])
     return found[1:]
 
@@ -90,7 +106,10 @@ def usual_loop(device):
     """The control: a loop that adds up the losses of micro-batches as numbers."""
     model = accelerator_on(device).prepare(h.gpt2())
     batches = [h.pad_right(h.token_samples(24)[i : i + 2]) for i in range(0, 8, 2)]
-    batches = [{name: value.to(device, non_blocking=True) for name, value in batch.items()} for batch in batches]
+    batches = [
+        {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        for batch in batches
+    ]
     return noted(lambda: sum(model(**batch).loss.item() for batch in batches))[1]
 
 
@@ -104,11 +123,23 @@ def trainers(device, folder):
         return term
 
     there = property(lambda self: (own(self), device)[1])
-    with mock.patch.object(tf.TrainingArguments, "device", there), mock.patch.object(WindowLoss, "part", watched):
+    with (
+        mock.patch.object(tf.TrainingArguments, "device", there),
+        mock.patch.object(WindowLoss, "part", watched),
+    ):
         for size in (2, 4):
             accelerator_on(device)
-            sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 2}
-            quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+            sizes = {
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": 8 // size,
+                "max_steps": 2,
+            }
+            quiet = {
+                "report_to": [],
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                "logging_steps": 1,
+            }
             args = tf.TrainingArguments(folder, dataloader_pin_memory=False, **sizes, **quiet)
             data = {"train_dataset": h.token_samples(24), "data_collator": h.pad_right}
             trainer = hf_ga.ExactTrainer(model=h.gpt2(DROPOUT), args=args, **data)
@@ -136,9 +167,13 @@ def whole_runs(device, folder):
                 runs.train(place, folder / "cut", **short)
             except KeyboardInterrupt:
                 found["stopped"] = True
-        found["cut"] = runs.train(place, folder / "cut", **short, resume_from_checkpoint="auto")["weights_sha256"]
+        found["cut"] = runs.train(place, folder / "cut", **short, resume_from_checkpoint="auto")[
+            "weights_sha256"
+        ]
         found["distance"] = runs.relative_distance(folder / "whole", folder / "on the CPU")
-        found["of one step"] = runs.relative_distance(folder / "on the CPU", folder / "on the CPU" / "checkpoint-2")
+        found["of one step"] = runs.relative_distance(
+            folder / "on the CPU", folder / "on the CPU" / "checkpoint-2"
+        )
     return found
 
 
@@ -159,8 +194,15 @@ def equivalence(device):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tf.logging.set_verbosity_error()
-    folder, device = Path(sys.argv[1]), stand_in_device.set_up() if sys.argv[2] == "standin" else torch.device(sys.argv[2])
+    folder, device = (
+        Path(sys.argv[1]),
+        stand_in_device.set_up() if sys.argv[2] == "standin" else torch.device(sys.argv[2]),
+    )
     found = {name: compared(device, *case) for name, case in CASES.items()}
     found |= {"steps": steps(device), "usual loop": usual_loop(device)}
-    found |= {"mixed": mixed_devices(device), "equivalence": equivalence(device), "trainers": trainers(device, folder / "trainer")}
+    found |= {
+        "mixed": mixed_devices(device),
+        "equivalence": equivalence(device),
+        "trainers": trainers(device, folder / "trainer"),
+    }
     (folder / "found.json").write_text(json.dumps({**found, "runs": whole_runs(device, folder)}))

@@ -1,6 +1,7 @@
 """Real process groups: 2 and 3 processes under DDP, FSDP1 and FSDP2, against one process.
 
-The references are computed here, on the whole window at once, by plain forwards and backwards under keyed dropout.
+The references are computed here, on the whole window at once, by plain forwards and backwards under
+keyed dropout.
 """
 
 import copy
@@ -44,8 +45,12 @@ def positions_of(window: int) -> np.ndarray:
     return np.arange(WINDOW) if window == 0 else np.arange(WINDOW, WINDOW + LAST)
 
 
-def full_batch(model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dict], epoch: int, window: int) -> torch.Tensor:
-    """The loss of a window in one plain forward, backward done, under the dropout of its samples."""
+def full_batch(
+    model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dict], epoch: int, window: int
+) -> torch.Tensor:
+    """The loss of a window in one plain forward, backward done, under the dropout of its
+    samples.
+    """
     positions = positions_of(window)
     order = epoch_order(len(samples), SEED, epoch, True)
     rule.dropout.set_keys(sample_keys(SEED, epoch, positions), window_key(SEED, epoch, window))
@@ -56,18 +61,24 @@ def full_batch(model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dic
 
 
 def full_router_gradient(model: torch.nn.Module, batch: dict, dtype: torch.dtype) -> h.Gradients:
-    """One plain forward and backward. The mean is taken from the logits, which the head casts to float32."""
+    """One plain forward and backward. The mean is taken from the logits, which the head casts to
+    float32.
+    """
     model = model.to(dtype)
     model.set_experts_implementation("eager")  # the others have no float64
     outputs, labels = model(**batch), batch["labels"]
-    targets = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=h.IGNORED)
+    targets = F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=h.IGNORED
+    )
     (targets + model.config.router_aux_loss_coef * outputs.aux_loss).backward()
     return h.gradients(model)
 
 
 @pytest.fixture(scope="module")
 def references():
-    """Of each window: gradients of the full batch in float32 and in float64, and the loss in float64."""
+    """Of each window: gradients of the full batch in float32 and in float64, and the loss in
+    float64.
+    """
     samples, made = h.token_samples(WINDOW + LAST), []
     for window in (0, 1):
         grads = []
@@ -81,7 +92,8 @@ def references():
     return made
 
 
-# -- the gradient of a window ------------------------------------------------------------------------------------------------
+# -- the gradient of a window
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [0, 1], ids=["64 samples", "13 samples"])
@@ -100,10 +112,16 @@ def test_gradient_is_the_full_batch_s(found, references, kind, window):
 
 @pytest.mark.parametrize("window", [0, 1], ids=["64 samples", "13 samples"])
 def test_the_average_of_local_means_fails_the_same_test(found, window):
-    """What Accelerate's usual loop computes: DDP averages the processes' means, which had different numbers of targets."""
+    """What Accelerate's usual loop computes: DDP averages the processes' means, which had different
+    numbers of targets.
+    """
     samples = h.token_samples(WINDOW + LAST)
-    whole = h.pad_right([samples[i] for i in epoch_order(len(samples), SEED, 0, True)[positions_of(window)]])
-    grads32, grads64 = (h.full_batch_gradient(h.gpt2(), whole, dtype) for dtype in (torch.float32, torch.float64))
+    whole = h.pad_right(
+        [samples[i] for i in epoch_order(len(samples), SEED, 0, True)[positions_of(window)]]
+    )
+    grads32, grads64 = (
+        h.full_batch_gradient(h.gpt2(), whole, dtype) for dtype in (torch.float32, torch.float64)
+    )
     error = h.relative_error(load_file(found(2) / f"naive means {window}.safetensors"), grads64)
     assert error > 1e-3 > 1e-6 + 3 * h.relative_error(grads32, grads64)
 
@@ -111,15 +129,21 @@ def test_the_average_of_local_means_fails_the_same_test(found, window):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_two_windows_add_up(found, references, kind):
     (first32, first64, _), (second32, second64, _) = references
-    sum32, sum64 = ({n: a[n] + b[n] for n in a} for a, b in ((first32, second32), (first64, second64)))
+    sum32, sum64 = (
+        {n: a[n] + b[n] for n in a} for a, b in ((first32, second32), (first64, second64))
+    )
     error = h.relative_error(load_file(found(2) / f"added {kind}.safetensors"), sum64)
     assert error <= 1e-6 + 3 * h.relative_error(sum32, sum64)
     assert h.relative_error(second64, sum64) > 0.1  # the control: the second alone
-    assert [fact["skipped"] for fact in facts(found(2), f"added {kind}")] == [[False, False, True]] * 2
+    assert [fact["skipped"] for fact in facts(found(2), f"added {kind}")] == [
+        [False, False, True]
+    ] * 2
 
 
 def test_small_buckets_of_two_types(found):
-    """By hand: the sum of 10 i + 1 and 10 i + 2; one that only the second has; one that nobody has."""
+    """By hand: the sum of 10 i + 1 and 10 i + 2; one that only the second has; one that nobody
+    has.
+    """
     f32, f64 = "torch.float32", "torch.float64"
     expected = [[3.0, 3.0, f32], [12.0, 12.0, f32], [43.0, 43.0, f64], None, [83.0, 83.0, f32]]
     assert facts(found(2), "buckets") == [expected, expected]
@@ -130,15 +154,29 @@ def references_of_head(head: str) -> list[tuple[h.Gradients, h.Gradients]]:
     """Of both windows, in float32 and float64."""
     build, make_samples, _, loss_fn = HEADS[head]
     samples, order = make_samples(21), epoch_order(21, SEED, 0, True)
-    full = full_router_gradient if head == "router" else partial(h.full_batch_gradient, loss_fn=loss_fn)
-    wholes = [h.pad_right([samples[i] for i in order[positions]]) for positions in (slice(0, 18), slice(18, 21))]
-    return [tuple(full(build(), whole, dtype) for dtype in (torch.float32, torch.float64)) for whole in wholes]
+    full = (
+        full_router_gradient
+        if head == "router"
+        else partial(h.full_batch_gradient, loss_fn=loss_fn)
+    )
+    wholes = [
+        h.pad_right([samples[i] for i in order[positions]])
+        for positions in (slice(0, 18), slice(18, 21))
+    ]
+    return [
+        tuple(full(build(), whole, dtype) for dtype in (torch.float32, torch.float64))
+        for whole in wholes
+    ]
 
 
-@pytest.mark.parametrize(("head", "kind"), [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]])
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]],
+)
 def test_heads_with_rules_of_their_own(found, kind, head):
-    """Two divisors, a balancing loss over the window, an own loss, heads that only some samples use, a loss that sees padding: 18
-    samples and 3, which the last process has alone, against full batches.
+    """Two divisors, a balancing loss over the window, an own loss, heads that only some samples
+    use, a loss that sees padding: 18 samples and 3, which the last process has alone, against full
+    batches.
     """
     for window, (grads32, grads64) in enumerate(references_of_head(head)):
         name = f"heads {kind} {head} {window}"
@@ -150,7 +188,9 @@ def test_heads_with_rules_of_their_own(found, kind, head):
 
 @pytest.fixture(scope="module")
 def gpt2_references():
-    """Gradients of a window of 64 in float64, in float32, and under autocast to bf16, each on the full batch."""
+    """Gradients of a window of 64 in float64, in float32, and under autocast to bf16, each on the
+    full batch.
+    """
     samples, made = h.token_samples(WINDOW), []
     order = epoch_order(WINDOW, SEED, 0, True)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -159,7 +199,9 @@ def gpt2_references():
         rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(WINDOW)), window_key(SEED, 0, 0))
         low = dtype == torch.bfloat16
         with rule.dropout.scope(model), torch.autocast("cpu", torch.bfloat16, enabled=low):
-            (model if low else model.to(dtype))(**h.pad_right([samples[i] for i in order])).loss.backward()
+            (model if low else model.to(dtype))(
+                **h.pad_right([samples[i] for i in order])
+            ).loss.backward()
         made.append(h.gradients(model))
     return made
 
@@ -167,34 +209,48 @@ def gpt2_references():
 @pytest.mark.parametrize("option", ["checkpointing", "bf16"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option):
-    """bf16 against the rounding of autocast on one process; FSDP rounds the layer norms' parameters as well."""
+    """bf16 against the rounding of autocast on one process; FSDP rounds the layer norms' parameters
+    as well.
+    """
     grads64, grads32, grads16 = gpt2_references
     own = h.relative_error(grads32 if option == "checkpointing" else grads16, grads64)
     error = h.relative_error(load_file(found(2) / f"options {kind} {option}.safetensors"), grads64)
     assert error <= 1e-6 + 3 * own
-    assert all(fact["types"] == ["torch.float32"] for fact in facts(found(2), f"options {kind} {option}"))
+    assert all(
+        fact["types"] == ["torch.float32"] for fact in facts(found(2), f"options {kind} {option}")
+    )
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
-    """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored modules, a proof on shards."""
-    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + ["does not reduce the gradients of fsdp_ignored_modules"]
+    """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored
+    modules, a proof on shards.
+    """
+    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + [
+        "does not reduce the gradients of fsdp_ignored_modules"
+    ]
     words += ["proven before it is wrapped"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"
-        assert all(word in said for word, said in zip(words, fact["said"], strict=True)), fact["said"]
+        assert all(word in said for word, said in zip(words, fact["said"], strict=True)), fact[
+            "said"
+        ]
 
 
 def test_an_optimizer_over_one_bias(found):
     """FSDP1's shards give one of the processes nothing of it: both agree that a step was made."""
     first, second = facts(found(2), "subset fsdp1")
     assert first == second and first["skipped"] == [False, False]
-    before, after = h.bert_classifier().state_dict(), load_file(found(2) / "subset fsdp1.safetensors")
+    before, after = (
+        h.bert_classifier().state_dict(),
+        load_file(found(2) / "subset fsdp1.safetensors"),
+    )
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     assert moved == {"classifier.bias"}
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------------
+# -- steps
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +272,9 @@ def test_steps_of_adamw(found, steps, kind):
     losses, norms, weights = steps
     first, second = facts(found(2), f"steps {kind}")
     assert first == second
-    assert first["losses"] == pytest.approx(losses, rel=1e-5) and first["norms"] == pytest.approx(norms, rel=1e-5)
+    assert first["losses"] == pytest.approx(losses, rel=1e-5) and first["norms"] == pytest.approx(
+        norms, rel=1e-5
+    )
     assert min(norms) > MAX_NORM  # so clipping did something
     whole = load_file(found(2) / f"steps {kind}.safetensors")
     assert {name for name in weights if "lm_head" not in name} <= whole.keys()
@@ -224,17 +282,26 @@ def test_steps_of_adamw(found, steps, kind):
 
 
 def test_other_dropout_masks_fail_the_same_test(steps):
-    """The control of the comparison above: another seed of dropout alone moves the first losses by more than the tolerance."""
+    """The control of the comparison above: another seed of dropout alone moves the first losses by
+    more than the tolerance.
+    """
     model, samples = h.gpt2(0.1), h.token_samples(WINDOW + LAST)
-    loss = model(**h.pad_right([samples[i] for i in epoch_order(len(samples), SEED, 0, True)[positions_of(0)]])).loss.item()
+    loss = model(
+        **h.pad_right(
+            [samples[i] for i in epoch_order(len(samples), SEED, 0, True)[positions_of(0)]]
+        )
+    ).loss.item()
     assert abs(loss - steps[0][0]) / loss > 3e-5
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------------
+# -- what is sent
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_ddp_sums_gradients_once_a_window(found):
-    """One all-reduce of exactly the gradients' bytes and two small ones (targets, status), however many micro-batches."""
+    """One all-reduce of exactly the gradients' bytes and two small ones (targets, status), however
+    many micro-batches.
+    """
     for micro_batches in MICRO_BATCHES:
         for fact in facts(found(2), f"counted ddp {micro_batches} once"):
             assert fact["micro_batches"] == micro_batches
@@ -244,7 +311,9 @@ def test_ddp_sums_gradients_once_a_window(found):
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_fsdp_reduces_once_a_window_or_each_time(found, kind):
-    """Parameters are gathered in every micro-batch; gradients are reduced once, or each time where that is asked for."""
+    """Parameters are gathered in every micro-batch; gradients are reduced once, or each time where
+    that is asked for.
+    """
     counts = {}
     for micro_batches in MICRO_BATCHES:
         for how in ("once", "each"):
@@ -258,7 +327,8 @@ def test_fsdp_reduces_once_a_window_or_each_time(found, kind):
         assert calls["reduce_scatter"] == one["reduce_scatter"] * (1 if how == "once" else several)
 
 
-# -- scaler -----------------------------------------------------------------------------------------------------------------
+# -- scaler
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,6 @@
-"""fp16 with a loss scaler, for real on a CPU: skipped windows, the scale, clipping and several optimizers."""
+"""fp16 with a loss scaler, for real on a CPU: skipped windows, the scale, clipping and several
+optimizers.
+"""
 
 import copy
 import itertools
@@ -33,7 +35,9 @@ def fp16_accelerator(init_scale=SCALE, growth_interval=2000):
 
 
 class Regression(nn.Module):
-    """Mean squared error, computed in float32 from a linear layer in half precision; or its outputs, without y."""
+    """Mean squared error, computed in float32 from a linear layer in half precision; or its
+    outputs, without y.
+    """
 
     def __init__(self):
         super().__init__()
@@ -49,12 +53,18 @@ def squared_error(outputs, batch):
     return (outputs - batch["target"]).square().sum(), len(outputs)
 
 
-TOO_LARGE = {"in the forward": 1e5, "in the backward": 3e4}  # float16 ends at 65504; 3e4 fits, its scaled gradient does not
+TOO_LARGE = {
+    "in the forward": 1e5,
+    "in the backward": 3e4,
+}  # float16 ends at 65504; 3e4 fits, its scaled gradient does not
 
 
 def points(num_samples, overflows_at=(), value=1e5, target="y"):
     generator = torch.Generator().manual_seed(5)
-    samples = [{"x": torch.randn(3, generator=generator), target: torch.randn((), generator=generator)} for _ in range(num_samples)]
+    samples = [
+        {"x": torch.randn(3, generator=generator), target: torch.randn((), generator=generator)}
+        for _ in range(num_samples)
+    ]
     for index in overflows_at:
         samples[index]["x"] = torch.full((3,), value)
     return samples
@@ -62,7 +72,12 @@ def points(num_samples, overflows_at=(), value=1e5, target="y"):
 
 def loader(samples, micro_batch=MICRO_BATCH, window=WINDOW, collate=h.pad_right):
     return hf_ga.WindowLoader(
-        samples, collate, accelerator=Accelerator(), global_batch_size=window, per_device_batch_size=micro_batch, shuffle=False
+        samples,
+        collate,
+        accelerator=Accelerator(),
+        global_batch_size=window,
+        per_device_batch_size=micro_batch,
+        shuffle=False,
     )
 
 
@@ -70,25 +85,39 @@ def training_of(accelerator, model=None, **more):
     return Training(accelerator, model or Regression(), **more)
 
 
-# -- overflow ---------------------------------------------------------------------------------------------------------------
+# -- overflow
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["AdamW", "fused AdamW"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["no clipping", "clipping"])
 @pytest.mark.parametrize("loss_fn", [None, squared_error], ids=["own loss", "loss_fn"])
 @pytest.mark.parametrize("where", TOO_LARGE)
-def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, max_grad_norm, fused):
+def test_an_overflow_in_one_micro_batch_skips_the_whole_window(
+    where, loss_fn, max_grad_norm, fused
+):
     """The second of four micro-batches of the second of three windows."""
-    samples = points(3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target")
-    training, options = training_of(fp16_accelerator(), fused=fused), {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    samples = points(
+        3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target"
+    )
+    training, options = (
+        training_of(fp16_accelerator(), fused=fused),
+        {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm},
+    )
     snapshots, results = [training.snapshot()], []
     for window in loader(samples):
         results.append(training.step(window, **options))
         snapshots.append(training.snapshot())
-    assert [(r.skipped, r.overflowed) for r in results] == [(False, False), (True, True), (False, False)]
+    assert [(r.skipped, r.overflowed) for r in results] == [
+        (False, False),
+        (True, True),
+        (False, False),
+    ]
     assert [r.loss_scale for r in results] == [SCALE, SCALE, SCALE / 2]
     assert [same(a, b) for a, b in itertools.pairwise(snapshots)] == [False, True, False]
-    assert training.scheduler.last_epoch == 2 and training.accelerator.scaler.get_scale() == SCALE / 2
+    assert (
+        training.scheduler.last_epoch == 2 and training.accelerator.scaler.get_scale() == SCALE / 2
+    )
     assert all(p.grad is None for p in training.model.parameters())
     if where == "in the forward":
         assert not math.isfinite(results[1].loss)
@@ -97,7 +126,9 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window(where, loss_fn, m
 
 
 def test_control_a_scaler_per_micro_batch_does_what_the_window_must_not():
-    """The scale falls three times (what overflowed stays in .grad), and the first micro-batch moves the weights."""
+    """The scale falls three times (what overflowed stays in .grad), and the first micro-batch moves
+    the weights.
+    """
     samples = points(WINDOW, [MICRO_BATCH])
     training = training_of(fp16_accelerator())
     before = training.snapshot()
@@ -123,15 +154,24 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
     training.step(with_targets)
     before, state = training.snapshot(), training.accelerator.scaler.state_dict()
     result = training.step(without, max_grad_norm=1.0)
-    assert (result.skipped, result.overflowed, result.loss_scale, result.loss) == (True, False, None, 0.0)
+    assert (result.skipped, result.overflowed, result.loss_scale, result.loss) == (
+        True,
+        False,
+        None,
+        0.0,
+    )
     assert same(training.snapshot(), before) and training.accelerator.scaler.state_dict() == state
     assert not training.step(with_targets).skipped
     assert training.accelerator.scaler.get_scale() == 2 * SCALE
 
 
-@pytest.mark.parametrize(("precision", "scale"), [("no", None), ("fp16", 1.0)], ids=["float32", "scaler switched off"])
+@pytest.mark.parametrize(
+    ("precision", "scale"), [("no", None), ("fp16", 1.0)], ids=["float32", "scaler switched off"]
+)
 def test_without_a_scaler_nothing_is_skipped(precision, scale):
-    accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    accelerator = Accelerator(
+        mixed_precision=precision, cpu=True, kwargs_handlers=[GradScalerKwargs(enabled=False)]
+    )
     enable_fp16_on_cpu(accelerator)
     assert precision == "no" or accelerator.scaler.state_dict() == {}
     (window,) = loader(points(WINDOW))
@@ -140,7 +180,9 @@ def test_without_a_scaler_nothing_is_skipped(precision, scale):
 
 
 class HalfLoss(nn.Module):
-    """Its loss is half precision under autocast, in an object that Accelerate does not convert. Gradient: the mean of x."""
+    """Its loss is half precision under autocast, in an object that Accelerate does not convert.
+    Gradient: the mean of x.
+    """
 
     def __init__(self):
         super().__init__()
@@ -151,7 +193,9 @@ class HalfLoss(nn.Module):
 
 
 def test_a_loss_in_half_precision_is_weighted_in_float32():
-    """The default scale of 65536 is more than float16 holds: weighted in float16, every window's gradient would be infinite."""
+    """The default scale of 65536 is more than float16 holds: weighted in float16, every window's
+    gradient would be infinite.
+    """
     accelerator = fp16_accelerator(init_scale=2.0**16)
     torch.manual_seed(0)
     model = accelerator.prepare(HalfLoss())
@@ -159,7 +203,9 @@ def test_a_loss_in_half_precision_is_weighted_in_float32():
     (window,) = loader(samples)
     hf_ga.backward_window(accelerator, model, window)
     by_hand = torch.stack([s["x"] for s in samples]).double().mean(0)
-    assert (model.linear.weight.grad[0].double() / 2**16 - by_hand).norm() <= 4 * FP16 * by_hand.norm()
+    assert (
+        model.linear.weight.grad[0].double() / 2**16 - by_hand
+    ).norm() <= 4 * FP16 * by_hand.norm()
     model.zero_grad()
     for micro_batch in window.micro_batches:  # the control
         loss = model(**micro_batch.batch).loss
@@ -168,15 +214,21 @@ def test_a_loss_in_half_precision_is_weighted_in_float32():
     assert not model.linear.weight.grad.isfinite().any()
 
 
-# -- clipping and the gradient ----------------------------------------------------------------------------------------------
+# -- clipping and the gradient
+# ----------------------------------------------------------------------------------------------
 
 
 def float32_gradient(model, samples):
-    return {name: g.float() for name, g in h.full_batch_gradient(model, h.pad_right(samples), torch.float32).items()}
+    return {
+        name: g.float()
+        for name, g in h.full_batch_gradient(model, h.pad_right(samples), torch.float32).items()
+    }
 
 
 def test_clipping_comes_after_unscaling():
-    """Against float32, plain: the norms and the clipped updates agree to fp16's rounding (4 of them in a row)."""
+    """Against float32, plain: the norms and the clipped updates agree to fp16's rounding (4 of them
+    in a row).
+    """
     model, samples, max_norm = h.bert_classifier(), h.class_samples(WINDOW), 0.1
     before, reference = copy.deepcopy(model), float32_gradient(model, samples)
     clipped = {name: g * (max_norm / h.norm(reference)) for name, g in reference.items()}
@@ -199,7 +251,10 @@ def test_clipping_comes_after_unscaling():
 
 
 def update(before, after):
-    return {name: (b - a).detach() for (name, b), a in zip(before.named_parameters(), after.parameters(), strict=True)}
+    return {
+        name: (b - a).detach()
+        for (name, b), a in zip(before.named_parameters(), after.parameters(), strict=True)
+    }
 
 
 def test_windows_are_added_under_one_scale_and_unscaled_once():
@@ -211,12 +266,15 @@ def test_windows_are_added_under_one_scale_and_unscaled_once():
     for _ in range(2):
         hf_ga.backward_window(accelerator, model, window)
     twice = {name: 2 * g for name, g in reference.items()}
-    assert h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
+    assert (
+        h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
+    )
     accelerator.unscale_gradients()
     assert h.relative_error(h.gradients(model), twice) <= 4 * FP16
 
 
-# -- optimizers -------------------------------------------------------------------------------------------------------------
+# -- optimizers
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unprepared_optimizer_is_refused():
@@ -226,10 +284,14 @@ def test_an_unprepared_optimizer_is_refused():
     before = copy.deepcopy(plain.state_dict())
     (window,) = loader(points(WINDOW))
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    with pytest.raises(hf_ga.ConfigError, match=r"SGD does not use the accelerator's scaler.*accelerator\.prepare"):
+    with pytest.raises(
+        hf_ga.ConfigError, match=r"SGD does not use the accelerator's scaler.*accelerator\.prepare"
+    ):
         hf_ga.train_step(accelerator, model, optimizer, window)
     assert all(torch.equal(v, before[name]) for name, v in plain.state_dict().items())
-    hf_ga.backward_window(accelerator, model, window)  # the control: what it would have stepped with
+    hf_ga.backward_window(
+        accelerator, model, window
+    )  # the control: what it would have stepped with
     scaled = h.norm(h.gradients(plain))
     accelerator.prepare(optimizer)
     accelerator.unscale_gradients()
@@ -246,7 +308,9 @@ def test_an_optimizer_prepared_before_the_scaler_is_refused():
 
 
 def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
-    """Accelerate's clipping unscales all prepared optimizers: an infinity among the other's gradients would lower the scale."""
+    """Accelerate's clipping unscales all prepared optimizers: an infinity among the other's
+    gradients would lower the scale.
+    """
     accelerator = fp16_accelerator()
     ours, other = training_of(accelerator), training_of(accelerator, nn.Linear(2, 1))
     pending = torch.tensor([[3.0, math.inf]])
@@ -276,7 +340,10 @@ def test_the_norm_is_of_what_the_optimizer_owns():
     """The other part of the model has gradients that still carry the scale."""
     model, samples = h.bert_classifier(), h.class_samples(WINDOW)
     reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
-    head, body = torch.optim.SGD(model.classifier.parameters(), lr=0.0), torch.optim.SGD(model.bert.parameters(), lr=0.0)
+    head, body = (
+        torch.optim.SGD(model.classifier.parameters(), lr=0.0),
+        torch.optim.SGD(model.bert.parameters(), lr=0.0),
+    )
     model, head, body = accelerator.prepare(model, head, body)
     (window,) = loader(samples)
     result = hf_ga.train_step(accelerator, model, body, window, max_grad_norm=1e9)
@@ -287,7 +354,9 @@ def test_the_norm_is_of_what_the_optimizer_owns():
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_an_optimizer_without_any_gradient_skips(precision):
-    """torch's scaler would raise an AssertionError; in float32 the schedule would go on and nothing be trained."""
+    """torch's scaler would raise an AssertionError; in float32 the schedule would go on and nothing
+    be trained.
+    """
     accelerator = fp16_accelerator() if precision == "fp16" else Accelerator(cpu=True)
     model, unrelated = accelerator.prepare(Regression()), training_of(accelerator)
     before = unrelated.snapshot()
@@ -296,7 +365,10 @@ def test_an_optimizer_without_any_gradient_skips(precision):
     options = {"scheduler": unrelated.scheduler, "max_grad_norm": 1.0}
     result = hf_ga.train_step(accelerator, model, unrelated.optimizer, window, **options)
     assert (result.skipped, result.overflowed, result.num_targets) == (True, False, WINDOW)
-    assert same(unrelated.snapshot(), before) and (accelerator.scaler and accelerator.scaler.state_dict()) == state
+    assert (
+        same(unrelated.snapshot(), before)
+        and (accelerator.scaler and accelerator.scaler.state_dict()) == state
+    )
     if precision == "fp16":  # the control
         hf_ga.backward_window(accelerator, model, window)
         with pytest.raises(AssertionError, match="No inf checks"):

@@ -1,7 +1,8 @@
-"""hf_ga on a device that is not the CPU: the same gradients, no operand left on the host, no waiting.
+"""hf_ga on a device that is not the CPU: the same gradients, no operand left on the host, no
+waiting.
 
-The device is `stand_in_device.py` and, in the tests marked `gpu`, a real one. What the stand-in cannot show: kernels, rounding,
-memory and speed of a GPU.
+The device is `stand_in_device.py` and, in the tests marked `gpu`, a real one. What the stand-in
+cannot show: kernels, rounding, memory and speed of a GPU.
 """
 
 import json
@@ -15,9 +16,14 @@ import stand_in_worker
 import torch
 
 LIMIT = 400  # seconds
-SAME, ANOTHER = h.FLOOR, 0.5  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
+SAME, ANOTHER = (
+    h.FLOOR,
+    0.5,
+)  # relative errors of a gradient: rounding (4e-7 was seen), and that of another window (1.2)
 WIDER = {"standin": 1, "cuda": 100}  # a GPU rounds in another way
-COUNTED_THERE = ("own loss",)  # whose number of targets is computed on the device, and has to be waited for
+COUNTED_THERE = (
+    "own loss",
+)  # whose number of targets is computed on the device, and has to be waited for
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["standin", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
@@ -34,7 +40,9 @@ def found_on(tmp_path_factory):
             folder = tmp_path_factory.mktemp(device)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "false"}
             command = [sys.executable, stand_in_worker.__file__, str(folder), device]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+            )
             known[device] = done.returncode, done.stderr[-4000:], folder / "found.json"
         code, said, file = known[device]
         assert code == 0, said
@@ -57,12 +65,16 @@ def test_the_check_of_equivalence_and_exact_trainer_run_there(device, found_on):
     found = found_on(device)
     assert found["equivalence"]["passed"], found["equivalence"]["text"]
     losses = found["trainers"]["losses"]
-    assert len(losses["2"]) == 2 and losses["2"] == pytest.approx(losses["4"], rel=1e-6 * WIDER[device])
+    assert len(losses["2"]) == 2 and losses["2"] == pytest.approx(
+        losses["4"], rel=1e-6 * WIDER[device]
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_there_is_that_on_the_cpu_and_goes_on_after_a_stop(device, found_on):
-    """Loading, training, evaluating, saving. Weights up to rounding, of which Adam makes much; bit for bit when resumed."""
+    """Loading, training, evaluating, saving. Weights up to rounding, of which Adam makes much; bit
+    for bit when resumed.
+    """
     found = found_on(device)["runs"]
     assert found["distance"] < found["of one step"] / 50 * WIDER[device] ** 0.5
     assert found["stopped"] and found["cut"] == found["whole"]
@@ -78,19 +90,27 @@ def test_no_window_waits_for_the_device(name, found_on):
         assert not waits, "\n".join(waits)
 
 
-@pytest.mark.parametrize("name", [name for name in stand_in_worker.CASES if name not in ("router", *COUNTED_THERE)])
+@pytest.mark.parametrize(
+    "name", [name for name in stand_in_worker.CASES if name not in ("router", *COUNTED_THERE)]
+)
 def test_evaluations_wait_once_they_are_done(name, found_on):
     """Each batch's sum is read when all batches are computed."""
     case = found_on("standin")[name]
     waits = case["waits of evaluation"]
     early = [wait for wait in waits if "_in_parts" in wait]
-    assert not early and sum("_in_parts" not in wait for wait in waits) == case["forwards"], "\n".join(waits)
+    assert not early and sum("_in_parts" not in wait for wait in waits) == case["forwards"], (
+        "\n".join(waits)
+    )
 
 
 def test_a_step_waits_once_for_the_device(found_on):
-    """To see whether loss and gradient are finite, before the optimizer's step: what is logged of it is known then."""
+    """To see whether loss and gradient are finite, before the optimizer's step: what is logged of
+    it is known then.
+    """
     waits = found_on("standin")["steps"]
-    assert len(waits) == 2 and all(len(of_step) == 1 and "_is_finite" in of_step[0] for of_step in waits), waits
+    assert len(waits) == 2 and all(
+        len(of_step) == 1 and "_is_finite" in of_step[0] for of_step in waits
+    ), waits
 
 
 def test_exact_trainer_does_not_wait_in_its_forwards(found_on):

@@ -1,4 +1,6 @@
-"""What two ranks exchange in a window, of small models, in a second each. `test_processes.py` has more models and more ranks."""
+"""What two ranks exchange in a window, of small models, in a second each. `test_processes.py` has
+more models and more ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,8 @@ from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise
 
 
 class Halves(nn.Module):
-    """Samples 0 to 2 go through one layer, the others through another one: on two ranks, each has a gradient of one of them.
+    """Samples 0 to 2 go through one layer, the others through another one: on two ranks, each has a
+    gradient of one of them.
 
     Attributes:
         fails: what a forward of this rank raises, given the number of its samples.
@@ -46,7 +49,10 @@ class Halves(nn.Module):
 
 def points() -> list[dict]:
     torch.manual_seed(1)
-    return [{"x": torch.randn(4), "second": torch.tensor(i > 2), "labels": torch.tensor(i % 3)} for i in range(5)]
+    return [
+        {"x": torch.randn(4), "second": torch.tensor(i > 2), "labels": torch.tensor(i % 3)}
+        for i in range(5)
+    ]
 
 
 def stack(samples: list[dict]) -> dict:
@@ -56,21 +62,32 @@ def stack(samples: list[dict]) -> dict:
 def assert_full_batch(found: list[Any], model: nn.Module, batch: dict) -> None:
     """Each rank has the gradient and the loss of one forward and backward of the whole window."""
     truth = h.full_batch_gradient(model, batch)
-    loss = h.mean_loss(model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}).item()
+    loss = h.mean_loss(
+        model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    ).item()
     for gradients, result in found:
-        assert h.relative_error({n: gradients.get(n, torch.zeros_like(g)) for n, g in truth.items()}, truth) < 1e-6
+        assert (
+            h.relative_error(
+                {n: gradients.get(n, torch.zeros_like(g)) for n, g in truth.items()}, truth
+            )
+            < 1e-6
+        )
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
 def ddp_window(
     size: int = 5, fails: Callable[[int], Exception | None] | None = None, chunk: int | None = None
 ) -> tuple[h.Gradients, hf_ga.StepResult]:
-    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1; chunk: for the same bits."""
+    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1; chunk: for the same
+    bits.
+    """
     accelerator, plain = make_accelerator("ddp"), Halves()
     rule = hf_ga.prove_targets(plain, points(), stack)
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     sizes = {"per_device_batch_size": 2, "global_batch_size": size, "canonical_micro_batch": chunk}
-    (window,) = hf_ga.WindowLoader(points()[:size], stack, accelerator=accelerator, shuffle=False, **sizes)
+    (window,) = hf_ga.WindowLoader(
+        points()[:size], stack, accelerator=accelerator, shuffle=False, **sizes
+    )
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
@@ -79,12 +96,17 @@ def ddp_window(
 
 @pytest.mark.parametrize("size", [5, 1], ids=["3 samples and 2", "1 sample and none"])
 def test_replicas_have_the_gradient_of_the_full_batch(size):
-    """Also of a parameter that only the other rank used. Control: neither rank's share alone is near to it."""
+    """Also of a parameter that only the other rank used. Control: neither rank's share alone is
+    near to it.
+    """
     found = on_two_ranks(lambda: ddp_window(size))
     assert_full_batch(found, Halves(), stack(points()[:size]))
     assert [result.num_targets for _, result in found] == [size, size]
     assert (
-        h.relative_error(h.full_batch_gradient(Halves(), stack(points()[:3])), h.full_batch_gradient(Halves(), stack(points())))
+        h.relative_error(
+            h.full_batch_gradient(Halves(), stack(points()[:3])),
+            h.full_batch_gradient(Halves(), stack(points())),
+        )
         > 0.1
     )
 
@@ -102,18 +124,27 @@ def test_chunks_have_the_same_bits_on_one_rank_and_on_two(chunk):
 
 def test_both_ranks_know_of_a_failure():
     def work() -> list[Any]:
-        failed = outcome(lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose")))
+        failed = outcome(
+            lambda: ddp_window(fails=lambda num_samples: ZeroDivisionError("on purpose"))
+        )
         return [failed, ddp_window()]
 
     (first, after), (second, _) = on_two_ranks(work)
-    assert second == "ZeroDivisionError: on purpose" and first == f"ProcessFailed: process 1 failed: {second}"
+    assert (
+        second == "ZeroDivisionError: on purpose"
+        and first == f"ProcessFailed: process 1 failed: {second}"
+    )
     assert_full_batch([after], Halves(), stack(points()))
 
 
 def failing_window(where: str) -> tuple[str, float]:
-    """What this rank raises in a window in which rank 1 fails, and the loss of the same window after that."""
+    """What this rank raises in a window in which rank 1 fails, and the loss of the same window
+    after that.
+    """
     accelerator, is_armed = make_accelerator("ddp"), False
-    error = torch.OutOfMemoryError() if where == "memory" else ValueError("row \udc80 is bad")  # a text that cannot be encoded
+    error = (
+        torch.OutOfMemoryError() if where == "memory" else ValueError("row \udc80 is bad")
+    )  # a text that cannot be encoded
 
     def fail(*args: Any) -> None:
         if is_armed and accelerator.process_index == 1:
@@ -124,11 +155,17 @@ def failing_window(where: str) -> tuple[str, float]:
             fail()
         return h.pad_right(samples)
 
-    base, samples = (h.mixtral(0.5), h.token_samples(16)) if where == "router" else (h.bert_classifier(0.1), h.class_samples(16))
+    base, samples = (
+        (h.mixtral(0.5), h.token_samples(16))
+        if where == "router"
+        else (h.bert_classifier(0.1), h.class_samples(16))
+    )
     model, _, rule = prepare(accelerator, "ddp", base, samples, collate=collate)
     if where != "collate":
         base.register_forward_pre_hook(fail)
-    (window,) = make_windows(accelerator, samples, collate, global_batch_size=16, per_device_batch_size=2)
+    (window,) = make_windows(
+        accelerator, samples, collate, global_batch_size=16, per_device_batch_size=2
+    )
     rule = replace(rule, pad_to_window=where == "collate")
     is_armed = True
     said = outcome(partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
@@ -138,12 +175,19 @@ def failing_window(where: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("where", ["collate", "router", "memory"])
 def test_both_ranks_raise_in_the_same_window_and_can_go_on(where):
-    """The failing rank its own error, the other one its message: where a window must have one width, in the pass in which experts
-    are counted, and where a sample alone does not fit.
+    """The failing rank its own error, the other one its message: where a window must have one
+    width, in the pass in which experts are counted, and where a sample alone does not fit.
     """
     (first, loss), (second, same) = on_two_ranks(partial(failing_window, where))
-    words = "does not fit into the memory of process 1" if where == "memory" else "ValueError: row \udc80 is bad"
-    assert words in second and first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
+    words = (
+        "does not fit into the memory of process 1"
+        if where == "memory"
+        else "ValueError: row \udc80 is bad"
+    )
+    assert (
+        words in second
+        and first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
+    )
     assert loss == same > 0
 
 
@@ -166,19 +210,30 @@ def test_the_smallest_micro_batch_that_failed_is_the_limit_of_both_ranks():
 
 
 def test_shards_have_the_gradient_of_the_full_batch():
-    """FSDP2. Rank 1 has a micro-batch less and repeats one, which must not count; the norm is that of all shards."""
+    """FSDP2. Rank 1 has a micro-batch less and repeats one, which must not count; the norm is that
+    of all shards.
+    """
     samples = h.token_samples(5)
 
     def work() -> tuple[h.Gradients, hf_ga.StepResult, float]:
         accelerator, plain = make_accelerator("fsdp2", "GPT2Block"), h.gpt2()
         rule = hf_ga.prove_targets(plain, samples, h.pad_right)
-        model, optimizer = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+        model, optimizer = preparing.prepare(
+            accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0)
+        )
         (window,) = hf_ga.WindowLoader(
-            samples, h.pad_right, accelerator=accelerator, planner=h.by_number(2), global_batch_size=5, shuffle=False
+            samples,
+            h.pad_right,
+            accelerator=accelerator,
+            planner=h.by_number(2),
+            global_batch_size=5,
+            shuffle=False,
         )
         result = hf_ga.backward_window(accelerator, model, window, targets=rule)
         gradients = whole_gradients(model)
-        stepped = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0)
+        stepped = hf_ga.train_step(
+            accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0
+        )
         return gradients, result, stepped.grad_norm
 
     found = on_two_ranks(work)
@@ -206,6 +261,11 @@ def test_errors_and_values_are_those_of_all_ranks():
 
     first, second = on_two_ranks(work)
     assert first == second
-    assert first[0] == [f"{kind}: the disk of rank 1 is full" for kind in ("CheckpointError", "ConfigError")]
-    assert first[1].startswith("ConfigError: all processes must have the same rows, but they have process 0: 0, process 1: 1")
+    assert first[0] == [
+        f"{kind}: the disk of rank 1 is full" for kind in ("CheckpointError", "ConfigError")
+    ]
+    assert first[1].startswith(
+        "ConfigError: all processes must have the same rows, but they have process 0: 0, process "
+        "1: 1"
+    )
     assert first[2:] == [None, 0]

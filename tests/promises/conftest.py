@@ -1,4 +1,6 @@
-"""For promises 1 and 2: the environment of a fresh shell, with all threads and none of the variables that the other tests set."""
+"""For promises 1 and 2: the environment of a fresh shell, with all threads and none of the
+variables that the other tests set.
+"""
 
 import os
 from collections.abc import Iterator

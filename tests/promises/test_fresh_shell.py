@@ -1,4 +1,6 @@
-"""ExactTrainer, the checker and a whole run with the threads, allocator and variables that a fresh shell has."""
+"""ExactTrainer, the checker and a whole run with the threads, allocator and variables that a fresh
+shell has.
+"""
 
 import json
 import os
@@ -8,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-PRIVATE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLIBC_TUNABLES", "MALLOC_", "ACCELERATE_")
+PRIVATE = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "GLIBC_TUNABLES",
+    "MALLOC_",
+    "ACCELERATE_",
+)
 # Each leaves the largest relative error between splits in `error`.
 CASES = {
-    # It once planned micro-batches for two threads where Trainer takes `gradient_accumulation_steps` of them.
+    # It once planned micro-batches for two threads where Trainer takes
+    # `gradient_accumulation_steps` of them.
     "ExactTrainer": """
 from helpers import gpt2, token_samples
 from trainers import Case, weight_error
@@ -37,14 +47,22 @@ with filled_place(folder) as place:
 error = relative_distance(folder / "micro-batches of 3", folder / "micro-batches of 16")
 """.replace("SCRIPT", str(Path(__file__).parents[2] / "scripts" / "finetune.py")),
 }
-BEGIN = "import json, runpy, sys, tempfile, torch; from pathlib import Path; folder, errors = Path(tempfile.mkdtemp()), {}"
-NEXT = "errors[NAME] = error; from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)"
+BEGIN = (
+    "import json, runpy, sys, tempfile, torch; from pathlib import Path; folder, errors = "
+    "Path(tempfile.mkdtemp()), {}"
+)
+NEXT = (
+    "errors[NAME] = error; from accelerate.state import AcceleratorState; "
+    "AcceleratorState._reset_state(True)"
+)
 END = "print(json.dumps([torch.get_num_threads(), errors]))"
 
 
 @pytest.mark.slow("starts a process")
 def test_splits_agree_with_all_threads():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)
+    }
     cases = [case + NEXT.replace("NAME", repr(name)) + "\n" for name, case in CASES.items()]
     command = [sys.executable, "-c", "".join([BEGIN, *cases, END])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,9 +1,10 @@
-"""The promises at the sizes of GPT-2-small and BERT-base where there is a GPU, and tiny elsewhere; `scripts/gpu_report.py` shows
-what these tests print.
+"""The promises at the sizes of GPT-2-small and BERT-base where there is a GPU, and tiny elsewhere;
+`scripts/gpu_report.py` shows what these tests print.
 """
 
 import warnings
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,11 @@ from hf_ga.training import default_speed_ups
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, LENGTHS = ("base", (8, 64)) if DEVICE == "cuda" else ("tiny", (4, 16))
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-CASES = [(m, p) for m in ("gpt", "bert") for p in ("no", "bf16", "fp16")] if DEVICE == "cuda" else [("gpt", "no"), ("bert", "bf16")]
+CASES = (
+    [(m, p) for m in ("gpt", "bert") for p in ("no", "bf16", "fp16")]
+    if DEVICE == "cuda"
+    else [("gpt", "no"), ("bert", "bf16")]
+)
 EVERYWHERE = pytest.mark.parametrize(("model", "precision"), CASES)
 pytestmark = pytest.mark.report
 
@@ -41,18 +46,24 @@ def _deterministic(monkeypatch):
     AcceleratorState._reset_state(True)
 
 
-def setting_of(model: str, precision: str = "no", dropout: float = 0.1, lengths: tuple[int, int] = LENGTHS) -> Setting:
+def setting_of(
+    model: str, precision: str = "no", dropout: float = 0.1, lengths: tuple[int, int] = LENGTHS
+) -> Setting:
     rng, samples = np.random.default_rng(0), []
     for i, length in enumerate(rng.integers(*lengths, 16).tolist()):
         label = {"label": i % 2} if model == "bert" else {}
         samples.append({"id": i, "input_ids": rng.integers(5, 4000, length).tolist(), **label})
     sizes = {"window_size": 4, "micro_batch_size": 2, "max_length": 512}
-    return Setting(model, SIZE, DEVICE, mixed_precision=precision, dropout=dropout, samples=samples, **sizes)
+    return Setting(
+        model, SIZE, DEVICE, mixed_precision=precision, dropout=dropout, samples=samples, **sizes
+    )
 
 
 def check(setting: Setting, **more) -> None:
     precision = {"no": "fp32"}.get(setting.mixed_precision, setting.mixed_precision)
-    report = hf_ga.check_equivalence(build_model(setting), setting.samples, setting.collate, precision=precision, **more)
+    report = hf_ga.check_equivalence(
+        build_model(setting), setting.samples, setting.collate, precision=precision, **more
+    )
     print(f"{setting.model}, {precision}, dropout {setting.dropout}: {report.verdict('hf_ga')}")
     assert report.passed, report
 
@@ -72,7 +83,9 @@ def test_promise_of_the_same_bits(model, precision):
 
 @EVERYWHERE
 def test_promise_3(model, precision, tmp_path):
-    """Four steps, and the last two again by new objects; that of whole runs kills processes. Control: the state in between."""
+    """Four steps, and the last two again by new objects; that of whole runs kills processes.
+    Control: the state in between.
+    """
     torch.use_deterministic_algorithms(True)
     whole, between = trained(setting_of(model, precision), tmp_path, resumes=False)
     again, _ = trained(setting_of(model, precision), tmp_path, resumes=True)
@@ -84,10 +97,15 @@ def trained(setting, folder, resumes):
     """SHA-256 of the weights after the last step, and after the second."""
     accelerator = Accelerator(cpu=DEVICE == "cpu", mixed_precision=setting.mixed_precision)
     enable_fp16_on_cpu(accelerator)
-    sizes = {"per_device_batch_size": setting.micro_batch_size, "global_batch_size": setting.window_size}
+    sizes = {
+        "per_device_batch_size": setting.micro_batch_size,
+        "global_batch_size": setting.window_size,
+    }
     windows = hf_ga.WindowLoader(setting.samples, setting.collate, accelerator=accelerator, **sizes)
     model = build_model(setting)
-    model, optimizer = hf_ga.prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer = hf_ga.prepare(
+        accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    )
     accelerator.register_for_checkpointing(windows)
     if resumes:
         accelerator.load_state(str(folder))
@@ -106,10 +124,16 @@ def trained(setting, folder, resumes):
 def test_a_step_waits_for_the_device_at_most_once():
     setting, accelerator = setting_of("gpt", "bf16"), Accelerator(mixed_precision="bf16")
     windows = hf_ga.WindowLoader(
-        setting.samples, setting.collate, accelerator=accelerator, per_device_batch_size=2, global_batch_size=4
+        setting.samples,
+        setting.collate,
+        accelerator=accelerator,
+        per_device_batch_size=2,
+        global_batch_size=4,
     )
     model = build_model(setting)
-    model, optimizer = hf_ga.prepare(accelerator, model, torch.optim.AdamW(model.parameters(), fused=True))
+    model, optimizer = hf_ga.prepare(
+        accelerator, model, torch.optim.AdamW(model.parameters(), fused=True)
+    )
     waits = []
     for window in windows:
         with warnings.catch_warnings(record=True) as caught:
@@ -117,8 +141,13 @@ def test_a_step_waits_for_the_device_at_most_once():
             torch.cuda.set_sync_debug_mode("warn")
             hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
             torch.cuda.set_sync_debug_mode("default")
-        waits.append(Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)))
-    print(f"waits in each step (the first has the proof): {[sum(found.values()) for found in waits]}, target <= 1; {waits[-1]}")
+        waits.append(
+            Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
+        )
+    print(
+        "waits in each step (the first has the proof): "
+        f"{[sum(found.values()) for found in waits]}, target <= 1; {waits[-1]}"
+    )
     assert sum(waits[-1].values()) <= 1
 
 
@@ -126,27 +155,47 @@ def test_a_step_waits_for_the_device_at_most_once():
 @pytest.mark.parametrize("kernel", ["sdpa", "flash_attention_2"])
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_packed_layers_are_proven_and_timed(model, kernel):
-    """Rule: packing, or the kernel, becomes the default on a GPU if it is worth 5 % of the time for both models."""
+    """Rule: packing, or the kernel, becomes the default on a GPU if it is worth 5 % of the time for
+    both models.
+    """
     if kernel == "flash_attention_2":
         pytest.importorskip("flash_attn")
     seconds = {}
-    for name, attention, speed_ups in [("default", "sdpa", []), (kernel, kernel, []), (f"packing, {kernel}", kernel, [Packing()])]:
-        setting, accelerator = setting_of(model, "bf16", 0.0, lengths=(8, 512)), Accelerator(mixed_precision="bf16")
+    for name, attention, speed_ups in [
+        ("default", "sdpa", []),
+        (kernel, kernel, []),
+        (f"packing, {kernel}", kernel, [Packing()]),
+    ]:
+        setting, accelerator = (
+            setting_of(model, "bf16", 0.0, lengths=(8, 512)),
+            Accelerator(mixed_precision="bf16"),
+        )
         built = build_model(setting)
         built.set_attn_implementation(attention)
         speed_ups = [*default_speed_ups(built), *speed_ups]
         proven = hf_ga.prove_targets(built, setting.samples, setting.collate, speed_ups=speed_ups)
         sizes = {"per_device_batch_size": 16, "global_batch_size": 16}
-        (window,) = hf_ga.WindowLoader(setting.samples, setting.collate, accelerator=accelerator, **sizes)
+        (window,) = hf_ga.WindowLoader(
+            setting.samples, setting.collate, accelerator=accelerator, **sizes
+        )
         prepared = accelerator.prepare(built)
-        seconds[name] = seconds_of(lambda: hf_ga.backward_window(accelerator, prepared, window, targets=proven), setting)  # noqa: B023
-        print(f"{model}, {name}: {1000 * seconds[name]:.1f} ms, left out: {proven.left_out or 'nothing'}")
-        assert not any(isinstance(speed_up, Packing) for speed_up in speed_ups) or "packing" not in proven.left_out
+        seconds[name] = seconds_of(
+            partial(hf_ga.backward_window, accelerator, prepared, window, targets=proven), setting
+        )
+        print(
+            f"{model}, {name}: {1000 * seconds[name]:.1f} ms, left out: "
+            f"{proven.left_out or 'nothing'}"
+        )
+        assert (
+            not any(isinstance(speed_up, Packing) for speed_up in speed_ups)
+            or "packing" not in proven.left_out
+        )
     for name in [*seconds][1:]:
         gain = seconds["default"] / seconds[name]
         verdict = "yes" if gain >= WORTH_TIME else "no, stays opt-in"
         print(
-            f"default on a GPU? {model}, {name}: {gain:.3f} of the speed without, from {WORTH_TIME} on for both models: {verdict}"
+            f"default on a GPU? {model}, {name}: {gain:.3f} of the speed without, from "
+            f"{WORTH_TIME} on for both models: {verdict}"
         )
 
 
@@ -157,10 +206,16 @@ def test_a_packed_kernel_is_padded_attention(name):
     if name == "flash_attn":
         kernel, more = pytest.importorskip("flash_attn").flash_attn_varlen_func, {"causal": True}
     else:
-        kernel, more = pytest.importorskip("torch.nn.attention.varlen").varlen_attn, {"window_size": (-1, 0)}
+        kernel, more = (
+            pytest.importorskip("torch.nn.attention.varlen").varlen_attn,
+            {"window_size": (-1, 0)},
+        )
     lengths = np.random.default_rng(0).integers(8, 512, 64).tolist()
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-    parts = [torch.randn(sum(lengths), 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    parts = [
+        torch.randn(sum(lengths), 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
 
     def packed(q, k, v):
         return kernel(q, k, v, ends, ends, max(lengths), max(lengths), **more)
@@ -176,5 +231,8 @@ def test_a_packed_kernel_is_padded_attention(name):
 
     right = padded(*(x.detach().float() for x in parts))
     (error, ms), (padded_error, padded_ms) = error_and_time(packed), error_and_time(padded)
-    print(f"{name}: error {error:.1e}, {ms:.3f} ms; padded: error {padded_error:.1e}, {padded_ms:.3f} ms")
+    print(
+        f"{name}: error {error:.1e}, {ms:.3f} ms; padded: error {padded_error:.1e}, "
+        f"{padded_ms:.3f} ms"
+    )
     assert error <= 2 * padded_error + 1e-6

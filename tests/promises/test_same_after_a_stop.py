@@ -1,7 +1,8 @@
-"""Promise 3, same after a stop: a run that is killed and resumed ends with the weights of the run that was never stopped, bit for
-bit.
+"""Promise 3, same after a stop: a run that is killed and resumed ends with the weights of the run
+that was never stopped, bit for bit.
 
-Oracle: the undisturbed run. Negative control: the killed run's last checkpoint, whose weights are others.
+Oracle: the undisturbed run. Negative control: the killed run's last checkpoint, whose weights are
+    others.
 """
 
 import json
@@ -23,10 +24,16 @@ def kill_after(config, checkpoint: str) -> None:
     output = Path(config.output_dir)
     (output.parent / "config.json").write_text(json.dumps(config.to_dict()))
     run = subprocess.Popen(
-        [sys.executable, SCRIPT, output.parent / "config.json"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, SCRIPT, output.parent / "config.json"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     began = time.monotonic()
-    while not (output / checkpoint).exists() and run.poll() is None and time.monotonic() - began < LIMIT:
+    while (
+        not (output / checkpoint).exists()
+        and run.poll() is None
+        and time.monotonic() - began < LIMIT
+    ):
         time.sleep(0.002)
     run.kill()
     _, errors = run.communicate()
@@ -36,13 +43,24 @@ def kill_after(config, checkpoint: str) -> None:
 
 def check(folder: Path, **more) -> None:
     with filled_place(folder) as place:  # a GPT-2 with dropout 0.1, ragged texts
-        settings = {"max_steps": STEPS, "save_steps": 5, "eval_steps": 10, "save_total_limit": 99, **more}
+        settings = {
+            "max_steps": STEPS,
+            "save_steps": 5,
+            "eval_steps": 10,
+            "save_total_limit": 99,
+            **more,
+        }
         undisturbed = hf_ga.finetune(small_config(place, place / "undisturbed", **settings))
         kill_after(small_config(place, place / "killed", **settings), "checkpoint-10")
-        resumed = hf_ga.finetune(small_config(place, place / "killed", **settings, resume_from_checkpoint="auto"))
+        resumed = hf_ga.finetune(
+            small_config(place, place / "killed", **settings, resume_from_checkpoint="auto")
+        )
         assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
         assert relative_distance(place / "killed" / "checkpoint-10", place / "undisturbed") > 1e-4
-        lines = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
 
 

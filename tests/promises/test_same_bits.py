@@ -1,7 +1,9 @@
-"""Same bits: with `same_bits` a run ends with the same weights down to the last bit, on any number of processes, with any
-per-device batch size, and when it is killed and resumed on another number of processes.
+"""Same bits: with `same_bits` a run ends with the same weights down to the last bit, on any number
+of processes, with any per-device batch size, and when it is killed and resumed on another number of
+processes.
 
-Oracle: SHA-256 of the weights, and metrics.jsonl without its times. Negative control: without the flag the weights differ.
+Oracle: SHA-256 of the weights, and metrics.jsonl without its times. Negative control: without the
+    flag the weights differ.
 """
 
 import json
@@ -22,13 +24,27 @@ LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size
 
 
 def phases_of(place, folder, kind, model="gpt", **settings):
-    """A run in each layout and, with the flag, one that is killed on 3 processes and resumed on 2; output folders: 0, 1, 2."""
-    settings = {"model_name_or_path": str(place / model), "same_bits": CHUNK, "max_steps": STEPS, **settings}
+    """A run in each layout and, with the flag, one that is killed on 3 processes and resumed on 2;
+    output folders: 0, 1, 2.
+    """
+    settings = {
+        "model_name_or_path": str(place / model),
+        "same_bits": CHUNK,
+        "max_steps": STEPS,
+        **settings,
+    }
     settings |= {"save_steps": 2, "eval_steps": 3, "max_grad_norm": 0.01, "learning_rate": 3e-3}
 
     def run(number, size, processes, windows=None, **more):
-        config = small_config(place, folder / str(number), per_device_train_batch_size=size, **settings, **more)
-        return phase(config, processes=processes, windows=windows, precision="bf16" if "bf16" in kind else "no")
+        config = small_config(
+            place, folder / str(number), per_device_train_batch_size=size, **settings, **more
+        )
+        return phase(
+            config,
+            processes=processes,
+            windows=windows,
+            precision="bf16" if "bf16" in kind else "no",
+        )
 
     phases = [run(number, size, processes) for number, (processes, size) in enumerate(LAYOUTS)]
     if settings["same_bits"]:
@@ -41,7 +57,9 @@ def runs(tmp_path_factory):
     """A folder with the runs of each kind, all done by one process that has imported everything."""
     folder = tmp_path_factory.mktemp("same bits")
     with filled_place(folder / "place") as place:
-        of_kinds = (phases_of(place, folder / kind, kind, **settings) for kind, settings in KINDS.items())
+        of_kinds = (
+            phases_of(place, folder / kind, kind, **settings) for kind, settings in KINDS.items()
+        )
         run_phases(folder / "job", [*chain.from_iterable(of_kinds)])
     return folder
 
@@ -50,7 +68,10 @@ def found_in(folder):
     """Of each run: hash of the weights, and its lines without times."""
     runs = sorted(folder.iterdir())
     hashes = [json.loads((run / "summary.json").read_text())["weights_sha256"] for run in runs]
-    return hashes, [[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(run)] for run in runs]
+    return hashes, [
+        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(run)]
+        for run in runs
+    ]
 
 
 @pytest.mark.slow("trains on up to four processes")

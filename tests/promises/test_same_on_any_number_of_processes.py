@@ -1,6 +1,8 @@
-"""Promise 4, same on any number of processes: two processes, started by `accelerate launch`, train as one does.
+"""Promise 4, same on any number of processes: two processes, started by `accelerate launch`, train
+as one does.
 
-Oracle: the same training on one process. Negative control: the mean over processes of their own mean losses.
+Oracle: the same training on one process. Negative control: the mean over processes of their own
+    mean losses.
 """
 
 import json
@@ -17,9 +19,21 @@ PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 
 def launch(profile, folder, precision="no"):
     """What the worker finds on two processes."""
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", PROFILES / f"{profile}.yaml"]
+    words = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        PROFILES / f"{profile}.yaml",
+    ]
     words += ["--num_processes", "2", "--mixed_precision", precision, "--main_process_port", "0"]
-    done = subprocess.run([*words, worker.__file__, folder / "found.json"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*words, worker.__file__, folder / "found.json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 

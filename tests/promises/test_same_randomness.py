@@ -1,6 +1,8 @@
-"""Promise 2, same randomness: order and dropout are functions of (seed, epoch, position), so they are the same in every split.
+"""Promise 2, same randomness: order and dropout are functions of (seed, epoch, position), so they
+are the same in every split.
 
-Oracle: the window as one micro-batch, with dropout. Negative controls: torch's own dropout, and another seed.
+Oracle: the window as one micro-batch, with dropout. Negative controls: torch's own dropout, and
+    another seed.
 """
 
 from dataclasses import replace
@@ -26,7 +28,9 @@ MODELS = {"GPT-2": h.gpt2, "BERT, masked LM": h.bert_masked_lm, "T5": h.t5}
 
 def loader(seed=0, **layout):
     sizes = {"global_batch_size": WINDOW, **(layout or {"per_device_batch_size": WINDOW})}
-    return hf_ga.WindowLoader(SAMPLES, h.pad_right, accelerator=Accelerator(cpu=True), seed=seed, **sizes)
+    return hf_ga.WindowLoader(
+        SAMPLES, h.pad_right, accelerator=Accelerator(cpu=True), seed=seed, **sizes
+    )
 
 
 def gradient(model, proven, window):
@@ -42,10 +46,14 @@ def test_dropout_is_the_same_in_every_split(name):
     before = h.global_random_states()
     expected = gradient(model, proven, next(iter(loader())))
     for layout in LAYOUTS.values():
-        assert h.relative_error(gradient(model, proven, next(iter(loader(**layout)))), expected) < 1e-6
+        assert (
+            h.relative_error(gradient(model, proven, next(iter(loader(**layout)))), expected) < 1e-6
+        )
     assert h.global_random_states() == before, "a training forward moved a global random generator"
     window = next(iter(loader()))
-    other_masks = gradient(model, proven, replace(window, request=replace(window.request, seed=1)))  # of the same samples
+    other_masks = gradient(
+        model, proven, replace(window, request=replace(window.request, seed=1))
+    )  # of the same samples
     assert h.relative_error(other_masks, expected) > 1e-2
 
 

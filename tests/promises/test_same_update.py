@@ -1,8 +1,10 @@
-"""Promise 1, same update: the gradient of every split is that of one forward and backward of the whole global batch.
+"""Promise 1, same update: the gradient of every split is that of one forward and backward of the
+whole global batch.
 
-Oracle: plain PyTorch on all samples of the window at once, in float64. A split may be at most twice as far from it as the full
-    batch
-in float32 is. Negative control: the usual loop, which divides each micro-batch's mean loss by the number of micro-batches.
+Oracle: plain PyTorch on all samples of the window at once, in float64. A split may be at most twice
+    as far from it as the full batch
+in float32 is. Negative control: the usual loop, which divides each micro-batch's mean loss by the
+    number of micro-batches.
 """
 
 import helpers as h
@@ -27,21 +29,34 @@ LAYOUTS = {
 
 
 def windows_of(samples, **layout):
-    return [*hf_ga.WindowLoader(samples, h.pad_right, accelerator=Accelerator(cpu=True), global_batch_size=WINDOW, **layout)]
+    return [
+        *hf_ga.WindowLoader(
+            samples,
+            h.pad_right,
+            accelerator=Accelerator(cpu=True),
+            global_batch_size=WINDOW,
+            **layout,
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_split_is_the_full_batch(name):
     build, make_samples = MODELS[name]
     model, samples = build(), make_samples(WINDOW + SHORT)
-    proven = hf_ga.prove_targets(model, samples, h.pad_right)  # once, as the loop of a user does by itself
+    proven = hf_ga.prove_targets(
+        model, samples, h.pad_right
+    )  # once, as the loop of a user does by itself
     for layout in LAYOUTS.values():
         for window, size in zip(windows_of(samples, **layout), (WINDOW, SHORT), strict=True):
             model.zero_grad()
             hf_ga.backward_window(Accelerator(cpu=True), model, window, targets=proven)
             full_batch = h.pad_right([samples[i] for i in window.sample_ids])
             assert len(window.sample_ids) == size
-            oracle, in_float32 = h.full_batch_gradient(model, full_batch), h.full_batch_gradient(model, full_batch, model.dtype)
+            oracle, in_float32 = (
+                h.full_batch_gradient(model, full_batch),
+                h.full_batch_gradient(model, full_batch, model.dtype),
+            )
             h.assert_promise_1(h.gradients(model), in_float32, oracle)
 
 

@@ -1,4 +1,5 @@
-"""Trains a GPT-2 with dropout for some steps; run by `test_same_on_any_number_of_processes.py` on one process and on two.
+"""Trains a GPT-2 with dropout for some steps; run by `test_same_on_any_number_of_processes.py` on
+one process and on two.
 
 accelerate launch ... two_processes_worker.py OUTPUT.json
 """
@@ -20,10 +21,14 @@ WINDOW, STEPS, MAX_NORM = 12, 10, 0.5
 
 
 def train(accelerator: Accelerator) -> dict[str, list[float]]:
-    """Loss and norm of the gradient at each step: windows of 12, 12 and 5 samples of unequal lengths."""
+    """Loss and norm of the gradient at each step: windows of 12, 12 and 5 samples of unequal
+    lengths.
+    """
     enable_fsdp_on_cpu(accelerator)
     model = h.gpt2(dropout=0.1)
-    model, optimizer = hf_ga.prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model, optimizer = hf_ga.prepare(
+        accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
     sizes = {"per_device_batch_size": 4, "global_batch_size": WINDOW}
     windows = hf_ga.WindowLoader(h.token_samples(29), h.pad_right, accelerator=accelerator, **sizes)
     found: dict[str, list[float]] = {"losses": [], "norms": []}
@@ -36,7 +41,9 @@ def train(accelerator: Accelerator) -> dict[str, list[float]]:
 
 
 def usual_loss(accelerator: Accelerator) -> float:
-    """The first window's loss as most loops compute it: every process's own mean, averaged over processes."""
+    """The first window's loss as most loops compute it: every process's own mean, averaged over
+    processes.
+    """
     model = h.gpt2()
     sizes = {"per_device_batch_size": WINDOW, "global_batch_size": WINDOW}
     windows = hf_ga.WindowLoader(h.token_samples(29), h.pad_right, accelerator=accelerator, **sizes)
@@ -46,7 +53,10 @@ def usual_loss(accelerator: Accelerator) -> float:
 
 if __name__ == "__main__":
     accelerator = Accelerator(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    found = train(accelerator) | {"processes": accelerator.num_processes, "kind": accelerator.distributed_type.value}
+    found = train(accelerator) | {
+        "processes": accelerator.num_processes,
+        "kind": accelerator.distributed_type.value,
+    }
     found["usual loss"] = usual_loss(accelerator)
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,4 +1,6 @@
-"""Cases in which a proof on too similar samples would accept a wrong rule, or a slice that is none would prove anything."""
+"""Cases in which a proof on too similar samples would accept a wrong rule, or a slice that is none
+would prove anything.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ class TokenMean(nn.Module):
         self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
 
     def forward(self, idx, targets):
-        return {"loss": F.cross_entropy(self.head(self.embedding(idx)).flatten(0, 1), targets.flatten(), ignore_index=0)}
+        return {
+            "loss": F.cross_entropy(
+                self.head(self.embedding(idx)).flatten(0, 1), targets.flatten(), ignore_index=0
+            )
+        }
 
 
 class Weighted(nn.Module):
@@ -43,12 +49,17 @@ def two_classes():
 
 
 def pad_tokens(samples):
-    rows = nn.utils.rnn.pad_sequence([torch.tensor(sample["idx"]) for sample in samples], batch_first=True)
+    rows = nn.utils.rnn.pad_sequence(
+        [torch.tensor(sample["idx"]) for sample in samples], batch_first=True
+    )
     return {"idx": rows, "targets": rows}
 
 
 def stack(samples):
-    return {"x": torch.stack([s["x"] for s in samples]), "labels": torch.tensor([s["y"] for s in samples])}
+    return {
+        "x": torch.stack([s["x"] for s in samples]),
+        "labels": torch.tensor([s["y"] for s in samples]),
+    }
 
 
 def features(count=64, minority=8):
@@ -94,7 +105,10 @@ def test_pixels_are_counted():
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (lambda samples: {"x": torch.stack([s["x"] for s in samples], 1)}, "samples on the first axis"),
+        (
+            lambda samples: {"x": torch.stack([s["x"] for s in samples], 1)},
+            "samples on the first axis",
+        ),
         (lambda samples: {"batch": stack(samples)}, "nested dict"),
         (lambda samples: {"x": object()}, "one row per sample"),
         (lambda samples: (stack(samples)["x"], stack(samples)["labels"]), "must return a dict"),
@@ -109,18 +123,28 @@ def test_batches_that_cannot_be_cut(collate, message):
 
 def test_entries_of_samples_and_rows():
     def collate(samples):
-        return {"x": torch.zeros(len(samples), 2), "names": ["a"] * len(samples), "table": torch.arange(3)}
+        return {
+            "x": torch.zeros(len(samples), 2),
+            "names": ["a"] * len(samples),
+            "table": torch.arange(3),
+        }
 
     entries = entries_of_samples(collate, {})
     assert entries == {"x", "names"}
-    taken = take_rows(collate([{}] * 3), [0, 2], entries)  # a table of 3 rows in a batch of 3 samples stays whole
+    taken = take_rows(
+        collate([{}] * 3), [0, 2], entries
+    )  # a table of 3 rows in a batch of 3 samples stays whole
     assert (len(taken["x"]), len(taken["names"]), len(taken["table"])) == (2, 2, 3)
 
 
 def test_another_mode_than_in_the_proof():
-    """BatchNorm that was frozen when the rule was proven and trains now: refused with the rule, found without it."""
+    """BatchNorm that was frozen when the rule was proven and trains now: refused with the rule,
+    found without it.
+    """
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    model.forward = lambda x, labels: {"loss": F.cross_entropy(model[2](model[1](model[0](x))), labels)}
+    model.forward = lambda x, labels: {
+        "loss": F.cross_entropy(model[2](model[1](model[0](x))), labels)
+    }
     model.train()[1].eval()
     samples = features()
     rule, window = hf_ga.prove_targets(model, samples, stack), window_of(samples)
@@ -134,7 +158,9 @@ def test_another_mode_than_in_the_proof():
 
 
 def test_batch_norm_is_found_where_draws_are_allowed_to_depend_on_the_split():
-    """Only the module that draws is quiet in the proof, not everything that behaves otherwise in training."""
+    """Only the module that draws is quiet in the proof, not everything that behaves otherwise in
+    training.
+    """
 
     class Noisy(nn.Module):
         def forward(self, x):
@@ -143,12 +169,19 @@ def test_batch_norm_is_found_where_draws_are_allowed_to_depend_on_the_split():
     layers = nn.ModuleList([nn.Linear(4, 8), Noisy(), nn.BatchNorm1d(8), nn.Linear(8, 2)])
     for kept in (layers, nn.ModuleList([layers[0], layers[1], layers[3]])):
         model = nn.Sequential(*kept)
-        model.forward = lambda x, labels, model=model: {"loss": F.cross_entropy(nn.Sequential.forward(model, x), labels)}
+        model.forward = lambda x, labels, model=model: {
+            "loss": F.cross_entropy(nn.Sequential.forward(model, x), labels)
+        }
         if kept is layers:
             with pytest.raises(hf_ga.LossNotAdditive, match="normalises"):
                 hf_ga.prove_targets(model, features(), stack, allow_split_dependent_randomness=True)
         else:
-            assert hf_ga.prove_targets(model, features(), stack, allow_split_dependent_randomness=True).name == "labels"
+            assert (
+                hf_ga.prove_targets(
+                    model, features(), stack, allow_split_dependent_randomness=True
+                ).name
+                == "labels"
+            )
 
 
 class Loss:
@@ -156,22 +189,34 @@ class Loss:
         self.reduction = reduction
 
     def compute(self, outputs, batch):
-        return F.cross_entropy(outputs, batch["labels"], reduction=self.reduction), len(batch["labels"])
+        return F.cross_entropy(outputs, batch["labels"], reduction=self.reduction), len(
+            batch["labels"]
+        )
 
 
 def closure_over(reduction):
-    return lambda outputs, batch: (F.cross_entropy(outputs, batch["labels"], reduction=reduction), len(batch["labels"]))
+    return lambda outputs, batch: (
+        F.cross_entropy(outputs, batch["labels"], reduction=reduction),
+        len(batch["labels"]),
+    )
 
 
 def closure_over_a_tensor(reduction):
     """Of equal values each time, which `==` does not compare to one truth value."""
     weight = torch.tensor([1.0, 1.0])
-    return lambda o, b: (F.cross_entropy(o, b["labels"], weight=weight, reduction=reduction), len(b["labels"]))
+    return lambda o, b: (
+        F.cross_entropy(o, b["labels"], weight=weight, reduction=reduction),
+        len(b["labels"]),
+    )
 
 
-@pytest.mark.parametrize("make", [closure_over, closure_over_a_tensor, lambda reduction: Loss(reduction).compute])
+@pytest.mark.parametrize(
+    "make", [closure_over, closure_over_a_tensor, lambda reduction: Loss(reduction).compute]
+)
 def test_another_loss_function_is_proven_anew(make):
-    """Equal code is not an equal function, nor the method of another object; a lambda written in the loop is not a new one."""
+    """Equal code is not an equal function, nor the method of another object; a lambda written in
+    the loop is not a new one.
+    """
     model, window = two_classes(), window_of(features())
     for _ in range(3):
         hf_ga.backward_window(Accelerator(), model, window, loss_fn=make("sum"))
@@ -187,7 +232,9 @@ def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
     model[0].bias.requires_grad_(False)
 
     def loss_fn(outputs, batch):
-        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), 0.5 * len(batch["labels"])
+        return F.cross_entropy(outputs, batch["labels"], reduction="sum"), 0.5 * len(
+            batch["labels"]
+        )
 
     hf_ga.backward_window(Accelerator(), model, window_of(features()), loss_fn=loss_fn)
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
@@ -195,7 +242,10 @@ def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [(Weighted().to(torch.float16), "must be float32"), (Weighted().requires_grad_(False), "trainable")],
+    [
+        (Weighted().to(torch.float16), "must be float32"),
+        (Weighted().requires_grad_(False), "trainable"),
+    ],
     ids=["fp16", "nothing trainable"],
 )
 def test_models_that_cannot_be_trained(model, why):

@@ -1,4 +1,6 @@
-"""bf16 and fp16 autocast against float64, frozen parameters of any type, parameters in another type for a while, refusals."""
+"""bf16 and fp16 autocast against float64, frozen parameters of any type, parameters in another type
+for a while, refusals.
+"""
 
 import contextlib
 import copy
@@ -49,12 +51,20 @@ CASES = {
 
 
 def references(case, precision, num_samples):
-    """The model, its samples, the gradients of one full batch in float64 and under autocast, both in plain PyTorch."""
+    """The model, its samples, the gradients of one full batch in float64 and under autocast, both
+    in plain PyTorch.
+    """
     build, make_samples, loss_fn = CASES[case]
     model, samples = build(), make_samples(num_samples)
     whole = h.pad_right(samples)
     full = autocast_gradient(precision, model, [whole], [1.0], loss_fn)
-    return model, samples, loss_fn, h.full_batch_gradient(model, whole, torch.float64, loss_fn), full
+    return (
+        model,
+        samples,
+        loss_fn,
+        h.full_batch_gradient(model, whole, torch.float64, loss_fn),
+        full,
+    )
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -67,7 +77,9 @@ def test_accumulation_is_the_full_batch_under_autocast(case, precision):
     h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
     batches, weights = plain_shares(model, window, loss_fn)
     plain = autocast_gradient(precision, model, batches, weights, loss_fn)
-    assert h.relative_error(grads, plain) <= ROUNDING[precision]  # what it costs is what accumulation under autocast costs
+    assert (
+        h.relative_error(grads, plain) <= ROUNDING[precision]
+    )  # what it costs is what accumulation under autocast costs
     naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
     with pytest.raises(AssertionError, match="all parameters"):  # a wrong divisor
         h.assert_promise_1(naive, full, grads64, ROUNDING[precision])
@@ -105,7 +117,9 @@ def test_256_and_fifteen_ones_by_hand():
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_accumulation_is_the_full_batch_with_dropout(case, precision):
-    """Two inexact arms: at most three times the full batch's own error apart. Control: native masks, all else right."""
+    """Two inexact arms: at most three times the full batch's own error apart. Control: native
+    masks, all else right.
+    """
     build, make_samples, loss_fn = CASES[case]
     model, samples = build(dropout=0.1), make_samples(4 * ACCUMULATION)
     small, whole = one_window(samples, 4), one_window(samples, len(samples))
@@ -121,7 +135,10 @@ def test_accumulation_is_the_full_batch_with_dropout(case, precision):
 
 def in_float64(window):
     """The same window, its floating-point inputs (weights of a loss) in float64."""
-    window.batches[:] = [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in window.batches]
+    window.batches[:] = [
+        {k: v.double() if v.is_floating_point() else v for k, v in b.items()}
+        for b in window.batches
+    ]
     return window
 
 
@@ -132,7 +149,9 @@ def test_a_model_that_was_not_prepared_is_not_left_in_float32():
     for prepared in (False, True):
         accelerator = make_accelerator("bf16")
         copied = copy.deepcopy(model)
-        hf_ga.backward_window(accelerator, accelerator.prepare(copied) if prepared else copied, window)
+        hf_ga.backward_window(
+            accelerator, accelerator.prepare(copied) if prepared else copied, window
+        )
         found.append(h.gradients(copied))
     exact = h.full_batch_gradient(model, h.pad_right(samples))
     assert h.relative_error(found[0], found[1]) == 0
@@ -140,11 +159,17 @@ def test_a_model_that_was_not_prepared_is_not_left_in_float32():
 
 
 def test_losses_come_in_float32_at_least():
-    for dtype, wanted in {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float64: torch.float64}.items():
+    for dtype, wanted in {
+        torch.bfloat16: torch.float32,
+        torch.float16: torch.float32,
+        torch.float64: torch.float64,
+    }.items():
         assert at_least_float32(torch.ones((), dtype=dtype)).dtype == wanted
         model = nn.Identity()
         loss, _ = run_forward(model, {"input": torch.ones(1, dtype=dtype)}, None)
-        total, _ = run_forward(model, {"input": torch.ones(3, dtype=dtype)}, lambda out, batch: (out.sum(), 3))
+        total, _ = run_forward(
+            model, {"input": torch.ones(3, dtype=dtype)}, lambda out, batch: (out.sum(), 3)
+        )
         assert (loss.dtype, total.dtype) == (wanted, wanted)
 
 
@@ -156,7 +181,9 @@ def frozen_base(dtype):
 
 
 def frozen_matrices(dtype):
-    """The gradient of the embeddings goes through frozen matrices. Layer norms stay float32: torch's on a CPU mixes no types."""
+    """The gradient of the embeddings goes through frozen matrices. Layer norms stay float32:
+    torch's on a CPU mixes no types.
+    """
     model = h.bert_token_classifier()
     for module in model.bert.encoder.modules():
         if isinstance(module, nn.Linear):
@@ -165,11 +192,16 @@ def frozen_matrices(dtype):
 
 
 class QuantisedTagger(nn.Module):
-    """With a frozen matrix of 8-bit integers and a scale per row in half precision, as quantised models have them."""
+    """With a frozen matrix of 8-bit integers and a scale per row in half precision, as quantised
+    models have them.
+    """
 
     def __init__(self, dtype):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.NUM_CLASSES)
+        self.embedding, self.head = (
+            nn.Embedding(h.VOCABULARY, h.WIDTH),
+            nn.Linear(h.WIDTH, h.NUM_CLASSES),
+        )
         weight = torch.randn(h.WIDTH, h.WIDTH)
         scale = weight.abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight", (weight / scale).round().to(torch.int8))
@@ -177,8 +209,12 @@ class QuantisedTagger(nn.Module):
 
     def forward(self, input_ids, labels):
         matrix = self.weight.to(self.scale.dtype) * self.scale
-        hidden = F.linear(self.embedding(input_ids).to(matrix.dtype), matrix).to(self.head.weight.dtype)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED)
+        hidden = F.linear(self.embedding(input_ids).to(matrix.dtype), matrix).to(
+            self.head.weight.dtype
+        )
+        return F.cross_entropy(
+            self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED
+        )
 
 
 def plain_tags(num_samples):
@@ -195,7 +231,9 @@ FROZEN = {
 
 
 def frozen_tensors(model):
-    return {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.requires_grad}
+    return {
+        n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.requires_grad
+    }
 
 
 @pytest.mark.parametrize("case", FROZEN)
@@ -207,7 +245,10 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     full = autocast_gradient(precision, model, [whole], [1.0])
     accelerator = make_accelerator(precision)
     prepared = accelerator.prepare(model)
-    before = {name: (t, t.data_ptr(), t.dtype, t.detach().clone()) for name, t in frozen_tensors(model).items()}
+    before = {
+        name: (t, t.data_ptr(), t.dtype, t.detach().clone())
+        for name, t in frozen_tensors(model).items()
+    }
     assert dtype in {t.dtype for t in frozen_tensors(model).values()}
 
     assert proven_exactly(prepared, samples)
@@ -216,17 +257,25 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     hf_ga.backward_window(accelerator, prepared, window, targets=rule)
     for name, tensor in frozen_tensors(model).items():
         object_before, address, dtype_before, value = before[name]
-        assert tensor is object_before and tensor.data_ptr() == address and tensor.dtype == dtype_before
+        assert (
+            tensor is object_before
+            and tensor.data_ptr() == address
+            and tensor.dtype == dtype_before
+        )
         assert torch.equal(tensor, value) and tensor.grad is None
     grads = divided(h.gradients(model), SCALE if precision == "fp16" else 1.0)
     h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
 
-    monkeypatch.setattr(hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext())  # the control
+    monkeypatch.setattr(
+        hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext()
+    )  # the control
     assert not proven_exactly(prepared, samples)
 
 
 def proven_exactly(model, samples):
-    """False where types do not fit each other in a forward without autocast, or rounding looks like a dependence on padding."""
+    """False where types do not fit each other in a forward without autocast, or rounding looks like
+    a dependence on padding.
+    """
     try:
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
     except RuntimeError:
@@ -239,7 +288,10 @@ class Features(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.frozen, self.head = nn.Linear(3, 4).to(torch.bfloat16).requires_grad_(False), nn.Linear(4, 1)
+        self.frozen, self.head = (
+            nn.Linear(3, 4).to(torch.bfloat16).requires_grad_(False),
+            nn.Linear(4, 1),
+        )
 
     def forward(self, x):
         return self.head(self.frozen(x).float()).square().mean()
@@ -257,14 +309,22 @@ def test_a_proof_inside_the_callers_autocast():
 
 
 def storages(model):
-    return {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: (id(p), p.data_ptr(), p.dtype)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "no type"], ids=["in the body", "while converting"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, "no type"], ids=["in the body", "while converting"]
+)
 def test_parameters_come_back_after_an_error(dtype):
     model = h.bert_masked_lm()
     before = storages(model)
-    with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)), tensors_in(model.parameters(), dtype):
+    with (
+        pytest.raises((ZeroDivisionError, TypeError, RuntimeError)),
+        tensors_in(model.parameters(), dtype),
+    ):
         raise ZeroDivisionError
     assert storages(model) == before
 
@@ -294,9 +354,17 @@ REFUSED = {
         h.bert_classifier,
         r"fp16 is not supported on the device cpu.*bf16 or no.*enable_fp16_on_cpu",
     ),
-    "fp16 without a scaler": (fp16_without_scaler, h.bert_classifier, r"scaler None.*enable_fp16_on_cpu"),
+    "fp16 without a scaler": (
+        fp16_without_scaler,
+        h.bert_classifier,
+        r"scaler None.*enable_fp16_on_cpu",
+    ),
     "fp8": (fp8, h.bert_classifier, r"mixed precision fp8 is not supported"),
-    "bf16 weights": (make_accelerator, lambda: h.bert_classifier().to(torch.bfloat16), r"float32, but some are torch\.bfloat16"),
+    "bf16 weights": (
+        make_accelerator,
+        lambda: h.bert_classifier().to(torch.bfloat16),
+        r"float32, but some are torch\.bfloat16",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""prove_targets: the right rule for each kind of head, refusal of losses that are no single mean, nothing left behind."""
+"""prove_targets: the right rule for each kind of head, refusal of losses that are no single mean,
+nothing left behind.
+"""
 
 import helpers as h
 import pytest
@@ -11,12 +13,18 @@ from hf_ga.proof.sites import LARGE
 
 
 class Head(nn.Module):
-    """Embedding and a linear layer; `loss(features, labels, mask)` is given by the test. Features: (samples, tokens, classes)."""
+    """Embedding and a linear layer; `loss(features, labels, mask)` is given by the test. Features:
+    (samples, tokens, classes).
+    """
 
     def __init__(self, loss, norm=None):
         super().__init__()
         self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
-        self.norm, self.linear, self.loss = norm or nn.Identity(), nn.Linear(h.WIDTH, h.NUM_CLASSES), loss
+        self.norm, self.linear, self.loss = (
+            norm or nn.Identity(),
+            nn.Linear(h.WIDTH, h.NUM_CLASSES),
+            loss,
+        )
 
     def forward(self, input_ids, attention_mask, labels=None):
         hidden = self.embedding(input_ids)
@@ -29,8 +37,12 @@ def pooled(features, mask):
 
 
 def own_mean_over_samples(features, labels, mask):
-    """Per sample a mean over its tokens, then a mean over samples: long and short samples weigh the same."""
-    losses = F.cross_entropy(features.transpose(1, 2), labels, reduction="none", ignore_index=h.IGNORED)
+    """Per sample a mean over its tokens, then a mean over samples: long and short samples weigh the
+    same.
+    """
+    losses = F.cross_entropy(
+        features.transpose(1, 2), labels, reduction="none", ignore_index=h.IGNORED
+    )
     return (losses.sum(1) / (labels != h.IGNORED).sum(1).clamp(min=1)).mean()
 
 
@@ -72,7 +84,9 @@ def regression_samples(n):
 
 
 def question_samples(n):
-    samples = with_labels(lambda s: {"start_positions": 1, "end_positions": len(s["input_ids"]) - 1})(n)
+    samples = with_labels(
+        lambda s: {"start_positions": 1, "end_positions": len(s["input_ids"]) - 1}
+    )(n)
     return [{k: v for k, v in s.items() if k != "labels"} for s in samples]
 
 
@@ -92,13 +106,16 @@ def few_targets(n):
 
 
 def frozen_batch_norm():
-    """The usual remedy for BatchNorm: frozen statistics. In training the model runs so, and so must the proof."""
+    """The usual remedy for BatchNorm: frozen statistics. In training the model runs so, and so must
+    the proof.
+    """
     model = with_batch_norm()
     model.norm.eval()
     return model
 
 
-# name: (model, samples, rule, whether the padding width matters: True, False, None for "cannot be told")
+# name: (model, samples, rule, whether the padding width matters: True, False, None for "cannot be
+# told")
 RIGHT = {
     "GPT-2": (h.gpt2, h.token_samples, "shifted labels", False),
     "GPT-2, completion only": (h.gpt2, completion_samples, "shifted labels", False),
@@ -112,9 +129,24 @@ RIGHT = {
     "T5": (h.t5, h.token_samples, "labels", False),
     "XLNet LM": (h.xlnet_lm, h.token_samples, "labels", False),
     "BERT classes": (h.bert_classifier, h.class_samples, "labels", False),
-    "BERT classes, one column": (h.bert_classifier, with_labels(lambda s: {"labels": [s["input_ids"][0] % 3]}), "labels", False),
-    "BERT regression": (lambda: h.bert_classifier(num_labels=1), regression_samples, "samples", False),
-    "BERT question answering": (h.bert_question_answering, question_samples, "start and end positions", True),
+    "BERT classes, one column": (
+        h.bert_classifier,
+        with_labels(lambda s: {"labels": [s["input_ids"][0] % 3]}),
+        "labels",
+        False,
+    ),
+    "BERT regression": (
+        lambda: h.bert_classifier(num_labels=1),
+        regression_samples,
+        "samples",
+        False,
+    ),
+    "BERT question answering": (
+        h.bert_question_answering,
+        question_samples,
+        "start and end positions",
+        True,
+    ),
     "BatchNorm in evaluation mode": (frozen_batch_norm, h.class_samples, "labels", False),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
@@ -138,7 +170,11 @@ def mean_instead_of_sum(outputs, batch):
 
 NO_SUM = (hf_ga.ConfigError, r"loss_fn must return \(sum of the loss")
 WRONG = {
-    "one target too many in every batch": (lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1), hf_ga.LossNotAdditive, None),
+    "one target too many in every batch": (
+        lambda o, b: (h.weighted_token_loss(o, b)[0], len(o) + 1),
+        hf_ga.LossNotAdditive,
+        None,
+    ),
     "mean": (mean_instead_of_sum, hf_ga.LossNotAdditive, None),
     "no count": (lambda o, b: o.sum(), *NO_SUM),
     "vector": (lambda o, b: (o.sum(1), 1), *NO_SUM),
@@ -150,7 +186,9 @@ WRONG = {
 def test_a_wrong_loss_fn_is_refused(name):
     """It must return a sum and a count. Control: the right one is not refused."""
     loss_fn, error, message = WRONG[name]
-    right = hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss)
+    right = hf_ga.prove_targets(
+        h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss
+    )
     assert right.name == "loss_fn" and right.width_matters is False
     with pytest.raises(error, match=message):
         hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=loss_fn)
@@ -158,21 +196,38 @@ def test_a_wrong_loss_fn_is_refused(name):
 
 # name: (model, samples, what the message must say)
 class MaskSkipped(nn.Module):
-    """Sees the padding's positions, but only where there is some: in a batch without padding every token sees all others."""
+    """Sees the padding's positions, but only where there is some: in a batch without padding every
+    token sees all others.
+    """
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.linear = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.NUM_CLASSES)
+        self.embedding, self.linear = (
+            nn.Embedding(h.VOCABULARY, h.WIDTH),
+            nn.Linear(h.WIDTH, h.NUM_CLASSES),
+        )
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.embedding(input_ids)
-        hidden = hidden.cumsum(1) if not attention_mask.all() else hidden.sum(1, keepdim=True).expand_as(hidden)
+        hidden = (
+            hidden.cumsum(1)
+            if not attention_mask.all()
+            else hidden.sum(1, keepdim=True).expand_as(hidden)
+        )
         return {"loss": F.cross_entropy(self.linear(hidden[:, 2]), labels)}
 
 
 REFUSED = {
-    "a batch without padding": (MaskSkipped, h.class_samples, "treats a batch without padding differently"),
-    "BatchNorm": (lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)), h.class_samples, r"norm \(BatchNorm1d\)"),
+    "a batch without padding": (
+        MaskSkipped,
+        h.class_samples,
+        "treats a batch without padding differently",
+    ),
+    "BatchNorm": (
+        lambda: head(mean_over_samples, nn.BatchNorm1d(h.WIDTH)),
+        h.class_samples,
+        r"norm \(BatchNorm1d\)",
+    ),
     "contrastive": (
         lambda: head(contrastive),
         h.class_samples,
@@ -180,16 +235,28 @@ REFUSED = {
     ),
     "sum": (lambda: head(summed), h.class_samples, "the loss is a sum, not a mean"),
     "two means": (lambda: head(two_means), h.class_samples, "a sum of several means"),
-    "no loss": (lambda: head(no_loss), h.class_samples, "without one. Let it return.*labels, or pass loss_fn"),
+    "no loss": (
+        lambda: head(no_loss),
+        h.class_samples,
+        "without one. Let it return.*labels, or pass loss_fn",
+    ),
     # Every way of counting fits:
-    "no sample's": (lambda: head(lambda x, y, mask: 1 + 0 * x.sum()), h.class_samples, "several counting rules fit"),
+    "no sample's": (
+        lambda: head(lambda x, y, mask: 1 + 0 * x.sum()),
+        h.class_samples,
+        "several counting rules fit",
+    ),
     "the first sample's": (
         lambda: head(lambda x, y, mask: F.cross_entropy(pooled(x, mask)[:1], y[:1])),
         h.class_samples,
         "depends on the order of the samples",
     ),
     "no samples": (h.gpt2, lambda n: [], "needs samples"),
-    "no such class": (h.bert_classifier, lambda n: [{**s, "labels": 9} for s in h.class_samples(n)], "label that is not a class"),
+    "no such class": (
+        h.bert_classifier,
+        lambda n: [{**s, "labels": 9} for s in h.class_samples(n)],
+        "label that is not a class",
+    ),
 }
 
 
@@ -200,7 +267,11 @@ def test_refused_with_its_cause(name):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
 
 
-FROZEN = ("embedding", "bert.encoder", "transformer.layer.0")  # one module of each of the models below
+FROZEN = (
+    "embedding",
+    "bert.encoder",
+    "transformer.layer.0",
+)  # one module of each of the models below
 
 
 @h.seeded
@@ -208,10 +279,14 @@ def with_batch_norm():
     return Head(mean_over_samples, nn.BatchNorm1d(h.WIDTH))
 
 
-@pytest.mark.parametrize("build", [lambda: h.bert_classifier(0.1), lambda: h.xlnet_classifier(0.1), with_batch_norm])
+@pytest.mark.parametrize(
+    "build", [lambda: h.bert_classifier(0.1), lambda: h.xlnet_classifier(0.1), with_batch_norm]
+)
 @pytest.mark.parametrize("mode", ["train", "one module in eval"])
 def test_the_model_stays_as_found(build, mode):
-    """Also when the proof ends in a refusal (BatchNorm, whose running statistics a forward moves)."""
+    """Also when the proof ends in a refusal (BatchNorm, whose running statistics a forward
+    moves).
+    """
     model, samples = build(), h.class_samples(8)
     model(**h.pad_right(samples))["loss"].backward()  # so that there are gradients
     if mode == "one module in eval":
@@ -252,12 +327,23 @@ def test_a_collate_function_that_draws_is_not_taken_for_a_model_that_does():
 
 @pytest.mark.parametrize("short_have_targets", [True, False])
 def test_a_proof_probes_short_samples_if_they_have_targets(short_have_targets):
-    """Its memory is below the training's then. Control: if only long samples have targets, it takes those, and still proves."""
+    """Its memory is below the training's then. Control: if only long samples have targets, it takes
+    those, and still proves.
+    """
     short = h.token_samples(32)
-    long = [{name: (values * 8)[:30] for name, values in sample.items()} for sample in h.token_samples(32)]
-    samples = (short if short_have_targets else [h.without_targets(sample) for sample in short]) + long
+    long = [
+        {name: (values * 8)[:30] for name, values in sample.items()}
+        for sample in h.token_samples(32)
+    ]
+    samples = (
+        short if short_have_targets else [h.without_targets(sample) for sample in short]
+    ) + long
     model, sizes = h.gpt2(), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
     assert hf_ga.prove_targets(model, samples, h.pad_right).name == "shifted labels"
-    widths = [width for rows, width in sizes if rows > LARGE]  # so many of the longest are run to find the places of dropout
+    widths = [
+        width for rows, width in sizes if rows > LARGE
+    ]  # so many of the longest are run to find the places of dropout
     assert (max(widths) <= 12) == short_have_targets

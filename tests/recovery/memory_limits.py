@@ -8,16 +8,20 @@ from torch import nn
 
 ERRORS = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 9"
+    ),
 }
 
 
 class Device:
-    """Lets a forward of `model` on more than `fits` padded tokens fail, where `chosen()`; in the middle of its backward, if asked.
+    """Lets a forward of `model` on more than `fits` padded tokens fail, where `chosen()`; in the
+    middle of its backward, if asked.
 
     Attributes:
-        failures: shapes of the micro-batches that failed. seen: tokens of the samples that went forward since the last failure or
-            `take`.
+        failures: shapes of the micro-batches that failed. seen: tokens of the samples that went
+            forward since the last failure or `take`.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class Device:
         if not self.backward:
             self._fail()
         parameters = list(module.parameters())
-        handle = parameters[len(parameters) // 2].register_hook(lambda gradient: (handle.remove(), self._fail()))
+        handle = parameters[len(parameters) // 2].register_hook(
+            lambda gradient: (handle.remove(), self._fail())
+        )
 
     def _fail(self, lost: int = 0) -> None:
         del self.seen[-lost:]

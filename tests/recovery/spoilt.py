@@ -24,7 +24,9 @@ def spoil(model: nn.Module, layer: str, where: str = "forward") -> None:
 
     def change(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output
-        rows = is_bad[0].view(-1, 1, 1) if len(hidden) == len(is_bad[0]) else is_bad[0].view(1, -1, 1)  # XLNet's second dimension
+        rows = (
+            is_bad[0].view(-1, 1, 1) if len(hidden) == len(is_bad[0]) else is_bad[0].view(1, -1, 1)
+        )  # XLNet's second dimension
         changed = torch.where(rows, torch.nan, hidden) if where == "forward" else hidden
         if where == "backward" and hidden.requires_grad:
             changed.register_hook(lambda gradient: torch.where(rows, torch.inf, gradient))

@@ -11,7 +11,9 @@ class Stopped(Exception):
 
 
 def interrupted(place, output, windows, **more):
-    """A run that is stopped while it computes the window after the given number, by an exception."""
+    """A run that is stopped while it computes the window after the given number, by an
+    exception.
+    """
     calls, train_step = [], loop.train_step
 
     def step(*args, **kwargs):
@@ -26,7 +28,9 @@ def interrupted(place, output, windows, **more):
 
 
 def without_speed(output):
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)]
+    return [
+        {k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(output)
+    ]
 
 
 def content(folder):

@@ -1,4 +1,6 @@
-"""Files that are cut, flipped, foreign or swapped are never loaded; a crash between any two operations leaves what is whole."""
+"""Files that are cut, flipped, foreign or swapped are never loaded; a crash between any two
+operations leaves what is whole.
+"""
 
 import hashlib
 import itertools
@@ -21,13 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 import hf_ga
 from hf_ga.data import corpus
 from hf_ga.errors import CheckpointError
-from hf_ga.recovery.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, state_sha256
+from hf_ga.recovery.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    state_sha256,
+)
 from hf_ga.recovery.files import tidy
 from hf_ga.recovery.latest import find_checkpoint, set_latest
 from hf_ga.recovery.manifest import read_manifest, verify
 from hf_ga.run.outputs import save_best, save_last
 
-ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that finding needs of an Accelerator
+ALONE = SimpleNamespace(
+    is_main_process=True, num_processes=1
+)  # all that finding needs of an Accelerator
 STEPS, DRAWS = (2, 4, 6), 60
 SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
 FILES = [SHARD, "state.json", "manifest.json", "latest"]
@@ -44,12 +53,16 @@ def trained(width: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimiz
 
 
 def save_in(folder: Path, step: int, seed: int, width: int = 3, keep: int = 9) -> Path:
-    return save_checkpoint(ALONE, folder, *trained(width, seed), {"run": seed}, step=step, keep=keep)
+    return save_checkpoint(
+        ALONE, folder, *trained(width, seed), {"run": seed}, step=step, keep=keep
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A run, another one with the same shapes, and one with other shapes; each with three checkpoints."""
+    """A run, another one with the same shapes, and one with other shapes; each with three
+    checkpoints.
+    """
     root = tmp_path_factory.mktemp("runs")
     for name, first_seed, width in (("own", 0, 3), ("foreign", 100, 3), ("wide", 200, 4)):
         for step in STEPS:
@@ -77,7 +90,11 @@ def damage(output: Path, runs: Path, file: str, how: str, rng: random.Random) ->
             return set()
         path.write_bytes(next(other for other in others if other != data))
     else:  # with the same file of another step, or with another file
-        others = [other for other in sorted(output.rglob("*")) if other.is_file() and other.read_bytes() != data]
+        others = [
+            other
+            for other in sorted(output.rglob("*"))
+            if other.is_file() and other.read_bytes() != data
+        ]
         same_name = [other for other in others if other.name == path.name]
         other = rng.choice(rng.choice([same_name or others, others]))
         path.write_bytes(other.read_bytes())
@@ -87,14 +104,22 @@ def damage(output: Path, runs: Path, file: str, how: str, rng: random.Random) ->
 
 
 def draws() -> list[tuple[str, str, int]]:
-    """(file, damage, seed of its position): each kind of damage in each kind of file equally often."""
+    """(file, damage, seed of its position): each kind of damage in each kind of file equally
+    often.
+    """
     kinds = [(file, how) for file in FILES for how in DAMAGES]
     return [(*kinds[i % len(kinds)], i) for i in range(DRAWS)]
 
 
 def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None:
-    """What `auto` found and said, and what each checkpoint by itself does, of one damaged folder."""
-    whole = [step for step in STEPS if not any(output / f"checkpoint-{step}" in path.parents for path in touched)]
+    """What `auto` found and said, and what each checkpoint by itself does, of one damaged
+    folder.
+    """
+    whole = [
+        step
+        for step in STEPS
+        if not any(output / f"checkpoint-{step}" in path.parents for path in touched)
+    ]
     if output / "latest" in touched:  # it may name another whole one, or none
         assert found.name in {f"checkpoint-{step}" for step in whole}
     else:
@@ -107,13 +132,20 @@ def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None
             continue
         with pytest.raises(hf_ga.CheckpointError) as error:
             verify(folder)
-        assert str(folder) in str(error.value) and any(path.name in str(error.value) for path in touched if folder in path.parents)
+        assert str(folder) in str(error.value) and any(
+            path.name in str(error.value) for path in touched if folder in path.parents
+        )
         if step > whole[-1] and output / "latest" not in touched:
-            assert f"skipped {folder.name}, resuming from checkpoint-{whole[-1]}: {error.value}" in said
+            assert (
+                f"skipped {folder.name}, resuming from checkpoint-{whole[-1]}: {error.value}"
+                in said
+            )
 
 
 def test_no_damaged_file_is_ever_loaded(runs, tmp_path, capsys):
-    """Not by name and not by `auto`, which takes the newest whole checkpoint; the error names the file."""
+    """Not by name and not by `auto`, which takes the newest whole checkpoint; the error names the
+    file.
+    """
     for file, how, seed in draws():
         output = tmp_path / str(seed)
         shutil.copytree(runs / "own", output)
@@ -122,7 +154,9 @@ def test_no_damaged_file_is_ever_loaded(runs, tmp_path, capsys):
         try:
             check_draw(output, touched, capsys.readouterr().out, found)
         except AssertionError as error:
-            raise AssertionError(f"draw {seed}: {file} {how}, touched {sorted(touched)}: {error}") from error
+            raise AssertionError(
+                f"draw {seed}: {file} {how}, touched {sorted(touched)}: {error}"
+            ) from error
         shutil.rmtree(output)
 
 
@@ -135,34 +169,48 @@ def test_none_whole(runs, tmp_path):
     files = ("checkpoint-2/state.json", f"checkpoint-4/{SHARD}", "checkpoint-6/manifest.json")
     for file in files:
         (tmp_path / "out" / file).write_bytes(b"")
-    with pytest.raises(hf_ga.CheckpointError, match="has no undamaged checkpoint to resume from") as error:
+    with pytest.raises(
+        hf_ga.CheckpointError, match="has no undamaged checkpoint to resume from"
+    ) as error:
         find_checkpoint(ALONE, tmp_path / "out", "auto")
     assert all(str(tmp_path / "out" / file) in str(error.value) for file in files)
 
 
 def test_latest_goes_before_newer_ones(runs, tmp_path, capsys):
-    """After a resume from checkpoint-4, checkpoint-6 is a future that was given up: the second choice."""
+    """After a resume from checkpoint-4, checkpoint-6 is a future that was given up: the second
+    choice.
+    """
     output = tmp_path / "out"
     shutil.copytree(runs / "own", output)
     set_latest(output / "checkpoint-4")
     for expected in ("checkpoint-4", "checkpoint-6", "checkpoint-2"):
         assert find_checkpoint(ALONE, output, "auto").name == expected
         (output / expected / SHARD).unlink()
-    assert f"checkpoint-4/{SHARD} cannot be read: No such file or directory" in capsys.readouterr().out
+    assert (
+        f"checkpoint-4/{SHARD} cannot be read: No such file or directory" in capsys.readouterr().out
+    )
 
 
 def test_manifest_lists_versions_and_all_files(runs):
     folder = runs / "own" / "checkpoint-6"
     manifest = read_manifest(folder)
     assert manifest["step"] == 6 and manifest["versions"]["torch"] == version("torch")
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
     del files["manifest.json"]
-    assert manifest["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert manifest["files"] == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("form", "words"),
-    [("{} ", "is damaged"), ('{{"state.json": "0123"}}', "is damaged"), ('{{"format": 1, "sha256": "0123"}}', "has format 1")],
+    [
+        ("{} ", "is damaged"),
+        ('{{"state.json": "0123"}}', "is damaged"),
+        ('{{"format": 1, "sha256": "0123"}}', "has format 1"),
+    ],
     ids=["a blank more", "a list of files", "format 1"],
 )
 def test_a_manifest_of_another_form(form, words, runs, tmp_path):
@@ -185,7 +233,8 @@ class Crash(BaseException):
 
 
 class Crasher:
-    """Raises at the k-th operation that changes a disk (opening to write, making, renaming, deleting, fsync), while it is armed.
+    """Raises at the k-th operation that changes a disk (opening to write, making, renaming,
+    deleting, fsync), while it is armed.
 
     An audit hook stays for ever, so there is one of them.
     """
@@ -211,7 +260,11 @@ class Crasher:
         self.left = k
         try:
             work()
-        except (Crash, CheckpointError, CheckpointException) as error:  # torch's distributed checkpoint wraps whatever is raised
+        except (
+            Crash,
+            CheckpointError,
+            CheckpointException,
+        ) as error:  # torch's distributed checkpoint wraps whatever is raised
             assert "Crash" in str(error) or isinstance(error, Crash)
             return False
         finally:
@@ -228,11 +281,19 @@ def crasher() -> Iterator[Crasher]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(("partial-", "replaced-")) or path.suffix == ".partial"]
+    return [
+        path.name
+        for path in folder.iterdir()
+        if path.name.startswith(("partial-", "replaced-")) or path.suffix == ".partial"
+    ]
 
 
-def crash_everywhere(crasher: Crasher, start: Path, place: Path, work: Work, check: Callable[[Path], str]) -> list[str]:
-    """What `check` finds after a crash of `work` before its first, second, ... operation, and at last after none."""
+def crash_everywhere(
+    crasher: Crasher, start: Path, place: Path, work: Work, check: Callable[[Path], str]
+) -> list[str]:
+    """What `check` finds after a crash of `work` before its first, second, ... operation, and at
+    last after none.
+    """
     found = []
     for k in itertools.count():
         shutil.copytree(start, place / str(k))
@@ -248,8 +309,12 @@ def crash_everywhere(crasher: Crasher, start: Path, place: Path, work: Work, che
     [(6, 8, 6), (2, 4, 2), (6, 6, 4)],
     ids=["next", "in place of a future given up", "the same step again"],
 )
-def test_a_crash_while_saving_leaves_the_old_or_the_new_one(latest, step, kept, runs, tmp_path, crasher):
-    """Two are kept. Whatever is there, `auto` finds a whole one; and the next save leaves nothing of the crash."""
+def test_a_crash_while_saving_leaves_the_old_or_the_new_one(
+    latest, step, kept, runs, tmp_path, crasher
+):
+    """Two are kept. Whatever is there, `auto` finds a whole one; and the next save leaves nothing
+    of the crash.
+    """
     start = tmp_path / "start"
     shutil.copytree(runs / "own", start)
     set_latest(start / f"checkpoint-{latest}")
@@ -259,19 +324,28 @@ def test_a_crash_while_saving_leaves_the_old_or_the_new_one(latest, step, kept, 
 
     def check(output: Path) -> str:
         found = find_checkpoint(ALONE, output, "auto")
-        assert [verify(folder) for folder in list_checkpoints(output)]  # none is half under its name, not even one to be deleted
+        assert [
+            verify(folder) for folder in list_checkpoints(output)
+        ]  # none is half under its name, not even one to be deleted
         model, optimizer = trained(3, 1)
         state = load_checkpoint(found, model, optimizer)
-        assert state_sha256(model.state_dict()) == state_sha256(trained(3, state["run"])[0].state_dict())
+        assert state_sha256(model.state_dict()) == state_sha256(
+            trained(3, state["run"])[0].state_dict()
+        )
         save(output)
         assert not leftovers(output)
-        assert [folder.name for folder in list_checkpoints(output)] == [f"checkpoint-{kept}", f"checkpoint-{step}"]
+        assert [folder.name for folder in list_checkpoints(output)] == [
+            f"checkpoint-{kept}",
+            f"checkpoint-{step}",
+        ]
         assert find_checkpoint(ALONE, output, "auto").name == f"checkpoint-{step}"
         return f"{found.name} of {state['run']}"
 
     found = crash_everywhere(crasher, start, tmp_path, save, check)
     before, after = f"checkpoint-{latest} of {latest}", f"checkpoint-{step} of 50"
-    assert found == [before] * found.count(before) + [after] * found.count(after)  # one instant, and nothing else ever
+    assert found == [before] * found.count(before) + [after] * found.count(
+        after
+    )  # one instant, and nothing else ever
     assert found.count(before) > 10 and found.count(after) > 5
 
 
@@ -281,14 +355,18 @@ def models(tmp_path_factory) -> dict[str, tf.PreTrainedModel]:
     made = {}
     for seed, name in enumerate(("old", "new")):
         torch.manual_seed(seed)
-        made[name] = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=20, n_embd=4, n_layer=1, n_head=1, n_positions=8))
+        made[name] = tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=20, n_embd=4, n_layer=1, n_head=1, n_positions=8)
+        )
     return made
 
 
 @pytest.fixture(scope="module")
 def setup() -> Callable[[Path], SimpleNamespace]:
     data = SimpleNamespace(tokenizer=corpus.train_tokenizer(["a window of samples"] * 3, 270))
-    return lambda output: SimpleNamespace(output_dir=output, data=data, dtype=torch.float32, accelerator=Accelerator(cpu=True))
+    return lambda output: SimpleNamespace(
+        output_dir=output, data=data, dtype=torch.float32, accelerator=Accelerator(cpu=True)
+    )
 
 
 def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
@@ -299,7 +377,9 @@ def loaded_as(folder: Path, models: dict[str, tf.PreTrainedModel]) -> str:
         return "none"
     loaded = state_sha256(tf.AutoModelForCausalLM.from_pretrained(folder).state_dict())
     tf.AutoTokenizer.from_pretrained(folder)
-    return next(name for name, model in models.items() if state_sha256(model.state_dict()) == loaded)
+    return next(
+        name for name, model in models.items() if state_sha256(model.state_dict()) == loaded
+    )
 
 
 def test_a_crash_while_the_best_model_is_saved(models, setup, tmp_path, crasher):
@@ -322,7 +402,9 @@ def test_a_crash_while_the_best_model_is_saved(models, setup, tmp_path, crasher)
 
 
 def test_a_crash_while_the_last_model_is_saved(models, setup, tmp_path, crasher):
-    """The old one, none that could be loaded, the new one; and whatever it was, saving again gives the new one."""
+    """The old one, none that could be loaded, the new one; and whatever it was, saving again gives
+    the new one.
+    """
     save_last(setup(tmp_path / "start"), models["old"], models["old"].state_dict())
 
     def save(output: Path) -> None:

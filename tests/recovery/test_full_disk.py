@@ -1,4 +1,6 @@
-"""A full disk, by a real limit of the system: one clear error, exit code 2, what was saved is kept, and the run can go on."""
+"""A full disk, by a real limit of the system: one clear error, exit code 2, what was saved is kept,
+and the run can go on.
+"""
 
 import json
 
@@ -13,10 +15,22 @@ from hf_ga.run import finetune, outputs, report, saving
 from hf_ga.run.cli import finetune_main
 
 LEFT = "partial-", "replaced-"
-SMALL = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}  # evaluations and checkpoints after steps 2 and 4
-# What is limited from which call on, to how many bytes; the file that cannot be written; the checkpoint that is kept.
+SMALL = {
+    "max_steps": 4,
+    "eval_steps": 2,
+    "save_steps": 2,
+}  # evaluations and checkpoints after steps 2 and 4
+# What is limited from which call on, to how many bytes; the file that cannot be written; the
+# checkpoint that is kept.
 CASES = {
-    "weights and optimizer": (checkpoint, "save_shards", 2, 1_000, "partial-checkpoint-4/shards", "checkpoint-2"),
+    "weights and optimizer": (
+        checkpoint,
+        "save_shards",
+        2,
+        1_000,
+        "partial-checkpoint-4/shards",
+        "checkpoint-2",
+    ),
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-4", "checkpoint-2"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-2"),
     "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-2/shards", None),
@@ -26,7 +40,12 @@ CASES = {
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-4"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-4"),
 }
-RESUMED = ("first checkpoint", "latest", "best model", "metrics")  # with room again; the others differ in what is missing only
+RESUMED = (
+    "first checkpoint",
+    "latest",
+    "best model",
+    "metrics",
+)  # with room again; the others differ in what is missing only
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +63,10 @@ def test_full_disk(case, place, undisturbed, tmp_path, capsys):
         assert finetune_main([str(tmp_path / "run.json")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: cannot write {output / file}: ") and "File too large" in error
-    assert f"files in {output} are kept: free disk space" in error and "--resume_from_checkpoint auto" in error
+    assert (
+        f"files in {output} are kept: free disk space" in error
+        and "--resume_from_checkpoint auto" in error
+    )
     assert [path.name for path in output.iterdir() if path.name.startswith(LEFT)] == []
     if kept:
         assert (output / "latest").read_text().startswith(f"{kept}\n")

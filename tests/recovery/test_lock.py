@@ -1,4 +1,6 @@
-"""One run in a folder at a time: the second is refused and changes nothing, and no lock is left in the way."""
+"""One run in a folder at a time: the second is refused and changes nothing, and no lock is left in
+the way.
+"""
 
 import os
 from types import SimpleNamespace
@@ -23,17 +25,28 @@ def test_the_second_run_is_refused(tmp_path):
         with pytest.raises(hf_ga.ConfigError) as refused, only_run_in(out, ALONE):
             pytest.fail("two runs are in the folder")
         assert content(out) == before
-    assert f"output_dir {out} is in use" in str(refused.value) and "choose another output_dir" in str(refused.value)
+    assert f"output_dir {out} is in use" in str(
+        refused.value
+    ) and "choose another output_dir" in str(refused.value)
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     with only_run_in(out, ALONE):  # it is free again
         pass
-    with pytest.raises(hf_ga.ConfigError, match=r"cannot be used .*: choose another"), only_run_in(out / "metrics.jsonl/x", ALONE):
+    with (
+        pytest.raises(hf_ga.ConfigError, match=r"cannot be used .*: choose another"),
+        only_run_in(out / "metrics.jsonl/x", ALONE),
+    ):
         pytest.fail("below a file")
 
 
 def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
-    """It is refused and changes nothing; without the lock it would continue what is there. What a killed run left is nothing."""
-    out, fit, more = tmp_path / "out", finetune.fit, {"max_steps": 3, "resume_from_checkpoint": "auto"}
+    """It is refused and changes nothing; without the lock it would continue what is there. What a
+    killed run left is nothing.
+    """
+    out, fit, more = (
+        tmp_path / "out",
+        finetune.fit,
+        {"max_steps": 3, "resume_from_checkpoint": "auto"},
+    )
     out.mkdir()
     (out / LOCK).write_text("process 1")
 
@@ -69,14 +82,19 @@ def test_a_folder_that_was_made_for_nothing_is_removed(place, tmp_path):
         (tmp_path / "there").mkdir(exist_ok=True)
         with pytest.raises(hf_ga.DataError):
             train(place, folder, dataset_name=str(tmp_path / "missing.jsonl"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"] and not any((tmp_path / "there").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"] and not any(
+        (tmp_path / "there").iterdir()
+    )
 
 
 def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path):
     """It writes files of its own only."""
     with only_run_in(tmp_path / "out", ALONE):
         train(place, tmp_path / "out", eval_only=True)
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["evaluation.json", LOCK]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+            "evaluation.json",
+            LOCK,
+        ]
 
 
 def test_the_lock_of_a_killed_run_is_nothing(tmp_path):
@@ -116,10 +134,15 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 def test_all_processes_hear_the_refusal(tmp_path, monkeypatch):
     """The others take no lock; all raise where the main process could not."""
     heard = []
-    monkeypatch.setattr(lock, "broadcast_from_main", lambda accelerator, value: heard.append(value) or "in use")
+    monkeypatch.setattr(
+        lock, "broadcast_from_main", lambda accelerator, value: heard.append(value) or "in use"
+    )
     for is_main in (True, False):
         process = SimpleNamespace(is_main_process=is_main, num_processes=2)
-        with pytest.raises(hf_ga.ConfigError, match="in use"), only_run_in(tmp_path / str(is_main), process):
+        with (
+            pytest.raises(hf_ga.ConfigError, match="in use"),
+            only_run_in(tmp_path / str(is_main), process),
+        ):
             pytest.fail("goes on")
     assert heard == ["", None] and not (tmp_path / "False").exists()
 

@@ -1,7 +1,9 @@
-"""Running out of memory: the same update in smaller micro-batches, no sample lost or seen twice, one clear error at the end.
+"""Running out of memory: the same update in smaller micro-batches, no sample lost or seen twice,
+one clear error at the end.
 
-Memory runs out on command (`Device`): torch's own error, in a forward or in the middle of a backward. The oracle is the undisturbed
-run or, for gradients, one forward and backward of the whole window.
+Memory runs out on command (`Device`): torch's own error, in a forward or in the middle of a
+backward. The oracle is the undisturbed run or, for gradients, one forward and backward of the whole
+window.
 """
 
 import random
@@ -42,13 +44,24 @@ def accelerator_in(precision: str = "no") -> Accelerator:
     return accelerator
 
 
-def windows_of(accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more) -> hf_ga.WindowLoader:
-    options = {"planner": h.by_number(MICRO_BATCH), "global_batch_size": WINDOW, "seed": SEED, **more}
+def windows_of(
+    accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more
+) -> hf_ga.WindowLoader:
+    options = {
+        "planner": h.by_number(MICRO_BATCH),
+        "global_batch_size": WINDOW,
+        "seed": SEED,
+        **more,
+    }
     return hf_ga.WindowLoader(samples, collate, accelerator=accelerator, **options)
 
 
-def gradient_of_window(case: str, fits: float, earlier: float | None = None, **how) -> tuple[h.Gradients, hf_ga.StepResult, Device]:
-    """Of the first window, by `backward_window`, added to `earlier` where the caller has gradients."""
+def gradient_of_window(
+    case: str, fits: float, earlier: float | None = None, **how
+) -> tuple[h.Gradients, hf_ga.StepResult, Device]:
+    """Of the first window, by `backward_window`, added to `earlier` where the caller has
+    gradients.
+    """
     build, make_samples, loss_fn = CASES[case]
     accelerator, model, samples = accelerator_in(), build(), make_samples(SAMPLES)
     rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
@@ -65,14 +78,26 @@ def test_gradient_of_a_window_in_which_memory_ran_out(case, backward):
     whole, undisturbed, untouched = gradient_of_window(case, np.inf)
     retried, result, device = gradient_of_window(case, 30, EARLIER, backward=backward)
     assert result.retries == len(device.failures) >= 1 and max(n for n, _ in device.failures) > 1
-    assert undisturbed.retries == 0 and device.take() >= untouched.take()  # all samples in the last try; a router's more than once
-    used = [name for name, gradient in whole.items() if gradient.norm()]  # the others keep what was there before
-    assert h.relative_error({n: retried[n] - EARLIER for n in used}, {n: whole[n] for n in used}) < 2e-6
-    assert (result.loss, result.num_targets) == (pytest.approx(undisturbed.loss, rel=1e-6), pytest.approx(undisturbed.num_targets))
+    assert (
+        undisturbed.retries == 0 and device.take() >= untouched.take()
+    )  # all samples in the last try; a router's more than once
+    used = [
+        name for name, gradient in whole.items() if gradient.norm()
+    ]  # the others keep what was there before
+    assert (
+        h.relative_error({n: retried[n] - EARLIER for n in used}, {n: whole[n] for n in used})
+        < 2e-6
+    )
+    assert (result.loss, result.num_targets) == (
+        pytest.approx(undisturbed.loss, rel=1e-6),
+        pytest.approx(undisturbed.num_targets),
+    )
 
 
 def third_of_three():
-    """Memory runs out in the last micro-batch only: the gradients of the others are there already."""
+    """Memory runs out in the last micro-batch only: the gradients of the others are there
+    already.
+    """
     calls = []
     return lambda: calls.append(1) or len(calls) == 3
 
@@ -87,32 +112,56 @@ def test_buffers_count_no_sample_twice():
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     model.register_forward_pre_hook(count, with_kwargs=True)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    device, window = Device(model, 60, chosen=third_of_three()), next(iter(windows_of(accelerator, samples)))
+    device, window = (
+        Device(model, 60, chosen=third_of_three()),
+        next(iter(windows_of(accelerator, samples))),
+    )
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
 
 
-def run_of_steps(precision: str, chosen, *, micro_batch: int = MICRO_BATCH, kind: str = "list", backward: bool = False):
-    """An epoch of updates. Returns the losses, retries by window, the device, and whether each window saw its samples once."""
+def run_of_steps(
+    precision: str,
+    chosen,
+    *,
+    micro_batch: int = MICRO_BATCH,
+    kind: str = "list",
+    backward: bool = False,
+):
+    """An epoch of updates. Returns the losses, retries by window, the device, and whether each
+    window saw its samples once.
+    """
     accelerator, model, samples = accelerator_in(precision), h.gpt2(0.1), h.token_samples(SAMPLES)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     device = Device(model, 20, chosen=chosen, backward=backward)
     if kind == "stream":
-        options = {"per_device_batch_size": micro_batch, "global_batch_size": WINDOW, "seed": SEED, "num_workers": 1}
+        options = {
+            "per_device_batch_size": micro_batch,
+            "global_batch_size": WINDOW,
+            "seed": SEED,
+            "num_workers": 1,
+        }
         windows = hf_ga.StreamLoader(
-            Dataset.from_list(samples).to_iterable_dataset(), h.pad_right, accelerator=accelerator, **options
+            Dataset.from_list(samples).to_iterable_dataset(),
+            h.pad_right,
+            accelerator=accelerator,
+            **options,
         )
     else:
         more = {"num_workers": 2} if kind == "workers" else {}
         windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
     losses, retries, once = [], [], []
     for window in windows:
-        result = hf_ga.train_step(accelerator, model, optimizer, window, targets=rule, max_grad_norm=0.5)
+        result = hf_ga.train_step(
+            accelerator, model, optimizer, window, targets=rule, max_grad_norm=0.5
+        )
         losses.append(result.loss)
         retries.append(result.retries)
-        once.append(device.take() == Counter(of_sample(samples[i]["input_ids"]) for i in window.sample_ids))
+        once.append(
+            device.take() == Counter(of_sample(samples[i]["input_ids"]) for i in window.sample_ids)
+        )
     return np.array(losses), retries, device, once
 
 
@@ -125,13 +174,17 @@ def at_random(seed: int, share: float = 0.25):
 def test_run_with_failures_at_random_is_the_undisturbed_one(kind, seed):
     """Loss by loss, in forwards and backwards; every window sees each of its samples once."""
     expected, *_ = run_of_steps("no", lambda: False, kind="stream" if kind == "stream" else "list")
-    losses, retries, device, once = run_of_steps("no", at_random(seed), kind=kind, backward=seed % 2 == 0)
+    losses, retries, device, once = run_of_steps(
+        "no", at_random(seed), kind=kind, backward=seed % 2 == 0
+    )
     assert sum(retries) == len(device.failures) >= 2 and all(once)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_fp16():
-    """No further from the undisturbed run than another split is: its rounding depends on the split."""
+    """No further from the undisturbed run than another split is: its rounding depends on the
+    split.
+    """
     expected, _, _, _ = run_of_steps("fp16", lambda: False)
     other, _, _, _ = run_of_steps("fp16", lambda: False, micro_batch=3)
     losses, retries, _, once = run_of_steps("fp16", at_random(4), backward=True)
@@ -140,7 +193,9 @@ def test_fp16():
 
 
 def test_a_single_sample_that_does_not_fit():
-    """It is named; the caller's gradients are there as before, and smaller windows can be computed."""
+    """It is named; the caller's gradients are there as before, and smaller windows can be
+    computed.
+    """
     accelerator, model, samples = accelerator_in(), h.gpt2(0.1), h.token_samples(SAMPLES)
     samples[5] = {name: (values * 9)[:30] for name, values in samples[5].items()}
     rule = hf_ga.prove_targets(model, samples[:5], h.pad_right)
@@ -150,10 +205,15 @@ def test_a_single_sample_that_does_not_fit():
     windows = list(windows_of(accelerator, samples))
     bad = next(window for window in windows if 5 in window.sample_ids)
     with pytest.raises(
-        OutOfMemory, match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of process 0.*max_length"
+        OutOfMemory,
+        match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of "
+        r"process 0.*max_length",
     ):
         hf_ga.backward_window(accelerator, model, bad, targets=rule)
-    assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (1, 30)
+    assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (
+        1,
+        30,
+    )
     good = next(window for window in windows if window is not bad)
     assert hf_ga.backward_window(accelerator, model, good, targets=rule).num_targets > 0
 
@@ -162,7 +222,12 @@ def test_other_errors_are_no_lack_of_memory():
     with pytest.raises(RuntimeError) as real:  # torch's allocator of the CPU
         torch.empty(2**60, dtype=torch.uint8)
     assert all(map(is_out_of_memory, [real.value, *ERRORS.values()]))
-    assert not any(map(is_out_of_memory, [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory.")]))
+    assert not any(
+        map(
+            is_out_of_memory,
+            [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory.")],
+        )
+    )
 
 
 @contextmanager
@@ -188,24 +253,37 @@ def short_of_memory(place):
 
 
 def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
-    """Retries in metrics.jsonl where there were any, the limit in summary.json, the losses of the undisturbed run."""
+    """Retries in metrics.jsonl where there were any, the limit in summary.json, the losses of the
+    undisturbed run.
+    """
     lines, expected = lines_of(place / "short"), lines_of(place / "undisturbed")
     assert [line.get("retries", 0) > 0 for line in lines] == [True] + [False] * 7
-    assert not any("retries" in line for line in expected) and undisturbed[0]["most_tokens_in_a_micro_batch"] is None
+    assert (
+        not any("retries" in line for line in expected)
+        and undisturbed[0]["most_tokens_in_a_micro_batch"] is None
+    )
     summary, said = short_of_memory
     assert 24 <= summary["most_tokens_in_a_micro_batch"] <= 60
-    assert len(said) == 1 and "tokens (padding included) in a micro-batch; the update is the same" in said[0]
+    assert (
+        len(said) == 1
+        and "tokens (padding included) in a micro-batch; the update is the same" in said[0]
+    )
     for name in ("loss", "eval_loss", "grad_norm"):
         found, right = ([line[name] for line in run if name in line] for run in (lines, expected))
         assert found == pytest.approx(right, rel=1e-5) and found
-    assert 0 < relative_distance(place / "short", place / "undisturbed") < 1e-6  # in other parts, so rounded otherwise
+    assert (
+        0 < relative_distance(place / "short", place / "undisturbed") < 1e-6
+    )  # in other parts, so rounded otherwise
 
 
 def test_a_resumed_run_cuts_as_the_one_that_never_stopped(place, tmp_path, short_of_memory):
     """Bit for bit: the checkpoint holds the limit, so nothing fails again."""
     with small_device(60):
         resumed = train(
-            place, tmp_path / "out", resume_from_checkpoint=str(place / "short" / "checkpoint-6"), per_device_eval_batch_size=2
+            place,
+            tmp_path / "out",
+            resume_from_checkpoint=str(place / "short" / "checkpoint-6"),
+            per_device_eval_batch_size=2,
         )
     assert resumed["weights_sha256"] == short_of_memory[0]["weights_sha256"]
     assert not any("retries" in line for line in lines_of(tmp_path / "out"))
@@ -216,5 +294,9 @@ def test_a_run_with_a_sample_that_does_not_fit(place, tmp_path):
     saved = tmp_path / "out" / "checkpoint-3"
     with small_device(23, chosen=saved.exists), pytest.raises(OutOfMemory) as caught:
         train(place, tmp_path / "out")
-    assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(caught.value)
-    assert str(caught.value).endswith(f"Then resume from {saved} with --resume_from_checkpoint auto.")
+    assert "24 tokens (24 with padding) does not fit into the memory of process 0" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(
+        f"Then resume from {saved} with --resume_from_checkpoint auto."
+    )

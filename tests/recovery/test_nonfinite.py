@@ -1,4 +1,6 @@
-"""Losses and gradients that are not finite, put in by hand: nothing is updated, and the samples and the module are named."""
+"""Losses and gradients that are not finite, put in by hand: nothing is updated, and the samples and
+the module are named.
+"""
 
 import json
 import math
@@ -26,18 +28,28 @@ IDS = (10, 13)  # of the bad samples: both in the second window, in its first an
 
 
 class Classifier(nn.Module):
-    """Mean cross entropy of tokens that are embedded, turned and averaged; `trouble` says what goes wrong for the bad token.
+    """Mean cross entropy of tokens that are embedded, turned and averaged; `trouble` says what goes
+    wrong for the bad token.
 
     Attributes:
-        unlucky: the bad samples are those of which `coin`, a dropout, drops a one. fell: for each sample of each forward, whether.
+        unlucky: the bad samples are those of which `coin`, a dropout, drops a one. fell: for each
+            sample of each forward, whether.
     """
 
     def __init__(self, trouble=""):
         super().__init__()
         torch.manual_seed(3)
         self.trouble, self.unlucky, self.fell = trouble, False, []
-        self.embedding, self.dropout, self.coin = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Dropout(0.1), nn.Dropout(0.5)
-        self.middle, self.norm, self.head = nn.Linear(h.WIDTH, h.WIDTH), Root(trouble), nn.Linear(h.WIDTH, h.NUM_CLASSES)
+        self.embedding, self.dropout, self.coin = (
+            nn.Embedding(h.VOCABULARY, h.WIDTH),
+            nn.Dropout(0.1),
+            nn.Dropout(0.5),
+        )
+        self.middle, self.norm, self.head = (
+            nn.Linear(h.WIDTH, h.WIDTH),
+            Root(trouble),
+            nn.Linear(h.WIDTH, h.NUM_CLASSES),
+        )
 
     def forward(self, input_ids, attention_mask, labels=None):
         mask = attention_mask.unsqueeze(-1)
@@ -55,7 +67,9 @@ class Classifier(nn.Module):
 
 
 class Root(nn.Module):
-    """A module in the middle that can spoil its output, or its gradient alone: the square root has none at 0."""
+    """A module in the middle that can spoil its output, or its gradient alone: the square root has
+    none at 0.
+    """
 
     def __init__(self, trouble):
         super().__init__()
@@ -65,7 +79,9 @@ class Root(nn.Module):
         if self.trouble == "output":
             return torch.where(is_bad.unsqueeze(-1), math.nan, hidden)
         if self.trouble == "gradient":
-            zero = torch.where(is_bad.unsqueeze(-1), (hidden - hidden.detach()).abs(), torch.ones_like(hidden))
+            zero = torch.where(
+                is_bad.unsqueeze(-1), (hidden - hidden.detach()).abs(), torch.ones_like(hidden)
+            )
             return hidden + zero.sqrt() - 1
         if self.trouble == "crowd" and len(hidden) > 1 and bool(is_bad.any()):
             return hidden * math.inf
@@ -78,16 +94,25 @@ def samples(bad=IDS):
 
 def spoilt_sum(outputs, batch):
     total = F.cross_entropy(outputs["logits"], batch["labels"], reduction="sum")
-    return total + torch.where((batch["input_ids"] == BAD_TOKEN).any(), math.nan, 0.0), len(batch["labels"])
+    return total + torch.where((batch["input_ids"] == BAD_TOKEN).any(), math.nan, 0.0), len(
+        batch["labels"]
+    )
 
 
 def windows_of(data, **more):
-    sizes = {"global_batch_size": WINDOW, "planner": h.by_number(MICRO_BATCH), "shuffle": False, "seed": 5}
+    sizes = {
+        "global_batch_size": WINDOW,
+        "planner": h.by_number(MICRO_BATCH),
+        "shuffle": False,
+        "seed": 5,
+    }
     return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(), **{**sizes, **more})
 
 
 def started(case="", precision="no"):
-    """A training and the options of its steps. The model is proven before anything goes wrong, on good samples."""
+    """A training and the options of its steps. The model is proven before anything goes wrong, on
+    good samples.
+    """
     model, loss_fn = Classifier(case), spoilt_sum if case == "loss_fn" else None
     rule = hf_ga.prove_targets(model, samples(bad=()), h.pad_right, loss_fn=loss_fn)
     if case == "weight":
@@ -168,19 +193,34 @@ def test_a_norm_that_overflows_stops_only_where_it_would_clip(max_grad_norm):
 
 @pytest.mark.parametrize("case", ["gradient", "weight", "loss_fn"])
 def test_a_skipped_window_leaves_the_run_without_it(case):
-    """Bit for bit the run in which train_step is not called for the bad window, with samples of which it is named."""
+    """Bit for bit the run in which train_step is not called for the bad window, with samples of
+    which it is named.
+    """
     ends = []
     for skips in (True, False):
         (training, options), results = started(case), []
         for window in windows_of(samples()):
             if skips or window.index != 1:
-                results.append(training.step(window, **options, max_grad_norm=1.0, on_nonfinite="skip"))
+                results.append(
+                    training.step(window, **options, max_grad_norm=1.0, on_nonfinite="skip")
+                )
         ends.append(training.snapshot())
         assert training.scheduler.last_epoch == 2
         if skips:
-            assert [(r.skipped, r.nonfinite, r.overflowed) for r in results] == [(False,) * 3, (True, True, False), (False,) * 3]
-            assert [r.cause is not None for r in results] == [False, True, False] and "samples 10, 13" in results[1].cause
-            assert math.isfinite(results[1].loss) is (case == "gradient") and results[1].num_targets == WINDOW
+            assert [(r.skipped, r.nonfinite, r.overflowed) for r in results] == [
+                (False,) * 3,
+                (True, True, False),
+                (False,) * 3,
+            ]
+            assert [r.cause is not None for r in results] == [
+                False,
+                True,
+                False,
+            ] and "samples 10, 13" in results[1].cause
+            assert (
+                math.isfinite(results[1].loss) is (case == "gradient")
+                and results[1].num_targets == WINDOW
+            )
     assert same(*ends) and not any(r.skipped for r in results)
 
 
@@ -192,14 +232,21 @@ def test_the_forwards_are_run_again_with_their_own_dropout():
         model.fell.clear()
         cause = training.step(window, **options, on_nonfinite="skip").cause
         bad = [i for i, fell in zip(window.sample_ids.tolist(), model.fell, strict=False) if fell]
-        assert 0 < len(bad) < WINDOW and f"comes from samples {', '.join(map(str, bad))};" in cause + ";"
-        assert sum(model.fell) == 3 * len(bad)  # in the step; then in micro-batches again, and one by one
+        assert (
+            0 < len(bad) < WINDOW
+            and f"comes from samples {', '.join(map(str, bad))};" in cause + ";"
+        )
+        assert sum(model.fell) == 3 * len(
+            bad
+        )  # in the step; then in micro-batches again, and one by one
 
 
 def test_micro_batches_are_cut_where_memory_ran_out_before():
     """As the step cut them: larger ones might not fit."""
     (training, options), sizes = started("output"), []
-    training.model.register_forward_pre_hook(lambda module, args, batch: sizes.append(batch["input_ids"].numel()), with_kwargs=True)
+    training.model.register_forward_pre_hook(
+        lambda module, args, batch: sizes.append(batch["input_ids"].numel()), with_kwargs=True
+    )
     _, window, _ = windows_of(samples())
     window.state.max_elements = 24
     training.step(window, **options, on_nonfinite="skip")
@@ -214,21 +261,34 @@ def test_micro_batches_are_cut_where_memory_ran_out_before():
 
 @pytest.mark.parametrize(
     ("name", "build", "layer"),
-    [("mixtral", h.mixtral, "model.layers.1"), ("xlnet", h.xlnet_classifier, "transformer.layer.1.ff")],
+    [
+        ("mixtral", h.mixtral, "model.layers.1"),
+        ("xlnet", h.xlnet_classifier, "transformer.layer.1.ff"),
+    ],
     ids=["router", "one width"],
 )
 def test_models_with_a_router_or_of_one_width(name, build, layer):
-    """The second layer spoils what holds the bad token. XLNet's micro-batches are padded to their window."""
+    """The second layer spoils what holds the bad token. XLNet's micro-batches are padded to their
+    window.
+    """
     data, model, widths = samples(), build(0.5), set()
     if name == "mixtral":
         data = [{**s, "labels": list(s["input_ids"])} for s in data]
-    rule = hf_ga.prove_targets(model, marked(data, []), h.pad_right, speed_ups=[])  # `spoil` knows samples
+    rule = hf_ga.prove_targets(
+        model, marked(data, []), h.pad_right, speed_ups=[]
+    )  # `spoil` knows samples
     training = Training(Accelerator(cpu=True), model)
     spoil(model, layer)
     first, second, _ = windows_of(data)
     training.step(first, targets=rule)
-    model.register_forward_pre_hook(lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    with pytest.raises(NonFinite, match=rf"comes from samples 10, 13; .* module with a non-finite output is {re.escape(layer)} "):
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with pytest.raises(
+        NonFinite,
+        match=r"comes from samples 10, 13; .* module with a non-finite output is "
+        rf"{re.escape(layer)} ",
+    ):
         training.step(second, targets=rule)
     widest = max(len(data[i]["input_ids"]) for i in second.sample_ids)
     assert (widths == {widest}) == (name == "xlnet")
@@ -242,7 +302,9 @@ ROWS = (5, 40)  # of the training file
 
 @pytest.fixture
 def bad_rows(monkeypatch, place):
-    """Two rows whose hidden states become NaN in training, once the model is proven; returns the flags of a run on them."""
+    """Two rows whose hidden states become NaN in training, once the model is proven; returns the
+    flags of a run on them.
+    """
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     for i in ROWS:
         rows[i]["text"] = "red " * 9
@@ -250,18 +312,30 @@ def bad_rows(monkeypatch, place):
 
     def spoilt_fit(run, *how):
         token = run.windows.fetcher.dataset[ROWS[0]]["input_ids"][1]
-        assert sum(list(run.windows.fetcher.dataset[i]["input_ids"]).count(token) > 5 for i in range(len(rows))) == len(ROWS)
+        assert sum(
+            list(run.windows.fetcher.dataset[i]["input_ids"]).count(token) > 5
+            for i in range(len(rows))
+        ) == len(ROWS)
         is_bad = []
         run.model.register_forward_pre_hook(
-            lambda module, args, kwargs: is_bad.append((kwargs["input_ids"] == token).sum(1) > 5), with_kwargs=True
+            lambda module, args, kwargs: is_bad.append((kwargs["input_ids"] == token).sum(1) > 5),
+            with_kwargs=True,
         )
         run.model.transformer.h[1].mlp.register_forward_hook(
-            lambda module, args, output: torch.where(is_bad[-1].view(-1, 1, 1), math.nan, output) if module.training else output
+            lambda module, args, output: (
+                torch.where(is_bad[-1].view(-1, 1, 1), math.nan, output)
+                if module.training
+                else output
+            )
         )
         return fit(run, *how)
 
     monkeypatch.setattr("hf_ga.run.finetune.fit", spoilt_fit)
-    return {"dataset_name": write_rows(place / "bad.jsonl", rows), "save_steps": 1, "eval_steps": 100}
+    return {
+        "dataset_name": write_rows(place / "bad.jsonl", rows),
+        "save_steps": 1,
+        "eval_steps": 100,
+    }
 
 
 def windows_with(ids):
@@ -275,27 +349,47 @@ def test_a_run_stops_and_says_where_to_go_on(place, tmp_path, bad_rows):
     with pytest.raises(NonFinite) as caught:
         train(place, tmp_path / "out", **bad_rows)
     text = str(caught.value)
-    assert f"the run stopped before optimizer step {first + 1}" in text and f"window {first} of epoch 0" in text
-    assert "is transformer.h.1.mlp (GPT2MLP)" in text and "on_nonfinite skip" in text and "lower the learning rate" in text
-    assert f"resume from {tmp_path / 'out'}/checkpoint-{first}" in text if first else "start again" in text
+    assert (
+        f"the run stopped before optimizer step {first + 1}" in text
+        and f"window {first} of epoch 0" in text
+    )
+    assert (
+        "is transformer.h.1.mlp (GPT2MLP)" in text
+        and "on_nonfinite skip" in text
+        and "lower the learning rate" in text
+    )
+    assert (
+        f"resume from {tmp_path / 'out'}/checkpoint-{first}" in text
+        if first
+        else "start again" in text
+    )
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, first + 1))
 
 
 def test_a_run_that_skips_says_so_once(place, tmp_path, bad_rows, capfd):
     bad = windows_with(ROWS)
-    summary = train(place, tmp_path / "out", on_nonfinite="skip", max_steps=4 - len(bad), **bad_rows)
+    summary = train(
+        place, tmp_path / "out", on_nonfinite="skip", max_steps=4 - len(bad), **bad_rows
+    )
     lines = lines_of(tmp_path / "out")
     assert [line["skipped"] for line in lines] == [index in bad for index in range(len(lines))]
     for index, line in enumerate(lines):
         assert (line["loss"] is None, line.get("nonfinite", False)) == (index in bad,) * 2
     assert summary["skipped_windows"] == sum(line["skipped"] for line in lines) >= 1
     printed = capfd.readouterr()
-    told = [line for line in (printed.out + printed.err).splitlines() if "a window was skipped" in line]
-    assert len(told) == summary["skipped_windows"] and all("transformer.h.1.mlp" in line for line in told)
+    told = [
+        line for line in (printed.out + printed.err).splitlines() if "a window was skipped" in line
+    ]
+    assert len(told) == summary["skipped_windows"] and all(
+        "transformer.h.1.mlp" in line for line in told
+    )
     assert summary["train_loss"] > 0
 
 
 def test_many_skipped_windows_in_a_row_stop_the_run(place, tmp_path, bad_rows, monkeypatch):
     monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 1)
-    with pytest.raises(hf_ga.DataError, match=r"1 consecutive windows made no step.*losses or gradients are not finite.*GPT2MLP"):
+    with pytest.raises(
+        hf_ga.DataError,
+        match=r"1 consecutive windows made no step.*losses or gradients are not finite.*GPT2MLP",
+    ):
         train(place, tmp_path / "out", on_nonfinite="skip", **bad_rows)

@@ -1,4 +1,5 @@
-"""Two processes, which are real: not finite numbers, memory and disks that run out on one of them, shards of any optimizer.
+"""Two processes, which are real: not finite numbers, memory and disks that run out on one of them,
+shards of any optimizer.
 
 All say and do the same, in bounded time.
 """
@@ -44,14 +45,24 @@ pytestmark = pytest.mark.slow("starts processes")
 SAMPLES, WINDOW, BAD_WINDOW, LAYER = 96, 32, 1, "bert.encoder.layer.1"
 
 
-def trained(kind: str, samples: list[dict], where: str, on_nonfinite: str, *, leave_out: bool = False) -> tuple[dict, list]:
+def trained(
+    kind: str, samples: list[dict], where: str, on_nonfinite: str, *, leave_out: bool = False
+) -> tuple[dict, list]:
     """What was said and done, and this process's part of the weights."""
     accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
-    model, optimizer, rule = prepare(accelerator, kind, base, marked(samples, []), speed_ups=[])  # `spoil` knows samples
+    model, optimizer, rule = prepare(
+        accelerator, kind, base, marked(samples, []), speed_ups=[]
+    )  # `spoil` knows samples
     spoil(base, LAYER, where)
-    options = {"targets": rule, "max_grad_norm": 1.0 if where == "forward" else None, "on_nonfinite": on_nonfinite}
+    options = {
+        "targets": rule,
+        "max_grad_norm": 1.0 if where == "forward" else None,
+        "on_nonfinite": on_nonfinite,
+    }
     results, said, began = [], None, time.monotonic()
-    for window in make_windows(accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)):
+    for window in make_windows(
+        accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)
+    ):
         if leave_out and window.index == BAD_WINDOW:
             continue
         try:
@@ -59,18 +70,28 @@ def trained(kind: str, samples: list[dict], where: str, on_nonfinite: str, *, le
         except NonFinite as error:
             said = str(error)
             break
-    states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    states = [
+        value for state in optimizer.state_dict()["state"].values() for value in state.values()
+    ]
     tensors = [*model.parameters(), *(t for t in states if isinstance(t, torch.Tensor))]
     tensors = [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
-    return {"said": said, "causes": [r.cause for r in results], "seconds": time.monotonic() - began}, tensors
+    return {
+        "said": said,
+        "causes": [r.cause for r in results],
+        "seconds": time.monotonic() - began,
+    }, tensors
 
 
 def spoilt_run(kind: str, where: str) -> dict:
     """A layer makes NaN of two samples that only process 1 has."""
     accelerator = make_accelerator(kind)
     samples = marked(h.class_samples(SAMPLES), [])
-    windows = list(make_windows(accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)))
-    last = gather_object([windows[BAD_WINDOW].micro_batches[-1].sample_ids.tolist()])  # of each process
+    windows = list(
+        make_windows(accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8))
+    )
+    last = gather_object(
+        [windows[BAD_WINDOW].micro_batches[-1].sample_ids.tolist()]
+    )  # of each process
     samples = marked(samples, last[1][:2])
     stopped, weights_then = trained(kind, samples, where, "stop")
     skipped, weights = trained(kind, samples, where, "skip")
@@ -94,10 +115,19 @@ def test_processes_say_the_same_and_skip_the_same(kind, where):
     assert first["said"] == second["said"] and first["causes"] == second["causes"]
     assert max(first["seconds"], second["seconds"]) < 30
     other, own = first["micro_batch"]
-    blamed = own[:2] if where == "forward" else [*other, *own]  # a gradient is the sum of those of all processes
+    blamed = (
+        own[:2] if where == "forward" else [*other, *own]
+    )  # a gradient is the sum of those of all processes
     more = ", ..." if len(blamed) > 8 else ""
-    assert f"samples {', '.join(map(str, blamed[:8]))}{more}" in first["said"] and "window 1 of epoch 0" in first["said"]
-    assert (f"is {LAYER} (BertLayer)" if where == "forward" else f"the gradient of {LAYER}.output.LayerNorm.bias") in first["said"]
+    assert (
+        f"samples {', '.join(map(str, blamed[:8]))}{more}" in first["said"]
+        and "window 1 of epoch 0" in first["said"]
+    )
+    assert (
+        f"is {LAYER} (BertLayer)"
+        if where == "forward"
+        else f"the gradient of {LAYER}.output.LayerNorm.bias"
+    ) in first["said"]
     for one in (first, second):
         assert one["is_finite"] and one["as_left_out"] and one["moved"]
         assert [cause is None for cause in one["causes"]] == [True, False, True]
@@ -122,15 +152,27 @@ def out_of_memory(config: hf_ga.FinetuneConfig) -> None:
     hf_ga.finetune(config)
 
 
-def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(place, undisturbed, tmp_path):
-    """Out of memory on process 1 after a checkpoint; resumed on one process with 3 samples instead of 8 it is the undisturbed
-    run.
+def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(
+    place, undisturbed, tmp_path
+):
+    """Out of memory on process 1 after a checkpoint; resumed on one process with 3 samples instead
+    of 8 it is the undisturbed run.
     """
-    first, second = on_two_ranks(partial(out_of_memory, small_config(place, tmp_path / "out")), kind="fsdp2")
-    assert "Under FSDP it cannot be cut" in second and "does not fit into the memory of process 1" in second
+    first, second = on_two_ranks(
+        partial(out_of_memory, small_config(place, tmp_path / "out")), kind="fsdp2"
+    )
+    assert (
+        "Under FSDP it cannot be cut" in second
+        and "does not fit into the memory of process 1" in second
+    )
     saved = tmp_path / "out" / "checkpoint-3"
-    assert f"Then resume from {saved} with --resume_from_checkpoint auto." in second and "Error" in first
-    resumed = train(place, tmp_path / "out", per_device_train_batch_size=3, resume_from_checkpoint="auto")
+    assert (
+        f"Then resume from {saved} with --resume_from_checkpoint auto." in second
+        and "Error" in first
+    )
+    resumed = train(
+        place, tmp_path / "out", per_device_train_batch_size=3, resume_from_checkpoint="auto"
+    )
     assert resumed["eval_loss"] == pytest.approx(undisturbed[0]["eval_loss"], rel=1e-5)
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, 9))
 
@@ -139,7 +181,9 @@ def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(place, u
 
 
 def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
-    """What this process says where one cannot write its shards or finish a checkpoint, and where a shard is damaged."""
+    """What this process says where one cannot write its shards or finish a checkpoint, and where a
+    shard is damaged.
+    """
     is_main, again = os.environ["RANK"] == "0", replace(config, resume_from_checkpoint="auto")
     copy, said = Path(config.output_dir) / "copy", {}
     with nullcontext() if is_main else limit_at(checkpoint, "save_shards", call=2, size=1_000):
@@ -149,24 +193,40 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
     if is_main:
         shutil.copytree(copy.with_name("checkpoint-2"), copy)
         (copy / "shards" / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"")
-    said["damaged"] = outcome(partial(hf_ga.finetune, replace(config, resume_from_checkpoint=str(copy))))
+    said["damaged"] = outcome(
+        partial(hf_ga.finetune, replace(config, resume_from_checkpoint=str(copy)))
+    )
     said["steps"] = hf_ga.finetune(again)["steps"]  # last: the processes part at the end of a run
     return said
 
 
 def test_all_processes_stop_with_the_same_words(place, tmp_path):
     """Under FSDP."""
-    small = {"max_steps": 4, "eval_steps": 4, "save_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2}
-    first, second = on_two_ranks(partial(on_a_full_disk, small_config(place, tmp_path / "out", **small)), kind="fsdp2")
+    small = {
+        "max_steps": 4,
+        "eval_steps": 4,
+        "save_steps": 2,
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+    }
+    first, second = on_two_ranks(
+        partial(on_a_full_disk, small_config(place, tmp_path / "out", **small)), kind="fsdp2"
+    )
     assert first == second
     partial_folder = tmp_path / "out" / "partial-checkpoint-4"
-    assert first["shards of process 1"].startswith(f"CheckpointError: cannot write {partial_folder / 'shards'}: ")
+    assert first["shards of process 1"].startswith(
+        f"CheckpointError: cannot write {partial_folder / 'shards'}: "
+    )
     assert (
-        first["manifest"].startswith(f"CheckpointError: cannot write {partial_folder}: ") and "File too large" in first["manifest"]
+        first["manifest"].startswith(f"CheckpointError: cannot write {partial_folder}: ")
+        and "File too large" in first["manifest"]
     )
     for name in ("shards of process 1", "manifest"):
         assert "are kept: free disk space" in first[name]
-    assert "copy/shards/shard-00002-model-00001-of-00001.safetensors is damaged: SHA-256 mismatch" in first["damaged"]
+    assert (
+        "copy/shards/shard-00002-model-00001-of-00001.safetensors is damaged: SHA-256 mismatch"
+        in first["damaged"]
+    )
     assert first["steps"] == 4
 
 
@@ -178,17 +238,23 @@ ROUND_TRIPS = {  # optimizer, model, kind; Adam and RAdam have their state in th
     "numbers beside moments": ("nadam", "gpt", "fsdp2"),
     "no state": ("sgd", "gpt", "fsdp1"),
 }
-ALONE = SimpleNamespace(is_main_process=True, num_processes=1)  # all that saving needs of an Accelerator
+ALONE = SimpleNamespace(
+    is_main_process=True, num_processes=1
+)  # all that saving needs of an Accelerator
 SIZES = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def made(name: str, optim: str, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """gpt: tied embeddings. bert: a bias with two names too. unused: a BERT whose pooler gets no gradient."""
+    """gpt: tied embeddings. bert: a bias with two names too. unused: a BERT whose pooler gets no
+    gradient.
+    """
     torch.manual_seed(3)
     if name == "gpt":
         model = tf.GPT2LMHeadModel(tf.GPT2Config(**SIZES, n_positions=64))
     else:
-        model = (tf.BertForMaskedLM if name == "bert" else tf.BertModel)(tf.BertConfig(**SIZES, intermediate_size=32))
+        model = (tf.BertForMaskedLM if name == "bert" else tf.BertModel)(
+            tf.BertConfig(**SIZES, intermediate_size=32)
+        )
     return model, build_optimizer(model, optim, rate, weight_decay=10 * rate)
 
 
@@ -215,24 +281,40 @@ def into_shards(checkpoint: Path, sharded: Path, optim: str, name: str) -> None:
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = optimizer.state_dict()
-    groups = [{k: v for k, v in group.items() if k not in ("betas", "params")} for group in state["param_groups"]]
-    moments = {f"{i} {k}": torch.as_tensor(v) for i, of_one in state["state"].items() for k, v in of_one.items() if v is not None}
+    groups = [
+        {k: v for k, v in group.items() if k not in ("betas", "params")}
+        for group in state["param_groups"]
+    ]
+    moments = {
+        f"{i} {k}": torch.as_tensor(v)
+        for i, of_one in state["state"].items()
+        for k, v in of_one.items()
+        if v is not None
+    }
     return {**model.state_dict(), **moments, "groups": torch.tensor(list(str(groups).encode()))}
 
 
 def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names of all that is missing, too much, or has another bit."""
     names = found.keys() | expected.keys()
-    return sorted(n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n]))
+    return sorted(
+        n
+        for n in names
+        if n not in found or n not in expected or not torch.equal(found[n], expected[n])
+    )
 
 
 @pytest.mark.parametrize(("optim", "name", "kind"), ROUND_TRIPS.values(), ids=ROUND_TRIPS)
 def test_a_plain_checkpoint_goes_into_shards_and_back(optim, name, kind, tmp_path):
-    """Bit for bit: weights, moments, rates and decay. The control: before it was loaded, nearly all of it was different."""
+    """Bit for bit: weights, moments, rates and decay. The control: before it was loaded, nearly all
+    of it was different.
+    """
     model, optimizer = made(name, optim, rate=1e-2)
     few_steps(model, optimizer)
     plain = save_checkpoint(ALONE, tmp_path / "plain", model, optimizer, {}, step=3, keep=1)
-    assert on_two_ranks(partial(into_shards, plain, tmp_path / "sharded", optim, name), kind=kind) == [None, None]
+    assert on_two_ranks(
+        partial(into_shards, plain, tmp_path / "sharded", optim, name), kind=kind
+    ) == [None, None]
     other, expected = made(name, optim, rate=0.5), contents(model, optimizer)
     assert len(different(contents(*other), expected)) >= 0.9 * len(expected)
     load_checkpoint(tmp_path / "sharded" / "checkpoint-4", *other)

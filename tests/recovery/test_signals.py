@@ -1,4 +1,6 @@
-"""Signals: a run that is asked to stop saves itself, says so, and is the undisturbed run when it goes on."""
+"""Signals: a run that is asked to stop saves itself, says so, and is the undisturbed run when it
+goes on.
+"""
 
 import multiprocessing
 import os
@@ -52,7 +54,8 @@ def handlers():
     return [signal.getsignal(getattr(signal, name)) for name in signals.NAMES]
 
 
-# -- handlers ---------------------------------------------------------------------------------------------------------------
+# -- handlers
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_signals_are_remembered_and_handlers_come_back():
@@ -66,7 +69,9 @@ def test_signals_are_remembered_and_handlers_come_back():
 
 
 def test_the_same_signal_again_acts_as_before(monkeypatch):
-    """Within a second it is one request. Of another kind it is not: SLURM warns before it terminates."""
+    """Within a second it is one request. Of another kind it is not: SLURM warns before it
+    terminates.
+    """
     before, clock = handlers(), [10.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     with pytest.raises(KeyboardInterrupt), stop_requests() as request:
@@ -95,7 +100,10 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch):
     try:
         with stop_requests() as request:
             signal.raise_signal(signal.SIGUSR2)
-            assert not request.received and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+            assert not request.received and signal.getsignal(signal.SIGUSR1) not in (
+                signal.SIG_DFL,
+                signal.SIG_IGN,
+            )
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
@@ -113,7 +121,8 @@ def test_in_another_thread_nothing_changes():
     assert found == [False, *handlers()]
 
 
-# -- runs of one process ----------------------------------------------------------------------------------------------------
+# -- runs of one process
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,20 +130,34 @@ def test_in_another_thread_nothing_changes():
     [
         ("train_step", 5, "SIGTERM", 5),
         ("_evaluate", 1, "SIGUSR1", 4),  # finished first, as is the next window
-        ("save", 3, "SIGINT", 8),  # behind the last window: what follows it is left to the resumed run
+        (
+            "save",
+            3,
+            "SIGINT",
+            8,
+        ),  # behind the last window: what follows it is left to the resumed run
     ],
 )
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, place, undisturbed, tmp_path):
-    """Weights, metrics.jsonl, best model and summary. Dropout is on; checkpoints are due at 3, 6 and 8."""
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(
+    where, call, name, step, place, undisturbed, tmp_path
+):
+    """Weights, metrics.jsonl, best model and summary. Dropout is on; checkpoints are due at 3, 6
+    and 8.
+    """
     out, before = tmp_path / "out", handlers()
     with pytest.MonkeyPatch.context() as patch:
         signalled(patch, where, call, getattr(signal, name))
         with pytest.raises(RunStopped) as stopped:
             train(place, out)
     assert handlers() == before
-    said = f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; resume with --resume_from_checkpoint auto"
+    said = (
+        f"stopped by {name} after step {step}: saved as {out / f'checkpoint-{step}'}; resume with "
+        "--resume_from_checkpoint auto"
+    )
     assert str(stopped.value) == said
-    assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (out / "summary.json").exists()
+    assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (
+        out / "summary.json"
+    ).exists()
     assert without_speed(out) == without_speed(undisturbed[1])[:step]
     summary = train(place, out, resume_from_checkpoint="auto")
     same = ("weights_sha256", "eval_loss", "best_eval_loss", "train_loss", "steps")
@@ -145,7 +168,12 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(where, call, name, step, p
 
 def test_stopped_while_windows_make_no_step(place, tmp_path):
     """At step 0, where there is nothing yet to save but the place in the order."""
-    settings = {"dataset_name": rows_without_targets(place), "global_batch_size": 2, "max_steps": 3, "eval_steps": 3}
+    settings = {
+        "dataset_name": rows_without_targets(place),
+        "global_batch_size": 2,
+        "max_steps": 3,
+        "eval_steps": 3,
+    }
     whole = train(place, tmp_path / "whole", **settings)
     assert whole["skipped_windows"] > 3
     for more in ({}, {"resume_from_checkpoint": "auto"}):
@@ -163,36 +191,54 @@ def rows_without_targets(place):
     """The order of seed 7 begins with some of them."""
     first = set(epoch_order(60, 7, 0)[:10].tolist())
     return write_rows(
-        place / "few targets.jsonl", [{"text": "<eos>" if i in first else "the window of samples"} for i in range(60)]
+        place / "few targets.jsonl",
+        [{"text": "<eos>" if i in first else "the window of samples"} for i in range(60)],
     )
 
 
 def test_a_signal_behind_the_last_exchange_is_not_lost(place, tmp_path, monkeypatch):
     leave = loop._raise_if_stopped
-    monkeypatch.setattr(loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT)))
+    monkeypatch.setattr(
+        loop, "_raise_if_stopped", lambda *args: (leave(*args), signal.raise_signal(signal.SIGINT))
+    )
     with pytest.raises(KeyboardInterrupt):
         train(place, tmp_path / "out")
 
 
 def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monkeypatch, capsys):
     signalled(monkeypatch, "train_step", 2, signal.SIGTERM)
-    flags = [f"--{name}={value}" for name, value in small_config(place, tmp_path / "out").to_dict().items() if value is not None]
-    assert cli.finetune_main([flag for flag in flags if not flag.endswith("=False")]) == cli.STOPPED == 75
+    flags = [
+        f"--{name}={value}"
+        for name, value in small_config(place, tmp_path / "out").to_dict().items()
+        if value is not None
+    ]
+    assert (
+        cli.finetune_main([flag for flag in flags if not flag.endswith("=False")])
+        == cli.STOPPED
+        == 75
+    )
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "stopped" in line or "error" in line] == [
-        f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; resume with --resume_from_checkpoint auto"
+        f"stopped by SIGTERM after step 2: saved as {tmp_path / 'out' / 'checkpoint-2'}; resume "
+        "with --resume_from_checkpoint auto"
     ]
 
 
 @pytest.mark.parametrize("init", [workers.obey_parent_only, None], ids=["with", "without"])
-def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place, tmp_path, monkeypatch):
-    """Those that prefetch, while a checkpoint is written: the run takes one more window from them. Control: as torch has it."""
+def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(
+    init, place, tmp_path, monkeypatch
+):
+    """Those that prefetch, while a checkpoint is written: the run takes one more window from them.
+    Control: as torch has it.
+    """
     monkeypatch.setattr(workers, "obey_parent_only", init)
     alive, save, others = [], loop.save, multiprocessing.active_children()
 
     def signalled_save(*args):
         if not alive:
-            (worker,) = (child for child in multiprocessing.active_children() if child not in others)
+            (worker,) = (
+                child for child in multiprocessing.active_children() if child not in others
+            )
             subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # not by its parent
             worker.join(1.0 if init else 20.0)
             alive.append(worker.is_alive())
@@ -201,14 +247,18 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(init, place
 
     monkeypatch.setattr(loop, "save", signalled_save)
     # Without, torch raises where the worker is waited for, or wherever its end is noticed.
-    with pytest.raises(RunStopped if init else (hf_ga.DataError, RuntimeError), match="after step 4: saved" if init else "worker"):
+    with pytest.raises(
+        RunStopped if init else (hf_ga.DataError, RuntimeError),
+        match="after step 4: saved" if init else "worker",
+    ):
         train(place, tmp_path / "out", dataloader_num_workers=1)
-    assert (alive == [True]) == (init is not None) and not set(multiprocessing.active_children()) - set(others), (
-        "the parent's own end of them works"
-    )
+    assert (alive == [True]) == (init is not None) and not set(
+        multiprocessing.active_children()
+    ) - set(others), "the parent's own end of them works"
 
 
-# -- several processes ------------------------------------------------------------------------------------------------------
+# -- several processes
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_two_processes_stop_in_the_same_window(place, undisturbed, tmp_path, monkeypatch):
@@ -220,7 +270,9 @@ def test_two_processes_stop_in_the_same_window(place, undisturbed, tmp_path, mon
         hf_ga.finetune(small_config(place, tmp_path / "out"))
 
     first, second = on_two_ranks(stopped)
-    assert first.startswith("RunStopped: stopped by a signal to another process after step 5: saved as ")
+    assert first.startswith(
+        "RunStopped: stopped by a signal to another process after step 5: saved as "
+    )
     assert second.startswith("RunStopped: stopped by SIGTERM after step 5: saved as ")
     train(place, tmp_path / "out", resume_from_checkpoint="auto")  # on one process
     assert [line["step"] for line in lines_of(tmp_path / "out")] == list(range(1, 9))

@@ -13,7 +13,11 @@ def rows(*values: dict) -> str:
 
 
 def asked(context: str, text: str, start: int) -> dict:
-    return {"question": "what?", "context": context, "answers": {"text": [text], "answer_start": [start]}}
+    return {
+        "question": "what?",
+        "context": context,
+        "answers": {"text": [text], "answer_start": [start]},
+    }
 
 
 FILES = {
@@ -27,7 +31,9 @@ FILES = {
     "one_row.jsonl": rows({"text": "a b c"}),
     "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
     "answers.jsonl": rows(*(asked("some words", "words", 5) for _ in range(9))),
-    "choices.jsonl": rows(*({"question": "a", "choices": ["b", "c"], "label": i % 2} for i in range(9))),
+    "choices.jsonl": rows(
+        *({"question": "a", "choices": ["b", "c"], "label": i % 2} for i in range(9))
+    ),
     "targets.jsonl": rows(*({"source": "a b", "target": "c"} for _ in range(9))),
     "good.xyz": "some text\n",
     "malformed.yaml": "max_steps: [3\nseed: 1\n",
@@ -39,7 +45,8 @@ FILES = {
     "bytes.yaml": b"seed: \xff\xfe",
     "unknown_name.yaml": "learning_rates: 0.1\n",
     "used/metrics.jsonl": '{"step": 1}\n',
-    "no_weights/config.json": '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}',
+    "no_weights/config.json": '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, '
+    '"vocab_size": 300}',
     "no_folder/notes.txt": "no model here",
 }
 
@@ -47,17 +54,26 @@ FILES = {
 def arguments_of(text: str, folder: Path, output: Path) -> list[str]:
     """The case's own arguments, and valid ones for what it leaves out."""
     own = text.format(d=folder).split()
-    defaults = {"--model_name_or_path": folder / "gpt", "--dataset_name": folder / "good.jsonl", "--output_dir": output}
+    defaults = {
+        "--model_name_or_path": folder / "gpt",
+        "--dataset_name": folder / "good.jsonl",
+        "--output_dir": output,
+    }
     if CLASSIFY in text or ANSWER in text or CHOOSE in text:
         defaults["--model_name_or_path"] = folder / "bert"
-    for name, value in [*defaults.items(), *zip(VALID.split()[::2], VALID.split()[1::2], strict=True)]:
+    for name, value in [
+        *defaults.items(),
+        *zip(VALID.split()[::2], VALID.split()[1::2], strict=True),
+    ]:
         if not any(argument.partition("=")[0] == name for argument in own):
             own += [name, str(value)]
     return own
 
 
 def assert_one_line(stderr: str, words: list[str]) -> None:
-    assert stderr.startswith("error: ") and stderr.endswith("\n") and stderr.count("\n") == 1, stderr
+    assert stderr.startswith("error: ") and stderr.endswith("\n") and stderr.count("\n") == 1, (
+        stderr
+    )
     assert "Traceback" not in stderr
     for word in words:
         assert word in stderr, f"{word!r} is not in {stderr!r}"

@@ -1,9 +1,10 @@
-"""`hf_ga.finetune` on two processes, phase after phase, each on processes that are forked with everything imported; run by
-`test_finetune_processes.py`.
+"""`hf_ga.finetune` on two processes, phase after phase, each on processes that are forked with
+everything imported; run by `test_finetune_processes.py`.
 
     python tests/run/processes_worker.py JOB.json
 
-JOB.json is a list of phases: a name; flags of the command; the environment of the launcher. The folder of JOB.json gets a folder
+JOB.json is a list of phases: a name; flags of the command; the environment of the launcher. The
+    folder of JOB.json gets a folder
 for each phase: what each rank had at the end, its exit code, and what they printed.
 """
 
@@ -26,7 +27,11 @@ from hf_ga.run import cli, finetune
 
 def recorded(run) -> dict:
     """What kind of model it is, and the hash of this process's own copy."""
-    units = [module for module in run.model.modules() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    units = [
+        module
+        for module in run.model.modules()
+        if isinstance(module, FullyShardedDataParallel | FSDPModule)
+    ]
     is_ddp = isinstance(run.model, DistributedDataParallel)
     return {
         "processes": run.accelerator.num_processes,

@@ -1,4 +1,6 @@
-"""Training a part of a model: LoRA against PEFT's own way of loading, and parameters frozen by name."""
+"""Training a part of a model: LoRA against PEFT's own way of loading, and parameters frozen by
+name.
+"""
 
 import json
 import shutil
@@ -19,10 +21,16 @@ from hf_ga.run.adapters import freeze
 from hf_ga.run.build import build_model, prepare_setup
 
 LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
-# What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does not have.
+# What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does
+# not have.
 NEW = {
     "causal LM, row by row": [],
-    "classes": ["bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight"],
+    "classes": [
+        "bert.pooler.dense.bias",
+        "bert.pooler.dense.weight",
+        "classifier.bias",
+        "classifier.weight",
+    ],
 }
 TEXT = "window samples is one step"
 
@@ -33,7 +41,10 @@ def adapted(place):
 
     def run(name):
         if name not in known:
-            known[name] = train_job(place, place / "lora" / name, name, **LORA, eval_steps=8), place / "lora" / name
+            known[name] = (
+                train_job(place, place / "lora" / name, name, **LORA, eval_steps=8),
+                place / "lora" / name,
+            )
         return known[name]
 
     return run
@@ -50,18 +61,29 @@ def base_of(place, name, **more):
 @torch.no_grad()
 def logits_of(model, folder):
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
-    return model.eval()(**{k: v for k, v in tokenizer(TEXT, return_tensors="pt").items() if k != "token_type_ids"}).logits
+    return model.eval()(
+        **{k: v for k, v in tokenizer(TEXT, return_tensors="pt").items() if k != "token_type_ids"}
+    ).logits
 
 
 def peft_file(folder):
-    return {k.removeprefix("base_model.model."): v for k, v in load_file(folder / "adapter_model.safetensors").items()}
+    return {
+        k.removeprefix("base_model.model."): v
+        for k, v in load_file(folder / "adapter_model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize("name", NEW)
 def test_adapters_and_new_weights_are_all_that_is_trained(name, adapted, place):
-    """The saved model by hand: base + alpha / r x B A where there is an adapter, new weights as in its file, else the base."""
+    """The saved model by hand: base + alpha / r x B A where there is an adapter, new weights as in
+    its file, else the base.
+    """
     _, output = adapted(name)
-    saved, base, adapter = load_file(output / "model.safetensors"), base_of(place, name).state_dict(), peft_file(output / "adapter")
+    saved, base, adapter = (
+        load_file(output / "model.safetensors"),
+        base_of(place, name).state_dict(),
+        peft_file(output / "adapter"),
+    )
     assert sorted(key for key in adapter if "lora" not in key) == NEW[name]
     settings = json.loads((output / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8, 0.1)
@@ -69,9 +91,17 @@ def test_adapters_and_new_weights_are_all_that_is_trained(name, adapted, place):
     for key, value in saved.items():
         module = key.removesuffix(".weight")
         if f"{module}.lora_A.weight" in adapter:
-            update = 2 * adapter[f"{module}.lora_B.weight"].double() @ adapter[f"{module}.lora_A.weight"].double()
-            update = update.T if JOBS[name][0] != "bert" else update  # GPT-2 has its matrices the other way round
-            assert (value - base[key] - update).norm() <= 1e-6 * value.norm() and update.norm() > 1e-3
+            update = (
+                2
+                * adapter[f"{module}.lora_B.weight"].double()
+                @ adapter[f"{module}.lora_A.weight"].double()
+            )
+            update = (
+                update.T if JOBS[name][0] != "bert" else update
+            )  # GPT-2 has its matrices the other way round
+            assert (
+                value - base[key] - update
+            ).norm() <= 1e-6 * value.norm() and update.norm() > 1e-3
             changed.append(module)
         elif key in NEW[name]:
             assert torch.equal(value, adapter[key])
@@ -99,13 +129,30 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(adapted, place,
     name = "classes"
     summary, output = adapted(name)
     kept = checkpointed(output / "checkpoint-8")["model"]
-    whole = [key.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for key in kept if "lora" not in key]
+    whole = [
+        key.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
+        for key in kept
+        if "lora" not in key
+    ]
     assert sorted(whole) == NEW[name]
-    assert len([key for key in kept if "lora" in key]) == len([key for key in peft_file(output / "adapter") if "lora" in key])
-    resumed = train_job(place, tmp_path / "out", name, **LORA, eval_steps=8, resume_from_checkpoint=str(output / "checkpoint-6"))
+    assert len([key for key in kept if "lora" in key]) == len(
+        [key for key in peft_file(output / "adapter") if "lora" in key]
+    )
+    resumed = train_job(
+        place,
+        tmp_path / "out",
+        name,
+        **LORA,
+        eval_steps=8,
+        resume_from_checkpoint=str(output / "checkpoint-6"),
+    )
     assert resumed["weights_sha256"] == summary["weights_sha256"]
-    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [line["loss"] for line in lines_of(output)[6:]]
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
+    assert [line["loss"] for line in lines_of(tmp_path / "out")] == [
+        line["loss"] for line in lines_of(output)[6:]
+    ]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        output / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow("whole runs; quick tests cover its parts")
@@ -119,17 +166,28 @@ def test_another_base_under_the_same_name_is_refused(place, tmp_path):
         model.transformer.h[0].mlp.c_fc.bias[0] += 1e-3
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(hf_ga.CheckpointError, match="has other settings: base_model"):
-        train_job(place, tmp_path / "out", "causal LM, row by row", **settings, resume_from_checkpoint="auto")
+        train_job(
+            place,
+            tmp_path / "out",
+            "causal LM, row by row",
+            **settings,
+            resume_from_checkpoint="auto",
+        )
 
 
 @pytest.mark.slow("a whole run; its parts are quick")
 @pytest.mark.parametrize(
-    ("name", "precision", "frozen"), [("classes", "bf16", torch.bfloat16), ("causal LM, row by row", "no", torch.float32)]
+    ("name", "precision", "frozen"),
+    [("classes", "bf16", torch.bfloat16), ("causal LM, row by row", "no", torch.float32)],
 )
-def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, frozen, launched, place, tmp_path):
+def test_a_bf16_base_stays_bf16_where_that_is_computed_in(
+    name, precision, frozen, launched, place, tmp_path
+):
     launched(precision)
     base_of(place, name, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
-    tf.AutoTokenizer.from_pretrained(place / f"job-{JOBS[name][0]}").save_pretrained(tmp_path / "bf16")
+    tf.AutoTokenizer.from_pretrained(place / f"job-{JOBS[name][0]}").save_pretrained(
+        tmp_path / "bf16"
+    )
     settings = {**LORA, "model_name_or_path": str(tmp_path / "bf16"), "max_steps": 3}
     config = job_config(place, tmp_path, name, **settings)
     setup = prepare_setup(config, Accelerator(cpu=True))
@@ -141,23 +199,46 @@ def test_a_bf16_base_stays_bf16_where_that_is_computed_in(name, precision, froze
         return
     summary = train_job(place, tmp_path / "out", name, **settings)
     lines = lines_of(tmp_path / "out")
-    assert "bf16 autocast" in summary["precision"] and all(line["loss"] < 10 and line["grad_norm"] > 0 for line in lines)
-    assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert "bf16 autocast" in summary["precision"] and all(
+        line["loss"] < 10 and line["grad_norm"] > 0 for line in lines
+    )
+    assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_lora_on_layers_by_name(place, tmp_path):
-    flags = {**LORA, "learning_rate": None, "lora_target_modules": ["c_attn"], "lora_alpha": 3.0, "max_steps": 2, "eval_steps": 2}
-    assert train_job(place, tmp_path / "out", "causal LM, row by row", **flags)["learning_rate"] == 2e-4  # the default
+    flags = {
+        **LORA,
+        "learning_rate": None,
+        "lora_target_modules": ["c_attn"],
+        "lora_alpha": 3.0,
+        "max_steps": 2,
+        "eval_steps": 2,
+    }
+    assert (
+        train_job(place, tmp_path / "out", "causal LM, row by row", **flags)["learning_rate"]
+        == 2e-4
+    )  # the default
     adapter = peft_file(tmp_path / "out" / "adapter")
     assert len(adapter) == 4 and all("c_attn" in key for key in adapter)
-    assert json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 3
-    with pytest.raises(hf_ga.ConfigError, match=r"LoRA cannot be added: Target modules .*q_proj.* not found"):
-        train_job(place, tmp_path / "new", "causal LM, row by row", **LORA, lora_target_modules=["q_proj"])
+    assert (
+        json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_alpha"]
+        == 3
+    )
+    with pytest.raises(
+        hf_ga.ConfigError, match=r"LoRA cannot be added: Target modules .*q_proj.* not found"
+    ):
+        train_job(
+            place, tmp_path / "new", "causal LM, row by row", **LORA, lora_target_modules=["q_proj"]
+        )
     assert not (tmp_path / "new").exists()
 
 
-HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None  # every process that imports it starts a second later: an extra
+HAS_BITSANDBYTES = (
+    find_spec("bitsandbytes") is not None
+)  # every process that imports it starts a second later: an extra
 KINDS = {
     "DoRA": {"use_dora": True},
     **({"QLoRA": {"load_in_4bit": True}} if HAS_BITSANDBYTES else {}),
@@ -167,8 +248,13 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_adapters_do_not_depend_on_the_split(kind, place, tmp_path):
-    """The saved model is that of PEFT on the base in its own precision; the control: the base alone."""
-    name, settings = "causal LM, row by row", {"lora_r": 2, "lora_dropout": 0.1, "max_steps": 3, **KINDS[kind]}
+    """The saved model is that of PEFT on the base in its own precision; the control: the base
+    alone.
+    """
+    name, settings = (
+        "causal LM, row by row",
+        {"lora_r": 2, "lora_dropout": 0.1, "max_steps": 3, **KINDS[kind]},
+    )
     for size in (16, 3):
         train_job(place, tmp_path / str(size), name, per_device_train_batch_size=size, **settings)
     adapters = [peft_file(tmp_path / size / "adapter") for size in ("16", "3")]
@@ -176,14 +262,21 @@ def test_other_adapters_do_not_depend_on_the_split(kind, place, tmp_path):
     for key, value in adapters[0].items():
         assert (adapters[1][key] - value).norm() <= 1e-5 * value.norm(), key
     merged = logits_of(auto_class(name).from_pretrained(tmp_path / "3"), tmp_path / "3")
-    loaded = logits_of(peft.PeftModel.from_pretrained(base_of(place, name), tmp_path / "3" / "adapter"), tmp_path / "3")
+    loaded = logits_of(
+        peft.PeftModel.from_pretrained(base_of(place, name), tmp_path / "3" / "adapter"),
+        tmp_path / "3",
+    )
     assert (loaded - merged).norm() <= 1e-5 * merged.norm()
     assert (logits_of(base_of(place, name), tmp_path / "3") - merged).norm() > 1e-4 * merged.norm()
 
 
 def test_a_new_layer_in_4_bits_is_refused(place, tmp_path):
     """It would be frozen as it was drawn."""
-    message = r"load_in_4bit would freeze .*pooler\.dense" if HAS_BITSANDBYTES else r"pip install 'hf_ga\[qlora\]'"
+    message = (
+        r"load_in_4bit would freeze .*pooler\.dense"
+        if HAS_BITSANDBYTES
+        else r"pip install 'hf_ga\[qlora\]'"
+    )
     with pytest.raises(hf_ga.ConfigError, match=message):
         train_job(place, tmp_path / "out", "classes", lora_r=2, load_in_4bit=True)
 
@@ -194,7 +287,14 @@ def test_an_adapter_is_trained_further(adapted, place, tmp_path):
     _, output = adapted(name)
     more = {"adapter_name_or_path": str(output / "adapter"), "max_steps": 1, "learning_rate": 1e-9}
     summary = train_job(place, tmp_path / "out", name, **more)
-    whole = train_job(place, tmp_path / "merged", name, model_name_or_path=str(output), max_steps=1, learning_rate=1e-9)
+    whole = train_job(
+        place,
+        tmp_path / "merged",
+        name,
+        model_name_or_path=str(output),
+        max_steps=1,
+        learning_rate=1e-9,
+    )
     assert summary["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
     with pytest.raises(hf_ga.ConfigError, match="cannot load the adapter 'missing'"):
         train_job(place, tmp_path / "new", name, adapter_name_or_path="missing")
@@ -202,15 +302,23 @@ def test_an_adapter_is_trained_further(adapted, place, tmp_path):
 
 def test_without_peft(place, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
-    with pytest.raises(hf_ga.ConfigError, match=r"adapters need the package peft: pip install 'hf_ga\[peft\]'"):
+    with pytest.raises(
+        hf_ga.ConfigError, match=r"adapters need the package peft: pip install 'hf_ga\[peft\]'"
+    ):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 
 
 FROZEN = {
     "module": (["bert.embeddings"], lambda name: name.startswith("bert.embeddings.")),
-    "patterns": (["bert.embeddings.*", "*.layer.[1-9].*"], lambda name: "embeddings" in name or ".layer.1." in name),
+    "patterns": (
+        ["bert.embeddings.*", "*.layer.[1-9].*"],
+        lambda name: "embeddings" in name or ".layer.1." in name,
+    ),
     "all but the head": (["bert"], lambda name: name.startswith("bert.")),
-    "several modules": (["*.bias", "bert.encoder.layer.0.attention"], lambda n: n.endswith(".bias") or "layer.0.attention" in n),
+    "several modules": (
+        ["*.bias", "bert.encoder.layer.0.attention"],
+        lambda n: n.endswith(".bias") or "layer.0.attention" in n,
+    ),
 }
 
 
@@ -230,7 +338,12 @@ def test_frozen_weights_keep_their_bits(place, tmp_path):
     before = tf.AutoModelForSequenceClassification.from_pretrained(place / "job-bert", num_labels=3)
     before.save_pretrained(tmp_path / "start")
     tf.AutoTokenizer.from_pretrained(place / "job-bert").save_pretrained(tmp_path / "start")
-    settings = {"model_name_or_path": str(tmp_path / "start"), "max_steps": 2, "weight_decay": 0.1, "learning_rate": 1e-2}
+    settings = {
+        "model_name_or_path": str(tmp_path / "start"),
+        "max_steps": 2,
+        "weight_decay": 0.1,
+        "learning_rate": 1e-2,
+    }
     patterns, is_frozen = FROZEN["several modules"]
     train_job(place, tmp_path / "out", "classes", **settings, freeze=patterns)
     train_job(place, tmp_path / "free", "classes", **settings)
@@ -243,7 +356,11 @@ def test_frozen_weights_keep_their_bits(place, tmp_path):
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.hidden, self.output = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+        self.embedding, self.hidden, self.output = (
+            nn.Embedding(5, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 5, bias=False),
+        )
         self.output.weight = self.embedding.weight
 
 
@@ -251,17 +368,28 @@ def test_a_shared_parameter_goes_by_all_its_names():
     for name in ("embedding", "output", "output.weight"):
         model = Shared()
         freeze(model, [name])
-        assert {n for n, p in model.named_parameters() if p.requires_grad} == {"hidden.weight", "hidden.bias"}
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+            "hidden.weight",
+            "hidden.bias",
+        }
 
 
 def test_patterns_that_freeze_nothing_or_all(place, tmp_path):
     for patterns, words in [
-        (["embeding"], r"freeze: no parameter is named 'embeding'; the nearest is embedding\.weight\."),
-        (["hidden", "hiden.bias"], r"no parameter is named 'hiden\.bias'; the nearest is hidden\.bias\."),
+        (
+            ["embeding"],
+            r"freeze: no parameter is named 'embeding'; the nearest is embedding\.weight\.",
+        ),
+        (
+            ["hidden", "hiden.bias"],
+            r"no parameter is named 'hiden\.bias'; the nearest is hidden\.bias\.",
+        ),
         (["embedding", "hidden.*"], r"freeze embedding hidden\..* freezes all"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=words):
             freeze(Shared(), patterns)
-    with pytest.raises(hf_ga.ConfigError, match=r"no parameter is named 'bert\.embedings'; the nearest is bert\."):
+    with pytest.raises(
+        hf_ga.ConfigError, match=r"no parameter is named 'bert\.embedings'; the nearest is bert\."
+    ):
         train_job(place, tmp_path / "out", "classes", freeze=["bert.embedings"])
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,5 @@
-"""Flags of TrainingArguments and of transformers' example scripts: all of the installed version are known, defaults are accepted,
-and what would change the training is converted or refused by name.
+"""Flags of TrainingArguments and of transformers' example scripts: all of the installed version are
+known, defaults are accepted, and what would change the training is converted or refused by name.
 """
 
 import dataclasses
@@ -29,23 +29,33 @@ OF_SCRIPTS = """model_name_or_path config_name tokenizer_name config_overrides m
 
 
 def test_every_field_of_the_installed_version_is_known():
-    assert [name for name in (*FIELDS, *OF_SCRIPTS.split()) if name not in {*OWN, *arguments.known_flags()}] == []
+    assert [
+        name
+        for name in (*FIELDS, *OF_SCRIPTS.split())
+        if name not in {*OWN, *arguments.known_flags()}
+    ] == []
     names = arguments.known_flags()
     assert len(names) == len(set(names)) and set(names) & OWN == {"report_to"}
     assert set(arguments.RENAMED.values()) <= OWN
 
 
-@pytest.mark.parametrize("name", [name for name, value in FIELDS.items() if value not in (None, dataclasses.MISSING)])
+@pytest.mark.parametrize(
+    "name", [name for name, value in FIELDS.items() if value not in (None, dataclasses.MISSING)]
+)
 def test_defaults_are_accepted(name, capsys):
     parse_config([f"--{name}", str(getattr(FIELDS[name], "value", FIELDS[name]))])
     assert capsys.readouterr().out == ""
 
 
 def test_defaults_of_a_script_are_those_of_training_arguments(capsys):
-    assert {name: FIELDS[name] for name in arguments.TRAINING_DEFAULTS} == arguments.TRAINING_DEFAULTS
+    assert {
+        name: FIELDS[name] for name in arguments.TRAINING_DEFAULTS
+    } == arguments.TRAINING_DEFAULTS
     parse_config(["--do_train", "--doc_stride", "128"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert "have the defaults of the example script" in line and "doc_stride: contexts beyond" in line
+    assert (
+        "have the defaults of the example script" in line and "doc_stride: contexts beyond" in line
+    )
     assert parse_config(["--do_train", "false"]) == FinetuneConfig()
 
 
@@ -56,22 +66,33 @@ CONVERTED = {
     "--eval_strategy steps --save-strategy=steps": {"eval_steps": 500, "save_steps": 500},
     "--evaluation_strategy steps --eval_steps 7": {"eval_steps": 7},
     "--eval_strategy epoch --save_strategy no --load_best_model_at_end": {},
-    "--checkpointing_steps 10 --num_warmup_steps 3 --max_train_steps 9": {"save_steps": 10, "warmup_steps": 3.0, "max_steps": 9},
+    "--checkpointing_steps 10 --num_warmup_steps 3 --max_train_steps 9": {
+        "save_steps": 10,
+        "warmup_steps": 3.0,
+        "max_steps": 9,
+    },
     "--optim adamw_torch_fused --max_steps -1 --greater_is_better False --data_seed 0": {},
     "--report_to wandb tensorboard": {"report_to": "wandb,tensorboard"},
     "--with_tracking --report_to wandb": {"report_to": "wandb"},
     "--with_tracking": {"report_to": "all"},
     "--do_eval --validation_file a.csv": {"eval_only": True, "validation_file": "a.csv"},
     "--do_predict --test_file a.csv b.csv": {"eval_only": True, "predict_file": ["a.csv", "b.csv"]},
-    "--train_file a,b.csv c.csv --validation_file v.csv": {"dataset_name": ["a,b.csv", "c.csv"], "validation_file": "v.csv"},
+    "--train_file a,b.csv c.csv --validation_file v.csv": {
+        "dataset_name": ["a,b.csv", "c.csv"],
+        "validation_file": "v.csv",
+    },
     "--do_predict --test_file a.csv": {"eval_only": True, "predict_file": "a.csv"},
-    "--task token-classification --task_name pos": {"task": "token-classification", "label_column": "pos_tags"},
+    "--task token-classification --task_name pos": {
+        "task": "token-classification",
+        "label_column": "pos_tags",
+    },
     "--task regression --task_name stsb": {
         "task": "regression",
         "dataset_name": "nyu-mll/glue",
         "dataset_config_name": "stsb",
     },
-    "--gradient_checkpointing_kwargs none --model_revision main --dtype auto --use_fast_tokenizer True": {},
+    "--gradient_checkpointing_kwargs none --model_revision main --dtype auto --use_fast_tokenizer "
+    "True": {},
     "--model_name_or_path m --tokenizer_name m": {"model_name_or_path": "m"},
     "--push_to_hub --hub_strategy end": {"push_to_hub": True},
     "--generation_max_length 9 --generation_num_beams 2": {"max_new_tokens": 9, "num_beams": 2},
@@ -91,7 +112,10 @@ def test_converted(line):
         ("--deepspeed ds.json", "use `accelerate launch` with a profile"),
         ("--average_tokens_across_devices False", "every update averages over all targets"),
         ("--train_sampling_strategy sequential", "batches are random"),
-        ("--push_to_hub --hub_strategy every_save", "hub_strategy every_save is not supported: it must be end with --push_to_hub"),
+        (
+            "--push_to_hub --hub_strategy every_save",
+            "hub_strategy every_save is not supported: it must be end with --push_to_hub",
+        ),
         ("--model_type gpt2", "save it with its tokenizer, and set model_name_or_path"),
         ("--tokenizer_name gpt2", "must equal --model_name_or_path"),
         ("--data_seed 7", "must equal --seed"),
@@ -116,12 +140,24 @@ def test_refused_in_one_line(line, message, capsys):
         ("--task run_clm", {"task": "causal-lm", "block_size": 1024, "max_grad_norm": 1.0}),
         ("--task run_clm_no_trainer", {"block_size": 1024, "max_grad_norm": 0.0}),
         ("--task run_mlm --max_seq_length 64", {"block_size": 64}),
-        ("--task run_mlm --max_seq_length 64 --line_by_line", {"block_size": None, "max_length": 64}),
+        (
+            "--task run_mlm --max_seq_length 64 --line_by_line",
+            {"block_size": None, "max_length": 64},
+        ),
         ("--task run_ner_no_trainer", {"task": "token-classification", "max_length": 128}),
-        ("--task seq2seq --do_train --max_target_length 32", {"max_length": 1024, "max_target_length": 32}),
-        ("--task regression --do_train --weight_decay 0.1", {"max_length": 128, "weight_decay": 0.1, "seed": 42}),
+        (
+            "--task seq2seq --do_train --max_target_length 32",
+            {"max_length": 1024, "max_target_length": 32},
+        ),
+        (
+            "--task regression --do_train --weight_decay 0.1",
+            {"max_length": 128, "weight_decay": 0.1, "seed": 42},
+        ),
         ("--task run_glue --global_batch_size 64", {"gradient_accumulation_steps": None}),
-        ("--task run_glue --global_batch_size 64 --gradient_accumulation_steps 8", {"gradient_accumulation_steps": 8}),
+        (
+            "--task run_glue --global_batch_size 64 --gradient_accumulation_steps 8",
+            {"gradient_accumulation_steps": 8},
+        ),
         ("--task run_swag", {"dataset_name": "allenai/swag", "dataset_config_name": "regular"}),
     ],
 )
@@ -139,12 +175,28 @@ def test_flags_that_set_the_accelerator(launched):
 
 def test_a_file_takes_the_same_names(tmp_path):
     path = tmp_path / "run.json"
-    entries = {"task": "run_glue", "do_train": True, "max_seq_length": 64, "weight_decay": 0.2, "report_to": "wandb"}
+    entries = {
+        "task": "run_glue",
+        "do_train": True,
+        "max_seq_length": 64,
+        "weight_decay": 0.2,
+        "report_to": "wandb",
+    }
     path.write_text(json.dumps(entries))
     config = parse_config([str(path), "--num_train_epochs", "1"])
-    found = (config.task, config.max_length, config.weight_decay, config.report_to, config.num_train_epochs, config.seed)
+    found = (
+        config.task,
+        config.max_length,
+        config.weight_decay,
+        config.report_to,
+        config.num_train_epochs,
+        config.seed,
+    )
     assert found == ("text-classification", 64, 0.2, "wandb", 1.0, 42)
-    assert parse_config([str(path), "--task", "run_ner", "--do_train=False"]).task == "token-classification"
+    assert (
+        parse_config([str(path), "--task", "run_ner", "--do_train=False"]).task
+        == "token-classification"
+    )
     path.write_text(json.dumps({"torch_compile": True}))
     with pytest.raises(hf_ga.ConfigError, match="torch_compile True is not supported"):
         parse_config([str(path)])

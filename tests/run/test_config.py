@@ -13,15 +13,28 @@ from hf_ga.run.config import DEFAULT_ACCUMULATION_STEPS, FinetuneConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 # By type: another value, as a command line has it, and what it must become.
-VALUES_OF = {bool: ("true", True), int: ("12", 12), float: ("0.3", 0.3), str: ("other", "other"), list[str]: ("a.*", ["a.*"])}
+VALUES_OF = {
+    bool: ("true", True),
+    int: ("12", 12),
+    float: ("0.3", 0.3),
+    str: ("other", "other"),
+    list[str]: ("a.*", ["a.*"]),
+}
 VALUES_OF[list[float]] = ("2", [2.0])
 HINTS = get_type_hints(FinetuneConfig)
-OTHER = {name: VALUES_OF[next(kind for kind in VALUES_OF if kind in (HINTS[name], *get_args(HINTS[name])))] for name in FIELDS}
+OTHER = {
+    name: VALUES_OF[
+        next(kind for kind in VALUES_OF if kind in (HINTS[name], *get_args(HINTS[name])))
+    ]
+    for name in FIELDS
+}
 
 
 @pytest.fixture(autouse=True)
 def somewhere_else(tmp_path, monkeypatch):
-    """The default output_dir is relative, and the launcher's accumulation comes from the environment."""
+    """The default output_dir is relative, and the launcher's accumulation comes from the
+    environment.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
 
@@ -51,7 +64,9 @@ def test_help_lists_all_flags_with_a_sentence_and_their_defaults(capsys):
     assert captured.err == ""
     text = " ".join(captured.out.split())
     for name, field in FIELDS.items():
-        assert f"--{name}" in text and re.match(r"[a-zA-Z`].{8,}[.]$", field.metadata.get("help", "")), name
+        assert f"--{name}" in text and re.match(
+            r"[a-zA-Z`].{8,}[.]$", field.metadata.get("help", "")
+        ), name
         if field.default not in (None, False):
             assert f"(default: {field.default})" in text, name
 
@@ -82,15 +97,21 @@ def test_file_gives_values_and_flags_win(name, tmp_path):
     path.write_text(json.dumps(VALUES) if name.endswith("json") else YAML)
     expected = FinetuneConfig(**VALUES)
     assert parse_config([str(path)]) == expected
-    changed = parse_config([str(path), "--max-steps", "7", "--gradient_checkpointing", "false", "--seed", "3"])
-    assert changed == dataclasses.replace(expected, max_steps=7, gradient_checkpointing=False, seed=3)
+    changed = parse_config(
+        [str(path), "--max-steps", "7", "--gradient_checkpointing", "false", "--seed", "3"]
+    )
+    assert changed == dataclasses.replace(
+        expected, max_steps=7, gradient_checkpointing=False, seed=3
+    )
 
 
 def test_saved_configuration_is_a_configuration_file(tmp_path):
     """The `config` of a summary.json starts the same run again, but contains no token."""
     config = FinetuneConfig(**{name: value for name, (_, value) in OTHER.items()})
     (tmp_path / "again.json").write_text(json.dumps(config.to_dict()))
-    assert parse_config([str(tmp_path / "again.json")]) == dataclasses.replace(config, hub_token=None)
+    assert parse_config([str(tmp_path / "again.json")]) == dataclasses.replace(
+        config, hub_token=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,15 @@ def test_saved_configuration_is_a_configuration_file(tmp_path):
         ({"per_device_train_batch_size": 8, "global_batch_size": 64}, 4, (8, 2, 64)),
         ({"per_device_train_batch_size": 10, "global_batch_size": 64}, 1, (10, 7, 64)),
         ({"per_device_train_batch_size": 16, "global_batch_size": 5}, 1, (16, 1, 5)),
-        ({"per_device_train_batch_size": 16, "global_batch_size": 64, "gradient_accumulation_steps": 4}, 1, (16, 4, 64)),
+        (
+            {
+                "per_device_train_batch_size": 16,
+                "global_batch_size": 64,
+                "gradient_accumulation_steps": 4,
+            },
+            1,
+            (16, 4, 64),
+        ),
     ],
 )
 def test_layout(flags, processes, expected):
@@ -112,7 +141,8 @@ def test_layout(flags, processes, expected):
 
 
 @pytest.mark.parametrize(
-    ("launched", "own", "window"), [("4", None, 32), ("4", 4, 32), ("4", 2, 16), ("1", 2, 16), ("", 2, 16), ("auto", 2, 16)]
+    ("launched", "own", "window"),
+    [("4", None, 32), ("4", 4, 32), ("4", 2, 16), ("1", 2, 16), ("", 2, 16), ("auto", 2, 16)],
 )
 def test_accumulation_of_the_launcher(launched, own, window, monkeypatch):
     """`accelerate launch` always sets it; its default of 1 says nothing, and the flag wins."""
@@ -126,7 +156,9 @@ def test_accumulation_of_the_launcher(launched, own, window, monkeypatch):
 
 
 def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
-    """Root may write anywhere, so the answer of the system is given here; only the nearest folder that exists is asked."""
+    """Root may write anywhere, so the answer of the system is given here; only the nearest folder
+    that exists is asked.
+    """
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "closed")
     FinetuneConfig(output_dir=str(tmp_path / "open")).check()
@@ -139,7 +171,9 @@ def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
         FinetuneConfig(eval_only=True).check()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    FinetuneConfig(eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run")).check()
+    FinetuneConfig(
+        eval_only=True, model_name_or_path="gpt2", output_dir=str(tmp_path / "run")
+    ).check()
 
 
 def test_the_name_of_a_metric_may_be_that_of_the_log():

@@ -1,4 +1,6 @@
-"""Evaluation: the mean over all targets of a split, the same for every batch size and number of processes."""
+"""Evaluation: the mean over all targets of a split, the same for every batch size and number of
+processes.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -38,7 +40,12 @@ def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
     accelerator = accelerator or Accelerator(cpu=True)
     lengths = [len(s["input_ids"]) for s in samples]
     windows = evaluation_windows(
-        samples, helpers.pad_right, accelerator=accelerator, batch_size=batch_size, lengths=lengths, proven=rule
+        samples,
+        helpers.pad_right,
+        accelerator=accelerator,
+        batch_size=batch_size,
+        lengths=lengths,
+        proven=rule,
     )
     return evaluate(accelerator, model, windows, rule, reader)
 
@@ -54,7 +61,12 @@ def by_hand(model, samples) -> tuple[float, int]:
         causal = isinstance(model, helpers.CAUSAL)
         labels = batch["labels"][:, 1:] if causal else batch["labels"]
         logits = logits[:, :-1] if causal else logits
-        losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="none", ignore_index=-100)
+        losses = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            labels.reshape(-1),
+            reduction="none",
+            ignore_index=-100,
+        )
         total, count = total + float(losses.sum()), count + int((labels != -100).sum())
     return total, count
 
@@ -85,7 +97,9 @@ def test_loss_is_the_mean_over_all_targets(head):
 
 
 def test_head_whose_loss_depends_on_the_width():
-    """XLNet's summary is the last column: all samples of an evaluation window are padded to its longest, for every batch size."""
+    """XLNet's summary is the last column: all samples of an evaluation window are padded to its
+    longest, for every batch size.
+    """
     model, samples = helpers.xlnet_classifier(), helpers.class_samples(EVALUATION_WINDOW + 40)
     rule = prove_targets(model, samples[:32], helpers.pad_right)
     assert rule.pad_to_window
@@ -97,7 +111,9 @@ def test_head_whose_loss_depends_on_the_width():
             logits = reference(**{k: v for k, v in batch.items() if k != "labels"}).logits
         total += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
     for batch_size in (7, 1000):
-        assert evaluated(model, samples, batch_size, rule)["loss"] == pytest.approx(total / len(samples), rel=1e-6)
+        assert evaluated(model, samples, batch_size, rule)["loss"] == pytest.approx(
+            total / len(samples), rel=1e-6
+        )
     narrow = by_hand(model, samples)[0] / len(samples)  # the control: each sample at its own width
     assert abs(narrow / (total / len(samples)) - 1) > 1e-5
 
@@ -156,18 +172,37 @@ CASES = {
     "causal LM": (lambda: louder(helpers.gpt2()), partial(ragged, 53), ()),
     "router": (lambda: helpers.mixtral(router_coefficient=0.5), partial(ragged, 53), ()),
     "width": (helpers.xlnet_classifier, partial(helpers.class_samples, 300), ("accuracy",)),
-    "classes": (lambda: louder(helpers.bert_classifier(), 4), partial(helpers.class_samples, 53), ("accuracy", "f1")),
-    "tags": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ("accuracy", "f1")),
-    "own metrics": (lambda: louder(helpers.bert_token_classifier()), partial(helpers.tag_samples, 53), ()),
+    "classes": (
+        lambda: louder(helpers.bert_classifier(), 4),
+        partial(helpers.class_samples, 53),
+        ("accuracy", "f1"),
+    ),
+    "tags": (
+        lambda: louder(helpers.bert_token_classifier()),
+        partial(helpers.tag_samples, 53),
+        ("accuracy", "f1"),
+    ),
+    "own metrics": (
+        lambda: louder(helpers.bert_token_classifier()),
+        partial(helpers.tag_samples, 53),
+        (),
+    ),
     "own loss": (helpers.plain_tagger, partial(helpers.weighted_samples, 20), ()),
     "one sample": (lambda: louder(helpers.gpt2()), lambda: ragged(53)[1:2], ()),
-    "no targets": (lambda: louder(helpers.gpt2()), lambda: [helpers.without_targets(s) for s in ragged(5)], ()),
+    "no targets": (
+        lambda: louder(helpers.gpt2()),
+        lambda: [helpers.without_targets(s) for s in ragged(5)],
+        (),
+    ),
 }
 
 
 def weighted_by_place(prediction):
     """Any other order, padding or value changes it."""
-    return {name: float(np.dot(part.ravel(), np.arange(part.size))) for name, part in zip("pl", prediction, strict=True)}
+    return {
+        name: float(np.dot(part.ravel(), np.arange(part.size)))
+        for name, part in zip("pl", prediction, strict=True)
+    }
 
 
 def measured(accelerator, name):
@@ -186,8 +221,8 @@ def measured(accelerator, name):
 
 @pytest.mark.slow("starts processes")
 def test_all_processes_get_the_very_same_numbers():
-    """Bit for bit those of one process, which the tests above compute by hand: of every head, of fewer samples than processes, of
-    none with a target.
+    """Bit for bit those of one process, which the tests above compute by hand: of every head, of
+    fewer samples than processes, of none with a target.
     """
 
     def work():

@@ -1,4 +1,6 @@
-"""Texts that models generate, against one token at a time by hand; metrics of them, whatever the batch."""
+"""Texts that models generate, against one token at a time by hand; metrics of them, whatever the
+batch.
+"""
 
 import json
 
@@ -14,13 +16,29 @@ from hf_ga.run.metrics import TEXT_METRICS
 from hf_ga.run.readers import generated_targets
 
 NAME, NOISE = "translations", 0.5
-SOURCES = ["the window of", "window", "of of the window the of", "the the", "of window the", "window of"]
+SOURCES = [
+    "the window of",
+    "window",
+    "of of the window the of",
+    "the the",
+    "of window the",
+    "window of",
+]
 
 
 @pytest.fixture(scope="module")
 def trained(place):
     """A run of 24 steps, after which a T5 writes many texts, and most of them wrong."""
-    train_job(place, place / "run", NAME, max_steps=24, learning_rate=1e-2, still=True, eval_steps=24, save_steps=24)
+    train_job(
+        place,
+        place / "run",
+        NAME,
+        max_steps=24,
+        learning_rate=1e-2,
+        still=True,
+        eval_steps=24,
+        save_steps=24,
+    )
     return place / "run"
 
 
@@ -55,7 +73,10 @@ def test_a_generated_text_is_that_of_its_source_alone(place, model):
     """In batches of every size; the control: without the mask, padding would change it."""
     setup, samples = setup_and_samples(place)
     tokenizer = setup.data.tokenizer
-    expected = [tokenizer.decode(by_hand(model, s["input_ids"], 6), skip_special_tokens=True).strip() for s in samples]
+    expected = [
+        tokenizer.decode(by_hand(model, s["input_ids"], 6), skip_special_tokens=True).strip()
+        for s in samples
+    ]
     for size in (1, 4):
         made, unmasked = [], []
         for start in range(0, len(samples), size):
@@ -79,11 +100,21 @@ def test_beams_reach_the_search(place, model):
 
 
 def test_metrics_of_generated_texts(place, trained, tmp_path):
-    """As computed from the texts that are written to predictions.jsonl, and as at the end of training."""
+    """As computed from the texts that are written to predictions.jsonl, and as at the end of
+    training.
+    """
     file = str(place / f"{NAME}.validation.jsonl")
-    flags = {"eval_only": True, "model_name_or_path": str(trained), "per_device_eval_batch_size": 3, "predict_file": file}
+    flags = {
+        "eval_only": True,
+        "model_name_or_path": str(trained),
+        "per_device_eval_batch_size": 3,
+        "predict_file": file,
+    }
     results = train_job(place, tmp_path / "out", NAME, **flags)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
     texts, targets = [row["prediction"]["text"] for row in rows], [row["target"] for row in rows]
     for name, metric in TEXT_METRICS.items():
         computed = metric(keep_in_memory=True).compute(predictions=texts, references=targets)

@@ -23,9 +23,17 @@ def trained(model, optimizer, steps, seed=0):
 
 
 def plain(model, name, weight_decay=0.1):
-    """The named optimizer as torch's loop over parameters, with the same groups, written down here again."""
-    matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """The named optimizer as torch's loop over parameters, with the same groups, written down here
+    again.
+    """
+    matrices, vectors = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() < 2],
+    )
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     options = {} if name == "adafactor" else {"foreach": False}
     return OPTIMIZERS[name](groups, lr=1e-2, **options)
 
@@ -38,15 +46,21 @@ def test_the_update_is_that_of_the_plain_loop(name):
     one, other = trained(ours, optimizer, 5), trained(theirs, plain(theirs, name), 5)
     assert (one - other).norm() <= 1e-6 * other.norm()
     undecayed = small_model()
-    assert (trained(undecayed, plain(undecayed, name, 0.0), 5) - other).norm() > 1e-4 * other.norm(), "control"
+    assert (
+        trained(undecayed, plain(undecayed, name, 0.0), 5) - other
+    ).norm() > 1e-4 * other.norm(), "control"
 
 
 @pytest.mark.parametrize("earlier", ["plain", "fused"])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_checkpoint_goes_on_bit_for_bit(name, earlier):
-    """Of the fused optimizer, and of the plain loop, which wrote those of earlier versions. The control forgets its state."""
+    """Of the fused optimizer, and of the plain loop, which wrote those of earlier versions. The
+    control forgets its state.
+    """
     straight = small_model()
-    optimizer = plain(straight, name) if earlier == "plain" else build_optimizer(straight, name, 1e-2, 0.1)
+    optimizer = (
+        plain(straight, name) if earlier == "plain" else build_optimizer(straight, name, 1e-2, 0.1)
+    )
     trained(straight, optimizer, 3)
     resumed, forgetful = copy.deepcopy(straight), copy.deepcopy(straight)
     again, fresh = (build_optimizer(model, name, 1e-2, 0.1) for model in (resumed, forgetful))

@@ -1,4 +1,6 @@
-"""`on_evaluate` and `compute_metrics` of `finetune`, against Trainer's own evaluation of the saved model."""
+"""`on_evaluate` and `compute_metrics` of `finetune`, against Trainer's own evaluation of the saved
+model.
+"""
 
 import numpy as np
 import pytest
@@ -19,10 +21,20 @@ HEADS = {
 def predictions_of_trainer(config, name, compute_metrics):
     """In batches of 4, in the order of the data."""
     data = prepare_data(config, load_tokenizer(config))
-    settings = {"output_dir": config.output_dir, "per_device_eval_batch_size": 4, "report_to": "none", "disable_tqdm": True}
-    arguments = tf.Seq2SeqTrainingArguments(**settings, use_cpu=True, predict_with_generate=config.predict_with_generate)
+    settings = {
+        "output_dir": config.output_dir,
+        "per_device_eval_batch_size": 4,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    arguments = tf.Seq2SeqTrainingArguments(
+        **settings, use_cpu=True, predict_with_generate=config.predict_with_generate
+    )
     trainer = (tf.Seq2SeqTrainer if name == "translations" else tf.Trainer)(
-        HEADS[name].from_pretrained(config.output_dir), arguments, data.collate, compute_metrics=compute_metrics
+        HEADS[name].from_pretrained(config.output_dir),
+        arguments,
+        data.collate,
+        compute_metrics=compute_metrics,
     )
     more = {"max_new_tokens": 8, "num_beams": 1} if name == "translations" else {}
     return trainer.evaluate(data.samples("validation"), **more)
@@ -40,18 +52,29 @@ def real(prediction):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_compute_metrics_gets_what_trainer_gives_it(name, place, tmp_path):
-    """Ragged arrays in three batches by length, sorted by sample. The control: in another order they differ."""
+    """Ragged arrays in three batches by length, sorted by sample. The control: in another order
+    they differ.
+    """
     seen, evaluations = [], []
 
     def compute_metrics(prediction):
         seen.append(prediction)
-        return {"rows": np.float32(sum(map(len, real(prediction)))), "eval_mine": 0.25, "loss": -1.0}
+        return {
+            "rows": np.float32(sum(map(len, real(prediction)))),
+            "eval_mine": 0.25,
+            "loss": -1.0,
+        }
 
     def on_evaluate(metrics, model):
         evaluations.append(metrics)
         assert not model.training
 
-    steps = {"max_steps": 2, "eval_steps": 2, "learning_rate": 1e-2, "per_device_eval_batch_size": 5}
+    steps = {
+        "max_steps": 2,
+        "eval_steps": 2,
+        "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 5,
+    }
     config = job_config(place, tmp_path / "out", name, **steps, metric_for_best_model="mine")
     summary = hf_ga.finetune(config, on_evaluate=on_evaluate, compute_metrics=compute_metrics)
     ours = seen[1]  # that before the first step found `mine`
@@ -62,10 +85,19 @@ def test_compute_metrics_gets_what_trainer_gives_it(name, place, tmp_path):
     if name != "translations":  # Seq2SeqTrainer pads in another way
         assert np.array_equal(ours.label_ids, theirs.label_ids)
         assert not np.allclose(real(ours)[0], real(theirs)[0][::-1], rtol=1e-2)
-    assert [summary[k] for k in ("eval_rows", "eval_mine")] == [expected[k] for k in ("eval_rows", "eval_mine")]
+    assert [summary[k] for k in ("eval_rows", "eval_mine")] == [
+        expected[k] for k in ("eval_rows", "eval_mine")
+    ]
     assert summary["eval_loss"] > 0  # not the user's
-    assert summary["best_eval_mine"] == summary["eval_mine"] == summary["test_mine"] == 0.25 and "eval_accuracy" not in summary
-    assert [next(iter(metrics)) for metrics in evaluations] == ["eval_loss", "eval_loss", "test_loss"]
+    assert (
+        summary["best_eval_mine"] == summary["eval_mine"] == summary["test_mine"] == 0.25
+        and "eval_accuracy" not in summary
+    )
+    assert [next(iter(metrics)) for metrics in evaluations] == [
+        "eval_loss",
+        "eval_loss",
+        "test_loss",
+    ]
     assert evaluations[-1]["test_rows"] == summary["test_rows"] == sum(map(len, real(seen[2])))
 
 
@@ -82,7 +114,10 @@ def test_a_language_model_keeps_only_what_it_compares(place, tmp_path):
 
     config = small_config(place, tmp_path / "out", max_steps=1, eval_steps=1)
     summary = hf_ga.finetune(config, compute_metrics=accuracy, preprocess_logits_for_metrics=argmax)
-    assert seen[0].predictions.shape == seen[0].label_ids.shape and summary["eval_perplexity"] > 1 > summary["eval_accuracy"]
+    assert (
+        seen[0].predictions.shape == seen[0].label_ids.shape
+        and summary["eval_perplexity"] > 1 > summary["eval_accuracy"]
+    )
 
 
 def test_mistakes_are_found_before_the_first_step(place, tmp_path):

@@ -1,4 +1,6 @@
-"""Predictions and evaluations of trained models, against plain transformers: one row at a time, without padding, by hand."""
+"""Predictions and evaluations of trained models, against plain transformers: one row at a time,
+without padding, by hand.
+"""
 
 import json
 
@@ -11,11 +13,21 @@ import hf_ga
 from hf_ga.data.tasks import TASKS
 
 LONG = (
-    "step every split gives same update while dropout stays keyed by position and one step every split gives same step and one of"
+    "step every split gives same update while dropout stays keyed by position and one step every "
+    "split gives same step and one of"
 )
-TEXTS = ["the samples", "", "window of", LONG, "größer 東京 🙂", None, "of one step and every split"]
+TEXTS = [
+    "the samples",
+    "",
+    "window of",
+    LONG,
+    "größer 東京 🙂",
+    None,
+    "of one step and every split",
+]
 LENGTH = 24
-# What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on. Texts: test_generation.py.
+# What is asked of each job: the column(s) of a text. Labels are not there; `note` is handed on.
+# Texts: test_generation.py.
 COLUMNS = {
     "classes": lambda text: {"text": text},
     "pairs": lambda text: {"sentence1": text, "sentence2": text and f"window {text}"},
@@ -33,7 +45,9 @@ def rows_to_predict(name):
 
 @pytest.fixture(scope="module")
 def trained(place):
-    """Each job's run once, with predictions at its end; classifiers hardly trained, so that nothing is obvious."""
+    """Each job's run once, with predictions at its end; classifiers hardly trained, so that nothing
+    is obvious.
+    """
     known = {}
 
     def run(name):
@@ -50,7 +64,10 @@ def trained(place):
 
 
 def read(folder):
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 class ByHand:
@@ -61,12 +78,22 @@ class ByHand:
         self.tokenizer = tf.AutoTokenizer.from_pretrained(folder)
         self.model = task.auto_class.from_pretrained(folder).eval()
         if task.pipeline == "text-classification":
-            self.pipeline = tf.pipeline(task.pipeline, model=self.model, tokenizer=self.tokenizer, device="cpu")
+            self.pipeline = tf.pipeline(
+                task.pipeline, model=self.model, tokenizer=self.tokenizer, device="cpu"
+            )
 
     @torch.no_grad()
     def answer(self, row):
-        """Of all spans of the context, and of <cls> for none, that with the largest sum of logits."""
-        encoded = self.tokenizer(row["question"], row["context"], truncation="only_second", max_length=LENGTH, return_tensors="pt")
+        """Of all spans of the context, and of <cls> for none, that with the largest sum of
+        logits.
+        """
+        encoded = self.tokenizer(
+            row["question"],
+            row["context"],
+            truncation="only_second",
+            max_length=LENGTH,
+            return_tensors="pt",
+        )
         outputs = self.model(**{k: encoded[k] for k in ("input_ids", "attention_mask")})
         begin, end = outputs.start_logits[0], outputs.end_logits[0]
         places = [i for i, part in enumerate(encoded.sequence_ids()) if part == 1]
@@ -79,24 +106,39 @@ class ByHand:
         start, stop = encoded.token_to_chars(i).start, encoded.token_to_chars(j).end
         start += row["context"][start] == " "
         text = row["context"][start:stop]
-        return {"answer": text, "score": pytest.approx(score, abs=2e-6), "start": start, "end": stop}
+        return {
+            "answer": text,
+            "score": pytest.approx(score, abs=2e-6),
+            "start": start,
+            "end": stop,
+        }
 
     @torch.no_grad()
     def choice(self, row):
         logits = []
         for text in row["choices"]:
-            encoded = self.tokenizer(row["question"], text, truncation=True, max_length=LENGTH, return_tensors="pt")
+            encoded = self.tokenizer(
+                row["question"], text, truncation=True, max_length=LENGTH, return_tensors="pt"
+            )
             inputs = {k: encoded[k].unsqueeze(0) for k in ("input_ids", "attention_mask")}
             logits.append(self.model(**inputs).logits.flatten())
         probabilities = torch.cat(logits).softmax(-1)
-        return {"choice": int(probabilities.argmax()), "score": pytest.approx(float(probabilities.max()), abs=2e-6)}
+        return {
+            "choice": int(probabilities.argmax()),
+            "score": pytest.approx(float(probabilities.max()), abs=2e-6),
+        }
 
     @torch.no_grad()
     def tags(self, row):
         """Of each word that of its first piece."""
         cut = {"truncation": True, "max_length": LENGTH}
-        encoded = self.tokenizer(row["tokens"], is_split_into_words=True, return_tensors="pt", **cut)
-        best, tags = self.model(input_ids=encoded["input_ids"]).logits[0].argmax(-1), [None] * len(row["tokens"])
+        encoded = self.tokenizer(
+            row["tokens"], is_split_into_words=True, return_tensors="pt", **cut
+        )
+        best, tags = (
+            self.model(input_ids=encoded["input_ids"]).logits[0].argmax(-1),
+            [None] * len(row["tokens"]),
+        )
         for piece, word in reversed(list(enumerate(encoded.word_ids()))):
             if word is not None:
                 tags[word] = self.model.config.id2label[int(best[piece])]
@@ -106,7 +148,11 @@ class ByHand:
         own = {"answers": self.answer, "choices": self.choice, "tags": self.tags}
         if self.name in own:
             return own[self.name](row)
-        texts = {"text": row["sentence1"], "text_pair": row["sentence2"]} if self.name == "pairs" else row["text"]
+        texts = (
+            {"text": row["sentence1"], "text_pair": row["sentence2"]}
+            if self.name == "pairs"
+            else row["text"]
+        )
         found = self.pipeline(texts, top_k=None, truncation=True, max_length=LENGTH)
         if self.name == "numbers":
             return {"value": pytest.approx(found[0]["score"], rel=1e-4, abs=1e-6)}
@@ -121,14 +167,20 @@ OTHERS = ("pairs", "label sets", "choices", "causal LM, blocks", "masked LM")
 SLOW = pytest.mark.slow("a run and predictions of other heads")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in OTHERS else []) for n in COLUMNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n in OTHERS else []) for n in COLUMNS]
+)
 def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
     by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
     assert [{k: v for k, v in row.items() if k != "prediction"} for row in found] == rows
-    expected = [by_hand.prediction(row) if text else None for row, text in zip(rows, TEXTS, strict=True)]
+    expected = [
+        by_hand.prediction(row) if text else None for row, text in zip(rows, TEXTS, strict=True)
+    ]
     assert [row["prediction"] for row in found] == expected
-    assert [row["prediction"] for row in found[::-1]] != expected  # the control: they are told apart
+    assert [
+        row["prediction"] for row in found[::-1]
+    ] != expected  # the control: they are told apart
     assert "größer" in (output / "predictions.jsonl").read_text(encoding="utf-8")
 
 
@@ -144,10 +196,19 @@ def content(folder):
 
 
 def evaluate(place, output, name, model, **more):
-    return train_job(place, output, name, eval_only=True, model_name_or_path=str(model), **{"max_length": LENGTH, **more})
+    return train_job(
+        place,
+        output,
+        name,
+        eval_only=True,
+        model_name_or_path=str(model),
+        **{"max_length": LENGTH, **more},
+    )
 
 
-@pytest.mark.parametrize("name", ["classes", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", ["classes", "answers", *(pytest.param(name, marks=SLOW) for name in OTHERS)]
+)
 def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained, tmp_path):
     if name in COLUMNS:
         summary, output = trained(name)
@@ -158,15 +219,23 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
     results = evaluate(place, output, name, output, per_device_eval_batch_size=5)
     assert json.loads((output / "evaluation.json").read_text()) == results
     measured = {k: v for k, v in results.items() if k.startswith(("eval_", "test_"))}
-    off = {k: 1e-4 if "pearson" in k else 1e-6 for k in measured}  # hardly trained predictions hardly vary
-    assert len(measured) >= 6 and measured == {k: pytest.approx(summary[k], rel=1e-5, abs=off[k]) for k in measured}
-    assert content(output) == before | {output / "evaluation.json": (output / "evaluation.json").read_bytes()}
+    off = {
+        k: 1e-4 if "pearson" in k else 1e-6 for k in measured
+    }  # hardly trained predictions hardly vary
+    assert len(measured) >= 6 and measured == {
+        k: pytest.approx(summary[k], rel=1e-5, abs=off[k]) for k in measured
+    }
+    assert content(output) == before | {
+        output / "evaluation.json": (output / "evaluation.json").read_bytes()
+    }
 
 
 @pytest.mark.parametrize("name", ["classes", "answers"])
 def test_a_head_that_was_not_trained_is_not_evaluated(name, place, tmp_path):
     with pytest.raises(
-        hf_ga.ConfigError, match=r"eval_only: .*job-bert has no trained head for .*(classifier|qa_outputs).bias.* Train it first"
+        hf_ga.ConfigError,
+        match=r"eval_only: .*job-bert has no trained head for .*(classifier|qa_outputs).bias.* "
+        r"Train it first",
     ):
         evaluate(place, tmp_path / "out", name, place / "job-bert")
     assert not (tmp_path / "out").exists()
@@ -176,14 +245,26 @@ def test_labels_keep_the_order_of_the_trained_head(place, trained, tmp_path):
     """A file with two of the three labels, whose own order would be another one."""
     _, output = trained("classes")
     rows = [
-        {"text": f"{word} {'step ' * i}", "label": label} for i in range(5) for word, label in (("the", "red"), ("window", "green"))
+        {"text": f"{word} {'step ' * i}", "label": label}
+        for i in range(5)
+        for word, label in (("the", "red"), ("window", "green"))
     ]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    results = evaluate(place, tmp_path / "out", "classes", output, validation_file=file, test_file=None, predict_file=file)
+    results = evaluate(
+        place,
+        tmp_path / "out",
+        "classes",
+        output,
+        validation_file=file,
+        test_file=None,
+        predict_file=file,
+    )
     by_hand = ByHand("classes", output)
     hits = [by_hand.prediction(row)["label"] == row["label"] for row in rows]
     assert results["eval_accuracy"] == sum(hits) / len(hits)
-    assert [row["prediction"]["label"] for row in read(tmp_path / "out")] == [by_hand.prediction(row)["label"] for row in rows]
+    assert [row["prediction"]["label"] for row in read(tmp_path / "out")] == [
+        by_hand.prediction(row)["label"] for row in rows
+    ]
 
 
 def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
@@ -191,8 +272,19 @@ def test_labels_that_the_head_does_not_know(place, trained, tmp_path):
     _, output = trained("classes")
     rows = [{"text": "some words", "label": label} for label in ("green", "red", "violet")]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(hf_ga.DataError, match=r"was not trained on: violet; it was trained on blue, green, red\. Use its names"):
-        evaluate(place, tmp_path / "out", "classes", output, dataset_name=file, validation_file=file, test_file=None)
+    with pytest.raises(
+        hf_ga.DataError,
+        match=r"was not trained on: violet; it was trained on blue, green, red\. Use its names",
+    ):
+        evaluate(
+            place,
+            tmp_path / "out",
+            "classes",
+            output,
+            dataset_name=file,
+            validation_file=file,
+            test_file=None,
+        )
 
 
 def test_predictions_alone_of_a_head_without_names(place, trained, tmp_path):
@@ -204,7 +296,16 @@ def test_predictions_alone_of_a_head_without_names(place, trained, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tf.AutoTokenizer.from_pretrained(output).save_pretrained(tmp_path / "model")
     alone = {"dataset_name": "stdlib", "validation_file": None, "test_file": None}
-    evaluate(place, tmp_path / "out", "classes", tmp_path / "model", predict_file=str(place / "classes.predict.jsonl"), **alone)
+    evaluate(
+        place,
+        tmp_path / "out",
+        "classes",
+        tmp_path / "model",
+        predict_file=str(place / "classes.predict.jsonl"),
+        **alone,
+    )
     number = {"blue": "LABEL_0", "green": "LABEL_1", "red": "LABEL_2"}
     labels = [row["prediction"] and row["prediction"]["label"] for row in read(tmp_path / "out")]
-    assert labels == [row["prediction"] and number[row["prediction"]["label"]] for row in read(output)]
+    assert labels == [
+        row["prediction"] and number[row["prediction"]["label"]] for row in read(output)
+    ]

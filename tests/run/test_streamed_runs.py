@@ -15,7 +15,9 @@ def undisturbed(place, tmp_path_factory):
 
 
 def test_two_passes_of_windows(undisturbed):
-    """60 rows: windows of 16, 16, 16 and 12; epochs are whole passes; `loss` is measured on all validation rows."""
+    """60 rows: windows of 16, 16, 16 and 12; epochs are whole passes; `loss` is measured on all
+    validation rows.
+    """
     summary, folder = undisturbed
     lines = lines_of(folder)
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -30,14 +32,21 @@ def test_two_passes_of_windows(undisturbed):
 
 def test_resumed_run_is_the_undisturbed_run(place, undisturbed, tmp_path):
     summary, folder = undisturbed
-    more = {**STREAMED, "dataloader_num_workers": 1, "resume_from_checkpoint": str(folder / "checkpoint-3")}
+    more = {
+        **STREAMED,
+        "dataloader_num_workers": 1,
+        "resume_from_checkpoint": str(folder / "checkpoint-3"),
+    }
     assert train(place, tmp_path / "out", **more)["weights_sha256"] == summary["weights_sha256"]
     found, expected = (
-        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(f)] for f in (tmp_path / "out", folder)
+        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(f)]
+        for f in (tmp_path / "out", folder)
     )
     assert found == expected[3:]
 
 
 def test_drop_last_window_of_a_stream(place, tmp_path):
     train(place, tmp_path / "out", **STREAMED, drop_last_window=True)
-    assert [line["epoch"] for line in lines_of(tmp_path / "out")] == [0.0] * 3 + [1.0] * 3 + [2.0] * 2
+    assert [line["epoch"] for line in lines_of(tmp_path / "out")] == [0.0] * 3 + [1.0] * 3 + [
+        2.0
+    ] * 2

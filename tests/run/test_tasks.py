@@ -1,4 +1,6 @@
-"""Every task: promises 1 and 2 along the way that a run takes, against plain PyTorch, and whole runs that end in a usable model."""
+"""Every task: promises 1 and 2 along the way that a run takes, against plain PyTorch, and whole
+runs that end in a usable model.
+"""
 
 import copy
 from dataclasses import replace
@@ -23,11 +25,36 @@ LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
 ROUNDING = {"no": h.FLOOR, "bf16": 2.0**-8}  # the relative error of one rounding
 IGNORED = -100
 # Those whose head and labels are another one's.
-OTHERS = ("causal LM, blocks", "messages", "prompt and completion", "instruction", "pairs", "smoothed tags")
+OTHERS = (
+    "causal LM, blocks",
+    "messages",
+    "prompt and completion",
+    "instruction",
+    "pairs",
+    "smoothed tags",
+)
 HEADS = [name for name in JOBS if name not in OTHERS]
-QUICK = ("causal LM, row by row", "masked LM", "classes", "numbers", "label sets", "tags", "answers", "smoothed translations")
-# Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on blocks of one length.
-SHORT_WINDOW = ("classes", "pairs", "numbers", "label sets", "causal LM, blocks", "answers", "choices")
+QUICK = (
+    "causal LM, row by row",
+    "masked LM",
+    "classes",
+    "numbers",
+    "label sets",
+    "tags",
+    "answers",
+    "smoothed translations",
+)
+# Heads with one target a sample: the usual loop is wrong on the short last window only. So it is on
+# blocks of one length.
+SHORT_WINDOW = (
+    "classes",
+    "pairs",
+    "numbers",
+    "label sets",
+    "causal LM, blocks",
+    "answers",
+    "choices",
+)
 
 
 class Job:
@@ -37,7 +64,9 @@ class Job:
         AcceleratorState._reset_state(True)
         self.name, self.precision = name, precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=True)
-        flags = {"still": not dropout} | ({"lora_dropout": 0.0} if name == "LoRA" and not dropout else {})
+        flags = {"still": not dropout} | (
+            {"lora_dropout": 0.0} if name == "LoRA" and not dropout else {}
+        )
         config = job_config(place, place / "unused", name, per_device_train_batch_size=16, **flags)
         self.run = build_run(prepare_setup(config, self.accelerator))
         generator = torch.Generator().manual_seed(3)
@@ -51,7 +80,9 @@ class Job:
         self.is_float = self.whole.get("labels", torch.zeros(0, dtype=int)).is_floating_point()
 
     def windows_of(self, sizes):
-        self.run.windows.splitter = replace(self.run.windows.splitter, planner=partial(plan_by_sizes, sizes=sizes))
+        self.run.windows.splitter = replace(
+            self.run.windows.splitter, planner=partial(plan_by_sizes, sizes=sizes)
+        )
         self.run.windows.set_epoch(0)
         return list(self.run.windows)
 
@@ -63,9 +94,15 @@ class Job:
         return model.to(dtype).train()
 
     def gradient(self, layout):
-        model, accelerator, window = self.run.model, self.accelerator, self.windows[layout][self.which]
+        model, accelerator, window = (
+            self.run.model,
+            self.accelerator,
+            self.windows[layout][self.which],
+        )
         model.zero_grad()
-        result = hf_ga.backward_window(accelerator, model, window, targets=self.run.proven, loss_fn=self.run.loss_fn)
+        result = hf_ga.backward_window(
+            accelerator, model, window, targets=self.run.proven, loss_fn=self.run.loss_fn
+        )
         return result, h.gradients(model)
 
     def gradient64(self):
@@ -79,15 +116,26 @@ class Job:
 
     def mean_loss(self, model, batch):
         """By hand, from the logits."""
-        inputs = {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")}
+        inputs = {
+            k: v
+            for k, v in batch.items()
+            if k not in ("labels", "start_positions", "end_positions")
+        }
         if "start_positions" in batch:
             outputs = model(**inputs)
             begin = F.cross_entropy(outputs.start_logits, batch["start_positions"])
             return (begin + F.cross_entropy(outputs.end_logits, batch["end_positions"])) / 2
         labels = batch["labels"]
-        if model.config.is_encoder_decoder:  # what comes before each label, and the first token before the first
-            before = torch.cat([torch.full((len(labels), 1), model.config.decoder_start_token_id), labels[:, :-1]], 1)
-            inputs["decoder_input_ids"] = before.masked_fill(before == IGNORED, model.config.pad_token_id)
+        if (
+            model.config.is_encoder_decoder
+        ):  # what comes before each label, and the first token before the first
+            before = torch.cat(
+                [torch.full((len(labels), 1), model.config.decoder_start_token_id), labels[:, :-1]],
+                1,
+            )
+            inputs["decoder_input_ids"] = before.masked_fill(
+                before == IGNORED, model.config.pad_token_id
+            )
         logits = model(**inputs).logits
         if self.is_float and labels.dim() == 1:
             return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype))
@@ -100,7 +148,9 @@ class Job:
         return F.cross_entropy(*flat, ignore_index=IGNORED, label_smoothing=self.smoothing)
 
     def usual(self, layout):
-        """Accelerate's usual loop: means of micro-batches, divided by the micro-batches of a full window."""
+        """Accelerate's usual loop: means of micro-batches, divided by the micro-batches of a full
+        window.
+        """
         model, windows = self.plain(), self.windows[layout]
         model.zero_grad()
         for micro_batch in windows[self.which].micro_batches:
@@ -130,11 +180,15 @@ def job(place, name, precision, dropout):
 
 
 def assert_promise_1(precision, grads, full, grads64):
-    """As `helpers.assert_promise_1`; under autocast the floor of a single parameter is one rounding of the global norm."""
+    """As `helpers.assert_promise_1`; under autocast the floor of a single parameter is one rounding
+    of the global norm.
+    """
     if precision == "no":
         h.assert_promise_1(grads, full, grads64)
     size, off, off_full = h.norm(grads64), h.difference(grads, grads64), h.difference(full, grads64)
-    assert h.norm(off) <= 2 * h.norm(off_full) + h.FLOOR * size, f"all parameters: {h.norm(off):.2e}, {h.norm(off_full):.2e}"
+    assert h.norm(off) <= 2 * h.norm(off_full) + h.FLOOR * size, (
+        f"all parameters: {h.norm(off):.2e}, {h.norm(off_full):.2e}"
+    )
     for name in grads64:
         assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * size, name
 
@@ -143,7 +197,9 @@ def cases(*quick, in_bf16):
     """Parameters: all jobs in float32, some in bf16; those that are not quick are slow."""
     every = [(name, "no") for name in JOBS] + [(name, "bf16") for name in in_bf16]
     slow = pytest.mark.slow("about 1 s for each of 40 cases")
-    return pytest.mark.parametrize(("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every])
+    return pytest.mark.parametrize(
+        ("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every]
+    )
 
 
 @cases(*((name, "no") for name in QUICK), ("tags", "bf16"), in_bf16=HEADS)
@@ -154,15 +210,24 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     for layout in LAYOUTS:
         result, grads = this.gradient(layout)
         assert_promise_1(precision, grads, full, grads64)
-        assert abs(result.loss - loss64) <= 2 * abs(loss - loss64) + ROUNDING[precision] * abs(loss64)
+        assert abs(result.loss - loss64) <= 2 * abs(loss - loss64) + ROUNDING[precision] * abs(
+            loss64
+        )
         if layout in ("4x4", "uneven"):
             with pytest.raises(AssertionError, match="all parameters"):
                 assert_promise_1(precision, this.usual(layout), full, grads64)
 
 
-@cases(("causal LM, row by row", "no"), ("tags", "no"), ("answers", "no"), in_bf16=("translations", "LoRA"))
+@cases(
+    ("causal LM, row by row", "no"),
+    ("tags", "no"),
+    ("answers", "no"),
+    in_bf16=("translations", "LoRA"),
+)
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
-    """Two inexact arms: within three times the promise. The control: native dropout on the very same full batch."""
+    """Two inexact arms: within three times the promise. The control: native dropout on the very
+    same full batch.
+    """
     if name == "numbers" and h.BEFORE_5_23:
         pytest.skip("a regression head of transformers 5.17 has no float64")
     this = job(place, name, precision, dropout=True)
@@ -178,23 +243,33 @@ def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place
     assert h.relative_error(native, full) > allowed
 
 
-# -- whole runs -------------------------------------------------------------------------------------------------------------
+# -- whole runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def generated(pipe, prompt):
-    return pipe(prompt, max_new_tokens=3, do_sample=False, return_full_text=False)[0]["generated_text"]
+    return pipe(prompt, max_new_tokens=3, do_sample=False, return_full_text=False)[0][
+        "generated_text"
+    ]
 
 
 def answer_of_chat(pipe, text):
     return generated(pipe, [{"role": "user", "content": text}]).split("<|end|>")[0].split()
 
 
-# job: what a pipeline is asked -> the answer that training must have made obvious. Of other tasks: test_predictions.py.
+# job: what a pipeline is asked -> the answer that training must have made obvious. Of other tasks:
+# test_predictions.py.
 ASKED = {
-    "causal LM, row by row": lambda pipe: generated(pipe, "the window of samples").split()[:2] == ["is", "one"],
-    "messages": lambda pipe: [answer_of_chat(pipe, f"{word} step") for word in COLOURS] == [[c] for c in COLOURS.values()],
+    "causal LM, row by row": lambda pipe: (
+        generated(pipe, "the window of samples").split()[:2] == ["is", "one"]
+    ),
+    "messages": lambda pipe: (
+        [answer_of_chat(pipe, f"{word} step") for word in COLOURS]
+        == [[c] for c in COLOURS.values()]
+    ),
     "masked LM": lambda pipe: (
-        [pipe(f"{c} {c} <mask> {c}")[0]["token_str"].strip() for c in COLOURS.values()] == list(COLOURS.values())
+        [pipe(f"{c} {c} <mask> {c}")[0]["token_str"].strip() for c in COLOURS.values()]
+        == list(COLOURS.values())
     ),
 }
 
@@ -204,5 +279,7 @@ ASKED = {
 def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
     output, task = tmp_path / "my model", JOBS[name][2].get("task", "causal-lm")
     summary, lines = learn_job(place, output, name), lines_of(output)
-    assert lines[-1]["loss"] < lines[0]["loss"] and summary["eval_loss"] < lines[0]["loss"]  # the first is from before any step
+    assert (
+        lines[-1]["loss"] < lines[0]["loss"] and summary["eval_loss"] < lines[0]["loss"]
+    )  # the first is from before any step
     assert ASKED[name](tf.pipeline(TASKS[task].pipeline, model=str(output), device="cpu"))

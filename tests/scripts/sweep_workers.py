@@ -1,4 +1,6 @@
-"""What the processes of a test of the sweep run, in a module of its own that imports nothing heavy: each starts anew."""
+"""What the processes of a test of the sweep run, in a module of its own that imports nothing heavy:
+each starts anew.
+"""
 
 import os
 import time

@@ -1,4 +1,6 @@
-"""Each launch profile is read by Accelerate's own parser and launcher, says what it is for, and every key in it is explained."""
+"""Each launch profile is read by Accelerate's own parser and launcher, says what it is for, and
+every key in it is explained.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 PROFILES = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
 FOLDER = PROFILES[0].parent
-# What the launcher makes of each: (many processes by torch's launcher, FSDP, processes, machines, precision, on the CPU).
+# What the launcher makes of each: (many processes by torch's launcher, FSDP, processes, machines,
+# precision, on the CPU).
 LAUNCHED = {
     "cpu": (False, False, 1, 1, "no", True),
     "cpu_2": (True, False, 2, 1, "no", True),
@@ -30,14 +33,22 @@ LAUNCHED = {
 def launched(profile, *flags):
     """The launcher's arguments, checked and completed by itself."""
     parser = launch_command_parser()
-    args, _, _ = _validate_launch_command(parser.parse_args(["--config_file", str(profile), *flags, "script.py"]))
+    args, _, _ = _validate_launch_command(
+        parser.parse_args(["--config_file", str(profile), *flags, "script.py"])
+    )
     return args
 
 
 def unknown_fsdp_keys(profile):
-    """Accelerate hands on whatever stands in `fsdp_config`; what is no flag of the launcher has no effect."""
+    """Accelerate hands on whatever stands in `fsdp_config`; what is no flag of the launcher has no
+    effect.
+    """
     flags = vars(launch_command_parser().parse_args(["script.py"]))
-    return [key for key in (yaml.safe_load(profile.read_text()).get("fsdp_config") or {}) if key not in flags]
+    return [
+        key
+        for key in (yaml.safe_load(profile.read_text()).get("fsdp_config") or {})
+        if key not in flags
+    ]
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
@@ -47,9 +58,19 @@ def test_accelerate_launches_it_as_meant(profile):
     config, args = load_config_from_file(str(profile)), launched(profile)
     assert not unknown_fsdp_keys(profile)
     assert not (args.use_deepspeed or args.use_megatron_lm or args.tpu)
-    found = (args.multi_gpu, args.use_fsdp, args.num_processes, args.num_machines, args.mixed_precision, bool(args.use_cpu))
+    found = (
+        args.multi_gpu,
+        args.use_fsdp,
+        args.num_processes,
+        args.num_machines,
+        args.mixed_precision,
+        bool(args.use_cpu),
+    )
     assert found == LAUNCHED[profile.stem]
-    assert config.num_processes == args.num_processes and config.mixed_precision == args.mixed_precision
+    assert (
+        config.num_processes == args.num_processes
+        and config.mixed_precision == args.mixed_precision
+    )
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
@@ -67,15 +88,25 @@ def test_what_fsdp_shards_with(name):
     with patch_environment(**prepare_multi_gpu_env(launched(FOLDER / f"{name}.yaml"))):
         plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == int(name[4])
-    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy and plugin.transformer_cls_names_to_wrap is None
+    assert (
+        plugin.auto_wrap_policy is transformer_auto_wrap_policy
+        and plugin.transformer_cls_names_to_wrap is None
+    )
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
     assert not plugin.activation_checkpointing
-    assert not plugin.cpu_ram_efficient_loading and not plugin.sync_module_states  # all processes need true weights for the proof
+    assert (
+        not plugin.cpu_ram_efficient_loading and not plugin.sync_module_states
+    )  # all processes need true weights for the proof
     offload = plugin.cpu_offload
-    assert type(offload).__name__ == {"fsdp1": "CPUOffload", "fsdp2": "OffloadPolicy"}.get(name, "CPUOffloadPolicy")
+    assert type(offload).__name__ == {"fsdp1": "CPUOffload", "fsdp2": "OffloadPolicy"}.get(
+        name, "CPUOffloadPolicy"
+    )
     if name == "fsdp1":
         assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD and plugin.use_orig_params
-        assert plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE and not plugin.forward_prefetch
+        assert (
+            plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE
+            and not plugin.forward_prefetch
+        )
         assert not offload.offload_params
     else:
         assert plugin.reshard_after_forward is True
@@ -84,6 +115,8 @@ def test_what_fsdp_shards_with(name):
 def test_a_misspelt_key_is_found(tmp_path):
     """The control: Accelerate launches it; only the comparison with its flags sees it."""
     text = (FOLDER / "fsdp2.yaml").read_text()
-    (tmp_path / "inner.yaml").write_text(text.replace("fsdp_offload_params", "fsdp_offload_parameters"))
+    (tmp_path / "inner.yaml").write_text(
+        text.replace("fsdp_offload_params", "fsdp_offload_parameters")
+    )
     assert launched(tmp_path / "inner.yaml").use_fsdp
     assert unknown_fsdp_keys(tmp_path / "inner.yaml") == ["fsdp_offload_parameters"]

@@ -1,4 +1,6 @@
-"""The benchmark measures what it says: counts against counts by hand, bounds that fail, and the script from outside."""
+"""The benchmark measures what it says: counts against counts by hand, bounds that fail, and the
+script from outside.
+"""
 
 import json
 import os
@@ -12,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 from benchmark import cli, report
-from benchmark.arms import ABLATION, CHUNKED, DEFAULT, EXACT_TRAINER, GROUPED, NATIVE, OWN_LOOP, REBALANCED, SPEED, TRAINER
+from benchmark.arms import (
+    ABLATION,
+    CHUNKED,
+    DEFAULT,
+    EXACT_TRAINER,
+    GROUPED,
+    NATIVE,
+    OWN_LOOP,
+    REBALANCED,
+    SPEED,
+    TRAINER,
+)
 from benchmark.gpu import flops_per_token
 from benchmark.lap import Lap, Measured, measure_in_turn
 from benchmark.ranks import busy_core, measure_two_ranks
@@ -26,17 +39,43 @@ LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 2
 
 def setting_of(model: str = "gpt") -> Setting:
     rng = np.random.default_rng(0)
-    samples = [{"id": i, "input_ids": rng.integers(5, 60, length).tolist()} for i, length in enumerate(LENGTHS)]
-    samples = [{**sample, "label": sample["id"] % 2} for sample in samples] if model == "bert" else samples
-    return Setting(model, size="tiny", window_size=16, micro_batch_size=4, max_length=32, epochs=1, samples=samples)
+    samples = [
+        {"id": i, "input_ids": rng.integers(5, 60, length).tolist()}
+        for i, length in enumerate(LENGTHS)
+    ]
+    samples = (
+        [{**sample, "label": sample["id"] % 2} for sample in samples]
+        if model == "bert"
+        else samples
+    )
+    return Setting(
+        model,
+        size="tiny",
+        window_size=16,
+        micro_batch_size=4,
+        max_length=32,
+        epochs=1,
+        samples=samples,
+    )
 
 
 WITHOUT_PLAN = "without plan by length"
-ARMS = [*(("gpt" if name != DEFAULT else "bert", name, arm) for name, arm in SPEED.items() if name not in (GROUPED, REBALANCED))]
-ARMS += [("gpt", WITHOUT_PLAN, ABLATION["plan by length"]), *(("gpt", name, PEERS[name]) for name in (PLAIN, PADDING_FREE))]
+ARMS = [
+    *(
+        ("gpt" if name != DEFAULT else "bert", name, arm)
+        for name, arm in SPEED.items()
+        if name not in (GROUPED, REBALANCED)
+    )
+]
+ARMS += [
+    ("gpt", WITHOUT_PLAN, ABLATION["plan by length"]),
+    *(("gpt", name, PEERS[name]) for name in (PLAIN, PADDING_FREE)),
+]
 
 
-@pytest.mark.parametrize(("model", "name", "arm"), ARMS, ids=[f"{model}, {name}" for model, name, _ in ARMS])
+@pytest.mark.parametrize(
+    ("model", "name", "arm"), ARMS, ids=[f"{model}, {name}" for model, name, _ in ARMS]
+)
 def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, name, arm):
     setting, (ours, turn), waits = setting_of(model), Pipe(), []
 
@@ -54,14 +93,22 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     assert len(waits) == 2 * setting.windows_per_epoch == 4
     assert measured.each_once and len(measured.seconds) == setting.windows_per_epoch
     assert (measured.padding == 1) == (name == PADDING_FREE)
-    assert measured.padding < (2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5)
+    assert measured.padding < (
+        2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5
+    )
 
 
-@pytest.mark.parametrize(("arm", "moved", "tensors"), [(NATIVE, True, False), (CHUNKED, False, True)])
+@pytest.mark.parametrize(
+    ("arm", "moved", "tensors"), [(NATIVE, True, False), (CHUNKED, False, True)]
+)
 def test_what_is_left_out_is_left_out(arm, moved, tensors):
-    """Native dropout moves torch's generator; without the chunked loss the training forwards return logits."""
+    """Native dropout moves torch's generator; without the chunked loss the training forwards return
+    logits.
+    """
     lap, made = Lap(setting_of()), []
-    lap.model.register_forward_hook(lambda model, inputs, outputs: made.append(type(outputs.logits) is torch.Tensor))
+    lap.model.register_forward_hook(
+        lambda model, inputs, outputs: made.append(type(outputs.logits) is torch.Tensor)
+    )
     before = torch.get_rng_state()
     lap.run(ABLATION[arm])
     assert torch.equal(torch.get_rng_state(), before) != moved and made[-1] == tensors
@@ -97,10 +144,23 @@ def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
 
 
 def one(seconds: float, added: int = 100, **more) -> Measured:
-    return Measured([seconds / 2, seconds / 2], 1.2, peak_memory=(200 + added) * 2**20, memory_before=200 * 2**20, **more)
+    return Measured(
+        [seconds / 2, seconds / 2],
+        1.2,
+        peak_memory=(200 + added) * 2**20,
+        memory_before=200 * 2**20,
+        **more,
+    )
 
 
-GOOD = {TRAINER: one(4.0), GROUPED: one(1.5), REBALANCED: one(1.4), EXACT_TRAINER: one(1.2), OWN_LOOP: one(1.01), DEFAULT: one(1.0)}
+GOOD = {
+    TRAINER: one(4.0),
+    GROUPED: one(1.5),
+    REBALANCED: one(1.4),
+    EXACT_TRAINER: one(1.2),
+    OWN_LOOP: one(1.01),
+    DEFAULT: one(1.0),
+}
 
 
 def test_rates_are_medians_over_epochs():
@@ -119,9 +179,16 @@ def test_each_bound_of_the_speed_can_fail():
         ({EXACT_TRAINER: one(1.3)}, "ExactTrainer"),
         ({TRAINER: one(4.0, each_once=False)}, "each sample once"),
     ]:
-        (bound,) = [bound for bound in report.speed_section(setting_of(), GOOD | change).bounds if not bound.holds]
+        (bound,) = [
+            bound
+            for bound in report.speed_section(setting_of(), GOOD | change).bounds
+            if not bound.holds
+        ]
         assert failed in bound.what and str(bound).startswith("FAILED: ")
-    assert not Bound("x", float("nan"), 1.0).holds and not Bound("x", float("nan"), 1.0, at_most=True).holds
+    assert (
+        not Bound("x", float("nan"), 1.0).holds
+        and not Bound("x", float("nan"), 1.0, at_most=True).holds
+    )
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--assert"], 1), ([], 0)])
@@ -152,5 +219,9 @@ def test_useful_flops_are_those_that_torch_counts():
 def test_two_ranks_share_each_window():
     with busy_core():
         measured = measure_two_ranks(setting_of())
-    assert len(measured.seconds) == 2 and min(measured.seconds) > 0 and 0 < measured.memory_before <= measured.peak_memory
+    assert (
+        len(measured.seconds) == 2
+        and min(measured.seconds) > 0
+        and 0 < measured.memory_before <= measured.peak_memory
+    )
     assert not measured.each_once and 0 < measured.padding < 1.2  # rank 0 has a part of each window

@@ -1,4 +1,6 @@
-"""The pages that are generated or collected are complete and true, and the site builds without a warning."""
+"""The pages that are generated or collected are complete and true, and the site builds without a
+warning.
+"""
 
 import json
 import os
@@ -29,12 +31,23 @@ TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
 def test_the_flags_are_those_of_the_configuration():
     """After a change of an option: python docs/generate_cli.py"""
     page = generate_cli.page()
-    assert page == (DOCS / "cli.md").read_text() and generate_cli.flags_page() == (DOCS / "flags.md").read_text()
-    assert "## Model\n" in page and "| `--assert` | off |" in page and page.count("`--output_dir`") == 2
+    assert (
+        page == (DOCS / "cli.md").read_text()
+        and generate_cli.flags_page() == (DOCS / "flags.md").read_text()
+    )
+    assert (
+        "## Model\n" in page
+        and "| `--assert` | off |" in page
+        and page.count("`--output_dir`") == 2
+    )
 
 
 def test_every_error_is_explained():
-    classes = [name for name, value in vars(errors).items() if isinstance(value, type) and name != "HfGaError"]
+    classes = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and name != "HfGaError"
+    ]
     assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 10
 
 
@@ -62,7 +75,9 @@ def rows(number=16):
 
 
 def missing_column():
-    Path("reviews.jsonl").write_text("".join(json.dumps({"review": "good", "stars": i % 5}) + "\n" for i in range(9)))
+    Path("reviews.jsonl").write_text(
+        "".join(json.dumps({"review": "good", "stars": i % 5}) + "\n" for i in range(9))
+    )
     task = {"task": "text-classification", "dataset_name": "reviews.jsonl", "label_column": "star"}
     hf_ga.finetune(hf_ga.FinetuneConfig(**task, output_dir="outputs/reviews"))
 
@@ -78,7 +93,12 @@ def damaged_checkpoint():
 
 def long_sample():
     ids = torch.ones(1, 4096, dtype=torch.long)
-    raise too_large_for(0, hf_ga.MicroBatch({"input_ids": ids, "attention_mask": ids}, np.array([0]), np.array([1834])))
+    raise too_large_for(
+        0,
+        hf_ga.MicroBatch(
+            {"input_ids": ids, "attention_mask": ids}, np.array([0]), np.array([1834])
+        ),
+    )
 
 
 def infinite_sample():
@@ -87,7 +107,9 @@ def infinite_sample():
     data[5]["x"] = torch.full((5,), torch.inf)
     sizes = {"per_device_batch_size": 4, "global_batch_size": 16}
     (window,) = hf_ga.WindowLoader(data, collate, accelerator=accelerator, **sizes)
-    hf_ga.train_step(accelerator, model, torch.optim.SGD(model.parameters()), window, targets=targets)
+    hf_ga.train_step(
+        accelerator, model, torch.optim.SGD(model.parameters()), window, targets=targets
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +117,10 @@ def infinite_sample():
     [
         (errors.ConfigError, lambda: parse_config(["--num_epochs", "3"])),
         (errors.DataError, missing_column),
-        (errors.LossNotAdditive, lambda: hf_ga.prove_targets(Net(nn.BatchNorm1d(8)), rows(), collate)),
+        (
+            errors.LossNotAdditive,
+            lambda: hf_ga.prove_targets(Net(nn.BatchNorm1d(8)), rows(), collate),
+        ),
         (errors.UnkeyedRandomness, lambda: hf_ga.prove_targets(Net(Noise()), rows(), collate)),
         (errors.CheckpointError, damaged_checkpoint),
         (errors.OutOfMemory, long_sample),
@@ -116,7 +141,14 @@ def without_numbers(text):
 
 def build(root, site):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    return subprocess.run(command, cwd=root, env=os.environ | {"NO_COLOR": "1"}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command,
+        cwd=root,
+        env=os.environ | {"NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
@@ -129,12 +161,25 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 @pytest.mark.slow("builds the site again")
 def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "notebooks", "hf_ga"):
+    for name in (
+        "mkdocs.yml",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs",
+        "notebooks",
+        "hf_ga",
+    ):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n")
+    (tmp_path / "README.md").write_text(
+        (ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n"
+    )
     api = tmp_path / "docs/api.md"
     api.write_text(api.read_text().replace("::: hf_ga.train_step\n", ""))
     result = build(tmp_path, tmp_path / "site")
     assert result.returncode == 1
-    assert "missing.md" in result.stderr and "hf_ga.train_step is missing or has no docstring" in result.stderr, result.stderr
+    assert (
+        "missing.md" in result.stderr
+        and "hf_ga.train_step is missing or has no docstring" in result.stderr
+    ), result.stderr

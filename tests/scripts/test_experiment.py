@@ -1,4 +1,6 @@
-"""The experiment, short: layouts agree, every mistake shows. (The whole is `scripts/run_ga_experiment.py`, 100 steps.)"""
+"""The experiment, short: layouts agree, every mistake shows. (The whole is
+`scripts/run_ga_experiment.py`, 100 steps.)
+"""
 
 from functools import partial
 
@@ -14,19 +16,27 @@ pytestmark = pytest.mark.slow("trains in every layout and with every mistake")
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory):
-    """3 steps on texts of a few words: windows of 64, 64 and 22 samples; the last validation batch of 16 is short."""
+    """3 steps on texts of a few words: windows of 64, 64 and 22 samples; the last validation batch
+    of 16 is short.
+    """
     folder = tmp_path_factory.mktemp("experiment")
     files = {"dataset_name": write_rows(folder / "train.jsonl", ragged_rows(150, 1))}
     files["validation_file"] = write_rows(folder / "validation.jsonl", ragged_rows(50, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "FinetuneConfig", partial(script.FinetuneConfig, text_column="text", **files))
+        patch.setattr(
+            script, "FinetuneConfig", partial(script.FinetuneConfig, text_column="text", **files)
+        )
         patch.setattr(script, "load_tokenizer", lambda config: train_tokenizer([SENTENCE] * 3, 300))
         return script.Experiment(steps=3, num_samples=150, max_length=24)
 
 
 @pytest.fixture(scope="module")
 def results(trial):
-    groups = {"layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]], "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    groups = {
+        "layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]],
+        "dropout 0": WITHOUT_DROPOUT,
+        "mistakes": MISTAKES,
+    }
     return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
 
 
@@ -42,14 +52,20 @@ def test_layouts_agree(results):
 
 @pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[arm.name for arm in MISTAKES])
 def test_each_mistake_shows(results, index):
-    """The control: with these arms the limits would be broken, by a factor of 10 at least in one of the three figures."""
+    """The control: with these arms the limits would be broken, by a factor of 10 at least in one of
+    the three figures.
+    """
     off = differences(results["mistakes"][index], results["layouts"][0])
     assert max(value / LIMITS[name] for name, value in off.items()) > 10
 
 
 def test_a_mistake_breaks_the_limits(results):
-    assert script.broken_limits({"layouts": [results["layouts"][0], results["mistakes"][1]], "dropout 0": []})
-    assert results["layouts"][0].train_losses[-1] != results["dropout 0"][0].train_losses[-1]  # it is on
+    assert script.broken_limits(
+        {"layouts": [results["layouts"][0], results["mistakes"][1]], "dropout 0": []}
+    )
+    assert (
+        results["layouts"][0].train_losses[-1] != results["dropout 0"][0].train_losses[-1]
+    )  # it is on
 
 
 def test_table_and_plot(results, tmp_path):

@@ -1,4 +1,6 @@
-"""The report on a GPU: parts that fail, hang or are interrupted leave the others' results; all of it, small, on a CPU."""
+"""The report on a GPU: parts that fail, hang or are interrupted leave the others' results; all of
+it, small, on a CPU.
+"""
 
 import json
 import multiprocessing
@@ -15,7 +17,8 @@ import torch
 from gpu_report import Part
 
 FIGURES = {"sections": [{"title": "gpt: ragged samples", "rows": [["hf_ga", 7.0]], "bounds": []}]}
-# Writes figures, as the benchmark does after each section, then starts another process and waits for it for ever.
+# Writes figures, as the benchmark does after each section, then starts another process and waits
+# for it for ever.
 HANGS = f"""
 import json, pathlib, subprocess, sys
 pathlib.Path(sys.argv[1], "benchmark.json").write_text(json.dumps({FIGURES}))
@@ -60,17 +63,25 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
         "skipped: needs CUDA, as a CPU has none",
     ]
     assert [result["status"] for result in found.values()] == [*statuses, "done"]
-    assert found["last"]["output"] == "also_here\n" and found["peers"]["sections"] == FIGURES["sections"]
+    assert (
+        found["last"]["output"] == "also_here\n"
+        and found["peers"]["sections"] == FIGURES["sections"]
+    )
     assert not is_running(int(found["peers"]["output"].split()[1]))
     page = (tmp_path / "out" / "report.md").read_text()
     assert "- Fails: failed with exit code 1: ValueError: broken\n" in page and "also_here" in page
-    assert "- passed: 1, target >= 1\n" in page and (tmp_path / "out" / "peers.png").stat().st_size > 1000
+    assert (
+        "- passed: 1, target >= 1\n" in page
+        and (tmp_path / "out" / "peers.png").stat().st_size > 1000
+    )
 
 
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "PARTS", parts(tmp_path, 60))
     out = tmp_path / "out"
-    process = multiprocessing.get_context("fork").Process(target=gpu_report.main, args=(["--output_dir", str(out)],))
+    process = multiprocessing.get_context("fork").Process(
+        target=gpu_report.main, args=(["--output_dir", str(out)],)
+    )
     process.start()
     output = out / "peers" / "output.txt"
     while process.is_alive() and not (output.exists() and output.read_text().endswith("\n")):
@@ -79,7 +90,11 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     process.join(60)
     assert process.exitcode == 143
     found = json.loads((out / "report.json").read_text())
-    assert [found[name]["status"] for name in ("first", "peers", "last")] == ["done", "interrupted", "not run"]
+    assert [found[name]["status"] for name in ("first", "peers", "last")] == [
+        "done",
+        "interrupted",
+        "not run",
+    ]
     assert found["peers"]["sections"] and not is_running(int(found["peers"]["output"].split()[1]))
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
@@ -90,9 +105,17 @@ def test_the_whole_report_on_a_cpu(tmp_path):
     command = [sys.executable, gpu_report.__file__, "--output_dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     found = json.loads((tmp_path / "report.json").read_text())
-    assert done.returncode == 0, {name: (result["status"], result.get("output", "")[-2000:]) for name, result in found.items()}
-    skipped = {name for name, result in found.items() if result["status"].startswith("skipped: needs CUDA")}
-    assert skipped == {"tests", "packed", "waits", "small_cost"} == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
+    assert done.returncode == 0, {
+        name: (result["status"], result.get("output", "")[-2000:]) for name, result in found.items()
+    }
+    skipped = {
+        name for name, result in found.items() if result["status"].startswith("skipped: needs CUDA")
+    }
+    assert (
+        skipped
+        == {"tests", "packed", "waits", "small_cost"}
+        == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
+    )
     rates = {row[0]: row[1] for row in found["peers"]["sections"][-1]["rows"]}
     assert len(rates) == 9 and min(rates.values()) > 0
     assert "8 passed" in found["promises"]["output"]

@@ -1,4 +1,6 @@
-"""scripts/kill_test.py: real kills end as the undisturbed run does, and its comparison sees a run that does not."""
+"""scripts/kill_test.py: real kills end as the undisturbed run does, and its comparison sees a run
+that does not.
+"""
 
 import shutil
 import subprocess
@@ -13,7 +15,11 @@ from hf_ga.run import finetune
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 DOCS = (SCRIPTS.parent / "docs/recovery.md").read_text().splitlines()
-COMMANDS = [line.partition("#")[0].split() for line in DOCS if line.startswith("python scripts/kill_test.py")]
+COMMANDS = [
+    line.partition("#")[0].split()
+    for line in DOCS
+    if line.startswith("python scripts/kill_test.py")
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,9 @@ def undisturbed(tmp_path_factory):
 
 
 def resumed(folder, output):
-    """What is left of the run when only its first checkpoint that was kept is there, and then resumed."""
+    """What is left of the run when only its first checkpoint that was kept is there, and then
+    resumed.
+    """
     shutil.copytree(folder / "undisturbed", output)
     for name in ("checkpoint-12", "summary.json", "model.safetensors"):
         (shutil.rmtree if (output / name).is_dir() else Path.unlink)(output / name)
@@ -34,7 +42,9 @@ def resumed(folder, output):
     return kill_test.differences(folder / "undisturbed", output)
 
 
-def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(undisturbed, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(
+    undisturbed, tmp_path, monkeypatch
+):
     assert resumed(undisturbed, tmp_path / "out") == []
     resume = finetune.resume
 
@@ -46,8 +56,14 @@ def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(undistur
 
     monkeypatch.setattr(finetune, "resume", forgets)
     found = resumed(undisturbed, tmp_path / "forgets")
-    assert any(text.startswith("weights_sha256 ") for text in found) and "model.safetensors differs" in found
-    assert any(text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's") for text in found)
+    assert (
+        any(text.startswith("weights_sha256 ") for text in found)
+        and "model.safetensors differs" in found
+    )
+    assert any(
+        text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's")
+        for text in found
+    )
 
 
 def test_lines_and_files_are_compared(undisturbed, tmp_path):
@@ -59,7 +75,10 @@ def test_lines_and_files_are_compared(undisturbed, tmp_path):
     for damaged, seen in [
         (lines[:4] + lines[5:], "metrics.jsonl has the steps [1, 2, 3, 4, 6,"),
         (lines[:5] + lines[4:], "metrics.jsonl has the steps [1, 2, 3, 4, 5, 5,"),
-        ([*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]], "of which [5] differ"),
+        (
+            [*lines[:4], lines[4].replace('"num_targets": ', '"num_targets": 1'), *lines[5:]],
+            "of which [5] differ",
+        ),
         ([line.replace('"tokens_per_second": ', '"tokens_per_second": 1') for line in lines], None),
     ]:
         path.write_text("".join(damaged))
@@ -76,9 +95,19 @@ def test_lines_and_files_are_compared(undisturbed, tmp_path):
 
 @pytest.mark.slow("starts processes, and kills them")
 def test_kills(tmp_path):
-    """The command of two processes in the docs, shortened; of one: promises/test_same_after_a_stop.py."""
+    """The command of two processes in the docs, shortened; of one:
+    promises/test_same_after_a_stop.py.
+    """
     words, kills = COMMANDS[1], 1
-    flags = [*words[2:], "--kills", str(kills), "--seed", "3", "--output_dir", str(tmp_path / "runs")]
+    flags = [
+        *words[2:],
+        "--kills",
+        str(kills),
+        "--seed",
+        "3",
+        "--output_dir",
+        str(tmp_path / "runs"),
+    ]
     command = [sys.executable, str(SCRIPTS / "kill_test.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""The list of mutants stays in step with the code, and scripts/mutants.py tells a fault from none."""
+"""The list of mutants stays in step with the code, and scripts/mutants.py tells a fault from
+none.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +9,18 @@ import mutants
 import pytest
 
 MUTANTS = mutants.all_mutants()
-ROOMS = {"exact", "proof", "speed", "parallel", "recovery", "training", "data", "run", "check", "trainer"}
+ROOMS = {
+    "exact",
+    "proof",
+    "speed",
+    "parallel",
+    "recovery",
+    "training",
+    "data",
+    "run",
+    "check",
+    "trainer",
+}
 
 
 def test_every_room_has_mutants():
@@ -19,21 +32,34 @@ def test_every_room_has_mutants():
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.number}: {mutant.reason}")
 def test_mutants_apply_and_their_tests_exist(mutant):
     """Their tests are those of the room; training.py has none of its own."""
-    assert (mutants.ROOT / "hf_ga" / mutant.file).read_text().count(mutant.old) == 1 and mutant.new != mutant.old
+    assert (mutants.ROOT / "hf_ga" / mutant.file).read_text().count(
+        mutant.old
+    ) == 1 and mutant.new != mutant.old
     for test in mutant.tests.split():
         file, _, name = test.partition("::")
         assert mutant.room in (file.partition("/")[0], "training")
-        assert f"def {name}(" in (mutants.ROOT / "tests" / file).read_text() if name else (mutants.ROOT / "tests" / file).is_file()
+        assert (
+            f"def {name}(" in (mutants.ROOT / "tests" / file).read_text()
+            if name
+            else (mutants.ROOT / "tests" / file).is_file()
+        )
 
 
 @pytest.mark.slow("imports the libraries twice")
 def test_a_fault_is_killed_and_a_change_of_nothing_survives():
-    fault = replace(MUTANTS[0], tests="exact/test_order.py::test_order_is_the_permutation_of_the_oracle")
+    fault = replace(
+        MUTANTS[0], tests="exact/test_order.py::test_order_is_the_permutation_of_the_oracle"
+    )
     assert mutants.judge(fault) == (mutants.KILLED, fault.tests)
-    of_nothing = replace(fault, new=f"({fault.old})", tests="test_house.py::test_top_level_is_small")
+    of_nothing = replace(
+        fault, new=f"({fault.old})", tests="test_house.py::test_top_level_is_small"
+    )
     assert mutants.judge(of_nothing) == (mutants.SURVIVED, of_nothing.tests)
 
 
 def test_what_gives_no_verdict():
     verdict, why = mutants.judge(replace(MUTANTS[0], old="no such text"))
-    assert (verdict, why) == (mutants.DOES_NOT_APPLY, "the text occurs 0 times in hf_ga/exact/order.py")
+    assert (verdict, why) == (
+        mutants.DOES_NOT_APPLY,
+        "the text occurs 0 times in hf_ga/exact/order.py",
+    )

@@ -14,18 +14,25 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 FILES = sorted(FOLDER.glob("*.ipynb"))
-NOISE = re.compile(r"[Ww]arning|Traceback|/tmp|/home|/root|/usr|site-packages|%\|")  # warnings, paths of a machine, progress bars
+NOISE = re.compile(
+    r"[Ww]arning|Traceback|/tmp|/home|/root|/usr|site-packages|%\|"
+)  # warnings, paths of a machine, progress bars
 
 
 def executed(name: str, folder: Path) -> nbformat.NotebookNode:
     """The notebook with its outputs; of what is printed, stdout only."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(folder)}}
+    )
     client.execute()
     for cell in code_of(notebook):
         printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
         shown = [output for output in cell.outputs if output.output_type != "stream"]
-        cell.outputs = [*([nbformat.v4.new_output("stream", name="stdout", text=printed)] if printed else []), *shown]
+        cell.outputs = [
+            *([nbformat.v4.new_output("stream", name="stdout", text=printed)] if printed else []),
+            *shown,
+        ]
     notebook.metadata.language_info = {"name": "python"}  # the version is that of whoever ran it
     return notebook
 
@@ -43,7 +50,11 @@ PRINTED = {
     "own_module": ["the loss of a batch is not the mean over its targets"],
     "quickstart": ["step 40: validation loss"],
     # 18 steps, of which every sixth has a short window.
-    "two_processes": ["18 steps, loss ", "= 1 process x 5 micro-batches x 4\n", "= 2 processes x 3 micro-batches x at most 4\n"],
+    "two_processes": [
+        "18 steps, loss ",
+        "= 1 process x 5 micro-batches x 4\n",
+        "= 2 processes x 3 micro-batches x at most 4\n",
+    ],
 }
 
 
@@ -53,21 +64,38 @@ def test_the_notebook_runs(name, tmp_path):
     printed = printed_in(executed(name, tmp_path))
     assert all(text in printed for text in PRINTED[name])
     differences = re.findall(r"largest relative difference of a loss.*: (\S+)", printed)
-    assert len(differences) == (name != "check_your_step") and all(float(value) < 1e-5 for value in differences)
-    assert all(float(last) < float(first) - 0.05 for first, last in re.findall(r"loss ([\d.]+) to ([\d.]+)", printed))
+    assert len(differences) == (name != "check_your_step") and all(
+        float(value) < 1e-5 for value in differences
+    )
+    assert all(
+        float(last) < float(first) - 0.05
+        for first, last in re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_kept_outputs(file):
-    """Each is run above. Every cell was run, in order; there is a plot, and neither warnings nor paths of a machine."""
+    """Each is run above. Every cell was run, in order; there is a plot, and neither warnings nor
+    paths of a machine.
+    """
     assert file.stem in PRINTED
     cells = code_of(nbformat.read(file, as_version=4))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) or "<img" in output.get("data", {}).get("text/html", "") for output in outputs)
+    assert any(
+        "image/png" in output.get("data", {})
+        or "<img" in output.get("data", {}).get("text/html", "")
+        for output in outputs
+    )
     texts = [output.get("text") or output.data.get("text/plain") for output in outputs]
-    assert [found.group() for text in [*texts, *(cell.source for cell in cells)] for found in NOISE.finditer(text)] == []
-    assert all(output.get("name") != "stderr" and output.output_type != "error" for output in outputs)
+    assert [
+        found.group()
+        for text in [*texts, *(cell.source for cell in cells)]
+        for found in NOISE.finditer(text)
+    ] == []
+    assert all(
+        output.get("name") != "stderr" and output.output_type != "error" for output in outputs
+    )
 
 
 if __name__ == "__main__":

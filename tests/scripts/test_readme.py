@@ -1,5 +1,5 @@
-"""README and docs are true: their Python blocks run, their commands run (shortened), their flags exist, and CI runs the test
-command.
+"""README and docs are true: their Python blocks run, their commands run (shortened), their flags
+exist, and CI runs the test command.
 """
 
 import json
@@ -23,7 +23,9 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     for line in block.splitlines()
 ]
-PROSE = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items() if page != "log"]
+PROSE = [
+    re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items() if page != "log"
+]
 INLINE = [" ".join(code.split()) for text in PROSE for code in re.findall(r"`([^`]+)`", text)]
 
 
@@ -37,15 +39,35 @@ CHECKS, PLANS = (
     starting("python scripts/plan_batch.py", "python scripts/submit_slurm.py"),
 )
 LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
-REPORTED = [line for line in LAUNCHES if "--push_to_hub" in line or "--report_to" in line]  # in test_hub.py, test_trackers.py
-RUNS = [line for line in LAUNCHES if line not in REPORTED and ("scripts/finetune.py" in line or "scripts/check_" in line)]
+REPORTED = [
+    line for line in LAUNCHES if "--push_to_hub" in line or "--report_to" in line
+]  # in test_hub.py, test_trackers.py
+RUNS = [
+    line
+    for line in LAUNCHES
+    if line not in REPORTED and ("scripts/finetune.py" in line or "scripts/check_" in line)
+]
 RUNS = list(dict.fromkeys(RUNS))
 OF_OTHER_PROGRAMS = {  # accelerate launch; pytest and ruff
-    *("--config_file", "--num_processes", "--mixed_precision", "--machine_rank", "--main_process_ip", "--cpu", "--quiet"),
+    *(
+        "--config_file",
+        "--num_processes",
+        "--mixed_precision",
+        "--machine_rank",
+        "--main_process_ip",
+        "--cpu",
+        "--quiet",
+    ),
     *("--full", "--check", "--logdir", "--exclude"),
 }
-# Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py, test_experiment.py, test_gpu_report.py.
-ELSEWHERE = starting(*(f"python scripts/{name}.py" for name in ("kill_test", "benchmark", "sweep_heads", "gpu_report")))
+# Of these, in tests of their own: test_kill_test.py, test_benchmark.py, test_sweep.py,
+# test_experiment.py, test_gpu_report.py.
+ELSEWHERE = starting(
+    *(
+        f"python scripts/{name}.py"
+        for name in ("kill_test", "benchmark", "sweep_heads", "gpu_report")
+    )
+)
 
 
 def execute(block: str, capsys) -> tuple[dict, str]:
@@ -68,8 +90,8 @@ def test_every_block_and_command_is_tried():
 
 
 def test_commands_and_flags_in_the_text_exist():
-    """Flags are those of the configuration (cli.md, flags.md), of our scripts, and those of `accelerate launch` and pytest that are
-    used here.
+    """Flags are those of the configuration (cli.md, flags.md), of our scripts, and those of
+    `accelerate launch` and pytest that are used here.
     """
     sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
     known = {*re.findall(r"--\w+", PAGES["cli"] + PAGES["flags"] + sources), *OF_OTHER_PROGRAMS}
@@ -86,12 +108,16 @@ def test_commands_and_flags_in_the_text_exist():
 def test_the_demonstration_fails_and_then_passes(capsys):
     """A demonstration in which both arms agree, or none, would catch nothing."""
     _, printed = execute(BLOCKS["README"][0], capsys)
-    usual, ours = (float(value) for value in re.findall(r"relative error of the gradient (\S+)", printed))
+    usual, ours = (
+        float(value) for value in re.findall(r"relative error of the gradient (\S+)", printed)
+    )
     assert usual > 0.1
     assert ours < 1e-6
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS["README"][1:2], BLOCKS["library"]], ids=["README", "library, which resumes"])
+@pytest.mark.parametrize(
+    "blocks", [BLOCKS["README"][1:2], BLOCKS["library"]], ids=["README", "library, which resumes"]
+)
 def test_the_loop_runs(blocks, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, printed = execute("".join(blocks), capsys)
@@ -104,7 +130,10 @@ def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, printed = execute("".join(BLOCKS["finetune"]), capsys)
     assert "[{'label': '1', 'score':" in printed
-    assert printed.count("{'eval_weighted_f1': ") == 3 and names["summary"]["best_eval_weighted_f1"] > 0.5
+    assert (
+        printed.count("{'eval_weighted_f1': ") == 3
+        and names["summary"]["best_eval_weighted_f1"] > 0.5
+    )
 
 
 def test_the_stream_gives_windows(capsys):
@@ -132,13 +161,18 @@ SHORTER = {
 
 def shortened(command: str) -> list[str]:
     """With paths from anywhere, a few steps and few tokens."""
-    words = [str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word for word in shlex.split(command)]
+    words = [
+        str(ROOT / word) if word.startswith(("scripts/", "accelerate_configs/")) else word
+        for word in shlex.split(command)
+    ]
     return [*words, *SHORTER["check" if "scripts/check_" in command else "finetune"].split()]
 
 
 @pytest.mark.slow("many runs")
 def test_the_commands_run(tmp_path):
-    """In one folder and in this order, as some resume, without importing everything for each; real launches are in promises."""
+    """In one folder and in this order, as some resume, without importing everything for each; real
+    launches are in promises.
+    """
     commands = [*CHECKS, *RUNS]
     (tmp_path / "data").mkdir()
     for name in ("part-1", "part-2", "check", "notes"):
@@ -151,20 +185,33 @@ def test_the_commands_run(tmp_path):
     assert (tmp_path / "outputs/safe/summary.json").exists()
     assert "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
     assert "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
-    assert "2 processes" in json.loads((tmp_path / "outputs/two/summary.json").read_text())["layout"]
+    assert (
+        "2 processes" in json.loads((tmp_path / "outputs/two/summary.json").read_text())["layout"]
+    )
 
 
 def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
-    """The exact layout with the lines that the docs show, and the batch script with the launch command of each node."""
+    """The exact layout with the lines that the docs show, and the batch script with the launch
+    command of each node.
+    """
     monkeypatch.chdir(tmp_path)
     printed = []
     for command in PLANS:
         _, script, *flags = shlex.split(command)
-        monkeypatch.setattr(sys, "argv", [script, *(str(ROOT / flag) if flag.startswith("scripts/") else flag for flag in flags)])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                script,
+                *(str(ROOT / flag) if flag.startswith("scripts/") else flag for flag in flags),
+            ],
+        )
         with pytest.raises(SystemExit, match="0"):
             runpy.run_path(str(ROOT / script), run_name="__main__")
         printed.append(capsys.readouterr().out)
-    shown = [line.strip() for line in PAGES["processes"].splitlines() if line.startswith("    samples ")]
+    shown = [
+        line.strip() for line in PAGES["processes"].splitlines() if line.startswith("    samples ")
+    ]
     assert len(shown) == 2 and set(shown) <= set(printed[0].splitlines())
     assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
 
@@ -188,4 +235,7 @@ def test_links_lead_somewhere():
 def test_the_readme_is_short_and_the_main_command_comes_early():
     lines = PAGES["README"].splitlines()
     assert len(lines) <= 200
-    assert next(i for i, line in enumerate(lines) if "accelerate launch scripts/finetune.py" in line) < 40
+    assert (
+        next(i for i, line in enumerate(lines) if "accelerate launch scripts/finetune.py" in line)
+        < 40
+    )

@@ -1,4 +1,6 @@
-"""The sweep over heads: the shrinking rule, the samples, the verdicts, and that one bad head costs no other."""
+"""The sweep over heads: the shrinking rule, the samples, the verdicts, and that one bad head costs
+no other.
+"""
 
 import json
 from types import SimpleNamespace
@@ -22,14 +24,18 @@ def test_samples_of_every_kind_have_a_loss():
 
 
 def test_hf_ga_is_right_and_trainer_multiplies_a_bert_classifier_by_four():
-    """The negative control: the same comparison fails Trainer, whose gradient is 4 times the true one. Dropout layouts agree."""
+    """The negative control: the same comparison fails Trainer, whose gradient is 4 times the true
+    one. Dropout layouts agree.
+    """
     classifier = Head("bert", "BertForSequenceClassification", "sequence classification")
     model, samples, collate = build_head(classifier, 0.0)
     truth = sweep.true_gradient(model, samples, collate)
     gradient = sweep.trainer_gradient(model, samples, collate)
     assert sweep.relative_error([g / 4 for g in gradient], truth) < TOLERANCE
     verdict = examine(classifier)
-    assert (verdict.status, verdict.dropout, verdict.trainer_right) == ("right", "agree", False), verdict
+    assert (verdict.status, verdict.dropout, verdict.trainer_right) == ("right", "agree", False), (
+        verdict
+    )
 
 
 def test_a_mean_of_means_is_called_wrong(monkeypatch):
@@ -49,10 +55,22 @@ def test_a_mean_of_means_is_called_wrong(monkeypatch):
 @pytest.mark.parametrize(
     ("head", "status", "reason"),
     [
-        (Head("levit", "LevitForImageClassification", "image classification"), "refused", "BatchNorm"),
-        (Head("deepseek_v3", "DeepseekV3ForCausalLM", "causal LM with router loss"), "out of scope", "router"),
+        (
+            Head("levit", "LevitForImageClassification", "image classification"),
+            "refused",
+            "BatchNorm",
+        ),
+        (
+            Head("deepseek_v3", "DeepseekV3ForCausalLM", "causal LM with router loss"),
+            "out of scope",
+            "router",
+        ),
         (Head("vit_mae", "ViTMAEForPreTraining", "pre-training"), "out of scope", "text labels"),
-        (Head("lxmert", "LxmertForQuestionAnswering", "question answering"), "not built", "visual_feats"),
+        (
+            Head("lxmert", "LxmertForQuestionAnswering", "question answering"),
+            "not built",
+            "visual_feats",
+        ),
     ],
 )
 def test_what_is_not_compared_has_its_reason(head, status, reason):
@@ -64,9 +82,18 @@ def test_the_collate_function_pads_each_entry_with_its_own_filler():
     samples = [{"input_ids": [5, 6], "labels": [5, -100], "start": 1, "choices": [[1], [2]]}]
     samples.append({"input_ids": [7], "labels": [7], "start": 0, "choices": [[3, 4], [5, 6]]})
     batch = PaddingCollator(pad_id=9)(samples)
-    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[5, 6], [7, 9]], [[5, -100], [7, -100]])
-    assert (batch["start"].tolist(), batch["choices"].tolist()) == ([1, 0], [[[1, 0], [2, 0]], [[3, 4], [5, 6]]])
-    assert PaddingCollator(9, width=4)(samples)["input_ids"].tolist() == [[5, 6, 9, 9], [7, 9, 9, 9]]
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == (
+        [[5, 6], [7, 9]],
+        [[5, -100], [7, -100]],
+    )
+    assert (batch["start"].tolist(), batch["choices"].tolist()) == (
+        [1, 0],
+        [[[1, 0], [2, 0]], [[3, 4], [5, 6]]],
+    )
+    assert PaddingCollator(9, width=4)(samples)["input_ids"].tolist() == [
+        [5, 6, 9, 9],
+        [7, 9, 9, 9],
+    ]
 
 
 def test_at_least_450_heads_of_every_kind_are_listed_once():
@@ -87,15 +114,25 @@ def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
 
 
 @pytest.mark.parametrize(("status", "code"), [("refused", 0), ("wrong", 1)])
-def test_the_exit_code_and_the_report_tell_a_wrong_head(monkeypatch, tmp_path, capsys, status, code):
+def test_the_exit_code_and_the_report_tell_a_wrong_head(
+    monkeypatch, tmp_path, capsys, status, code
+):
     def fake(heads, jobs, time_limit):
         for head in heads:
             yield Verdict(head, status, "why | so", 0.25)
 
     monkeypatch.setattr(sweep_heads, "sweep", fake)
-    assert sweep_heads.main(["--only", "NoSuchHead"]) == 2 and "no head matches" in capsys.readouterr().err
+    assert (
+        sweep_heads.main(["--only", "NoSuchHead"]) == 2
+        and "no head matches" in capsys.readouterr().err
+    )
     assert sweep_heads.main(["--only", "^BertForMaskedLM", "--output_dir", str(tmp_path)]) == code
-    assert [head["status"] for head in json.loads((tmp_path / "heads.json").read_text())["heads"]] == [status]
+    assert [
+        head["status"] for head in json.loads((tmp_path / "heads.json").read_text())["heads"]
+    ] == [status]
     printed = capsys.readouterr().out
-    assert status in printed and ("1 wrong" if status == "wrong" else "1 refused (100.0 %), 0 wrong") in printed
+    assert (
+        status in printed
+        and ("1 wrong" if status == "wrong" else "1 refused (100.0 %), 0 wrong") in printed
+    )
     assert "BertForMaskedLM (masked LM)" in (tmp_path / "heads.md").read_text()

@@ -14,16 +14,26 @@ import hf_ga
 
 @pytest.fixture(autouse=True)
 def _traced_graphs_only(monkeypatch):
-    """torch's own compiler would need a C++ compiler and half a minute; "aot_eager" runs the traced graphs."""
+    """torch's own compiler would need a C++ compiler and half a minute; "aot_eager" runs the traced
+    graphs.
+    """
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"),
+    )
     yield
     torch._dynamo.reset()
 
 
 def windows_of(data):
-    sizes = {"per_device_batch_size": 3, "global_batch_size": 8, "lengths": [len(s["input_ids"]) for s in data]}
+    sizes = {
+        "per_device_batch_size": 3,
+        "global_batch_size": 8,
+        "lengths": [len(s["input_ids"]) for s in data],
+    }
     return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(cpu=True), **sizes)
 
 
@@ -38,7 +48,9 @@ def train(model, data, rule, wrong=1.0):
 
 
 @pytest.mark.slow("compiles layers")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing looks at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's tracing looks at it
 def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
     model, data = h.gpt2(), h.token_samples(32)
     plain = copy.deepcopy(model)
@@ -53,7 +65,9 @@ def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
     assert (compiled - expected).norm() < 1e-5 * moved
     control, _ = train(h.gpt2(), data, others_rule, wrong=1.001)
     assert (control - expected).norm() > 1e-4 * moved, "a thousandth more would be seen"
-    assert 1 <= first <= 4 < len(shapes), "one for all lengths and layers, besides those of a single sample or position"
+    assert 1 <= first <= 4 < len(shapes), (
+        "one for all lengths and layers, besides those of a single sample or position"
+    )
     assert not counters["graph_break"]
     train(model, data, rule)
     assert counters["stats"]["unique_graphs"] == first, "another epoch compiles nothing"

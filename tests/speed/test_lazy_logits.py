@@ -1,4 +1,6 @@
-"""No full logits: loss and gradient are the head's own, only rows with a target reach the layer, what needs logits gets them."""
+"""No full logits: loss and gradient are the head's own, only rows with a target reach the layer,
+what needs logits gets them.
+"""
 
 import dataclasses
 from contextlib import nullcontext
@@ -75,11 +77,16 @@ def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     assert "forward" not in vars(head.layer), "something was left behind"
 
 
-@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias"), ()], ids=str)
+@pytest.mark.parametrize(
+    "trained", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias"), ()], ids=str
+)
 def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
     """In float64, in chunks of 2 and in one. Frozen heads, frozen bodies, evaluation."""
     shapes = {"hidden": (7, 8), "weight": (20, 8), "bias": (20,)}
-    tensors = {name: torch.randn(shape).double().requires_grad_(name in trained) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape).double().requires_grad_(name in trained)
+        for name, shape in shapes.items()
+    }
     target, wanted = torch.arange(7), [tensors[name] for name in trained]
     head = OutputProjection(tensors["weight"], tensors["bias"], torch.float64)
     whole = F.cross_entropy(F.linear(*tensors.values()), target)
@@ -88,7 +95,9 @@ def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
         torch.testing.assert_close(loss, whole, rtol=1e-14, atol=0)
         assert loss.requires_grad == bool(trained)
         if trained:
-            gradients = (torch.autograd.grad(x * 3.0, wanted, retain_graph=True) for x in (loss, whole))  # 3: a weight in a window
+            gradients = (
+                torch.autograd.grad(x * 3.0, wanted, retain_graph=True) for x in (loss, whole)
+            )  # 3: a weight in a window
             for ours, true in zip(*gradients, strict=True):
                 torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-15)
         with torch.no_grad():
@@ -203,14 +212,21 @@ def test_what_heads_do_with_logits(name, monkeypatch):
 
 
 def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(monkeypatch):
-    """Shape and type without any number; then metrics under no_grad, and a look at the logits after autocast."""
+    """Shape and type without any number; then metrics under no_grad, and a look at the logits after
+    autocast.
+    """
     model, x = OneLayer(lambda logits: logits), torch.randn(2, 3, 16)
     with chunked(model).scope(model):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(x)
         with monkeypatch.context() as patch:
             patch.setattr(LazyLogits, "values", None)
-            assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((2, 3, 40), 40, 3, 2)
+            assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == (
+                (2, 3, 40),
+                40,
+                3,
+                2,
+            )
             assert (logits.dtype, logits.device) == (torch.bfloat16, torch.device("cpu"))
             assert logits.view(-1, logits.size(-1)).shape == (6, 40)
         with torch.no_grad():
@@ -247,9 +263,13 @@ def test_layers_that_are_left_alone(monkeypatch):
 
 def peak_bytes(function) -> int:
     """The most memory that tensors had at a time, above what they had before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:  # torch 2.11 warns else
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:  # torch 2.11 warns else
         function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     level = top = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         level += event.nbytes()
@@ -258,7 +278,10 @@ def peak_bytes(function) -> int:
 
 
 def test_memory_is_that_of_a_chunk():
-    hidden, weight = torch.randn(600, 16, requires_grad=True), torch.randn(5000, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(600, 16, requires_grad=True),
+        torch.randn(5000, 16, requires_grad=True),
+    )
     target, rows = torch.randint(0, 5000, (600,)), 13
     head = OutputProjection(weight, None, torch.float32)
     lazy = peak_bytes(lambda: cross_entropy(head, hidden, target, rows, mean=True).backward())
@@ -268,11 +291,15 @@ def test_memory_is_that_of_a_chunk():
     assert lazy < 4 * (rows * 5000 * 4) + 4 * gradients < logits / 4
     on_gpu = torch.empty(4096, 256, device="meta"), torch.empty(16384, 4096, device="meta")
     assert rows_of_chunk(on_gpu[0], 50_000) == chunked_loss.CHUNK_BYTES // 200_000
-    assert rows_of_chunk(on_gpu[1], 128_000) == 16384 * 4096 // 128_000, "not smaller than the hidden states"
+    assert rows_of_chunk(on_gpu[1], 128_000) == 16384 * 4096 // 128_000, (
+        "not smaller than the hidden states"
+    )
 
 
 def test_fp16_gradients_are_computed_with_the_loss_scale_on():
-    """Probabilities below fp16's smallest number: with the scale they count, without they would be 0."""
+    """Probabilities below fp16's smallest number: with the scale they count, without they would be
+    0.
+    """
     x, w = torch.ones(40, 4), torch.zeros(4000, 4)
     w[:, 0] = -5.0
     w[0] = 2.5
@@ -289,7 +316,9 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
 
 
 def proven(model, *speed_ups, samples=SAMPLES, **more):
-    return hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups or [ChunkedLoss()], **more)
+    return hf_ga.prove_targets(
+        model, samples, h.pad_right, speed_ups=speed_ups or [ChunkedLoss()], **more
+    )
 
 
 class OwnHead(nn.Module):
@@ -297,7 +326,11 @@ class OwnHead(nn.Module):
 
     def __init__(self, use):
         super().__init__()
-        self.embedding, self.lm_head, self.use = nn.Embedding(h.VOCABULARY, 16), nn.Linear(16, h.VOCABULARY), use
+        self.embedding, self.lm_head, self.use = (
+            nn.Embedding(h.VOCABULARY, 16),
+            nn.Linear(16, h.VOCABULARY),
+            use,
+        )
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -313,7 +346,10 @@ def by_hand(logits, labels):
 
 NEED_LOGITS = {
     "not a cross entropy": lambda: (h.seeded(OwnHead)(by_hand), {"samples": h.plain_samples(12)}),
-    "computed from the logits": lambda: (h.gpt2(), {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)}),
+    "computed from the logits": lambda: (
+        h.gpt2(),
+        {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)},
+    ),
 }
 
 
@@ -330,18 +366,26 @@ def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     model = build(0.1)
     rule = proven(model)
     assert rule.speed_ups[0].rows_per_chunk is None, "that of the proof"
-    grads, plain = window_gradient(model, one_window(SAMPLES, 5), targets=dataclasses.replace(rule, speed_ups=()))
+    grads, plain = window_gradient(
+        model, one_window(SAMPLES, 5), targets=dataclasses.replace(rule, speed_ups=())
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
         lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), targets=rule)
         assert result.loss == pytest.approx(plain.loss, rel=1e-6)
         assert h.relative_error(lazy, grads) <= 1e-6
-    assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, "dropout was on"
+    assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, (
+        "dropout was on"
+    )
 
 
 def test_another_number_of_targets_than_counted_is_an_error():
     model, batch = h.gpt2(), h.pad_right(SAMPLES)
-    rule, number, rows = proven(model), int((batch["labels"][:, 1:] != h.IGNORED).sum()), np.arange(len(SAMPLES))
+    rule, number, rows = (
+        proven(model),
+        int((batch["labels"][:, 1:] != h.IGNORED).sum()),
+        np.arange(len(SAMPLES)),
+    )
     (head,) = rule.speed_ups
     for counted in (number, number + 1, number - 1):
         head._count = lambda batch, num_samples, counted=counted: counted

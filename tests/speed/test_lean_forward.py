@@ -1,4 +1,6 @@
-"""Forwards of a window are the model's own function with less work: against the formula as transformers writes it out."""
+"""Forwards of a window are the model's own function with less work: against the formula as
+transformers writes it out.
+"""
 
 import helpers as h
 import pytest
@@ -32,7 +34,9 @@ def test_the_activation_is_the_same_function():
 def test_no_cache_inside_and_nothing_left_behind():
     model, original = h.gpt2(), NewGELUActivation.forward
     batch = {k: v for k, v in h.pad_right(h.token_samples(2)).items() if k != "labels"}
-    assert model.config.use_cache and model(**batch).past_key_values is not None, "control: its own forward keeps one"
+    assert model.config.use_cache and model(**batch).past_key_values is not None, (
+        "control: its own forward keeps one"
+    )
     with pytest.raises(KeyError), LeanForward().scope(model):
         assert model(**batch).past_key_values is None and NewGELUActivation.forward is not original
         raise KeyError
@@ -50,8 +54,12 @@ def test_a_window_has_the_same_gradient_and_keeps_less():
         model, samples, kept = h.gpt2(dropout=0.1), h.token_samples(8), []
         rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups)
         assert rule.speed_ups == speed_ups
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t
+        ):
             gradients, _ = window_gradient(model, one_window(samples, 3), targets=rule)
         found.append((gradients, sum(kept)))
-    assert 0 < h.relative_error(found[0][0], found[1][0]) < 1e-6, "another rounding, or nothing was replaced"
+    assert 0 < h.relative_error(found[0][0], found[1][0]) < 1e-6, (
+        "another rounding, or nothing was replaced"
+    )
     assert found[0][1] < 0.9 * found[1][1]

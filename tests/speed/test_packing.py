@@ -1,6 +1,8 @@
-"""Packed tokens: the same losses, gradients and dropout masks as padded samples, and refusal where that is not so.
+"""Packed tokens: the same losses, gradients and dropout masks as padded samples, and refusal where
+that is not so.
 
-Two oracles: plain PyTorch on the padded full batch in float64 (without dropout), and the padded run with the same keyed dropout in
+Two oracles: plain PyTorch on the padded full batch in float64 (without dropout), and the padded run
+    with the same keyed dropout in
 float64. Negative control: masks of another column.
 """
 
@@ -14,9 +16,22 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import IGNORED, SIZES, VOCABULARY, WIDTH, num_targets, pad_right, relative_error, seeded, token_samples
+from helpers import (
+    IGNORED,
+    SIZES,
+    VOCABULARY,
+    WIDTH,
+    num_targets,
+    pad_right,
+    relative_error,
+    seeded,
+    token_samples,
+)
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from transformers import AttentionInterface
 from windows import one_window, window_gradient
 
@@ -39,22 +54,38 @@ BERT_LIKE = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 40}
 @seeded
 def bert_like(family, dropout=0.0, **more):
     config, head = getattr(tf, f"{family}Config"), getattr(tf, f"{family}ForMaskedLM")
-    return head(config(**BERT_LIKE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **more))
+    return head(
+        config(
+            **BERT_LIKE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **more
+        )
+    )
 
 
 @seeded
 def modern_bert(dropout=0.0):
-    """Every third layer sees all, the others a window of 4 tokens on each side; their rotary positions differ."""
+    """Every third layer sees all, the others a window of 4 tokens on each side; their rotary
+    positions differ.
+    """
     rates = {"attention_dropout": dropout, "mlp_dropout": dropout, "embedding_dropout": dropout}
-    sizes = {**SIZES, "intermediate_size": 32, "num_hidden_layers": 4, "pad_token_id": 0, "local_attention": 8}
-    return tf.ModernBertForMaskedLM(tf.ModernBertConfig(**sizes, **rates, attn_implementation="sdpa"))
+    sizes = {
+        **SIZES,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+        "local_attention": 8,
+    }
+    return tf.ModernBertForMaskedLM(
+        tf.ModernBertConfig(**sizes, **rates, attn_implementation="sdpa")
+    )
 
 
 @seeded
 def gpt2_classifier(dropout=0.0):
     """Pools the last token that is not padding."""
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    config = tf.GPT2Config(**SIZES, **rates, n_positions=32, pad_token_id=0, num_labels=helpers.NUM_CLASSES)
+    config = tf.GPT2Config(
+        **SIZES, **rates, n_positions=32, pad_token_id=0, num_labels=helpers.NUM_CLASSES
+    )
     return tf.GPT2ForSequenceClassification(config)
 
 
@@ -70,7 +101,9 @@ class Mixing(nn.Module):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
 
 class MixingLayer(nn.Module):
@@ -87,10 +120,15 @@ def drawn_for_each_sample(x):
 
 
 mixing = seeded(Mixing)
-# Layers that look beyond a token in another way than through transformers' attention interface with a mask of its own.
+# Layers that look beyond a token in another way than through transformers' attention interface with
+# a mask of its own.
 UNSUPPORTED = {
     "a bias computed for whole batches": lambda: bert_like("MPNet"),
-    "ALiBi": seeded(lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=2))),
+    "ALiBi": seeded(
+        lambda: tf.BloomForCausalLM(
+            tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=2)
+        )
+    ),
     "Fourier mixing": helpers.fnet_masked_lm,
 }
 MODELS = {
@@ -101,14 +139,21 @@ MODELS = {
     "classes": (helpers.bert_classifier, "classes"),
     "last tokens": (gpt2_classifier, "classes"),
     "eager": (partial(bert_like, "Bert", attn_implementation="eager"), "tokens"),
-    "albert": (partial(bert_like, "Albert", embedding_size=8), "tokens"),  # one layer that is called twice
+    "albert": (
+        partial(bert_like, "Albert", embedding_size=8),
+        "tokens",
+    ),  # one layer that is called twice
     "modern bert": (modern_bert, "tokens"),
 }
 
 
 def samples_of(kind, count=NUM_SAMPLES):
-    """Of 4 to 11 tokens, one has a single one. One third is of full length, so that some rows are without padding."""
-    make = {"tokens": token_samples, "tags": helpers.tag_samples, "classes": helpers.class_samples}[kind]
+    """Of 4 to 11 tokens, one has a single one. One third is of full length, so that some rows are
+    without padding.
+    """
+    make = {"tokens": token_samples, "tags": helpers.tag_samples, "classes": helpers.class_samples}[
+        kind
+    ]
     samples = make(count)
     samples[2] = {k: v[:1] if isinstance(v, list) else v for k, v in samples[2].items()}
     return samples
@@ -136,7 +181,9 @@ def packing_of(model, sample):
 
 def call_of(batch, rows=None):
     rows = np.arange(len(batch["attention_mask"])) if rows is None else np.array(rows)
-    return Call(MicroBatch(batch, rows, rows), batch, (), sample_keys(3, 0, rows), window_key(3, 0, 0))
+    return Call(
+        MicroBatch(batch, rows, rows), batch, (), sample_keys(3, 0, rows), window_key(3, 0, 0)
+    )
 
 
 @contextmanager
@@ -152,7 +199,9 @@ def before(packing, call):
 
 
 def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, collate=pad_right):
-    """(gradients, value) of the mean loss over all targets, micro-batch by micro-batch, dropout keyed by sample."""
+    """(gradients, value) of the mean loss over all targets, micro-batch by micro-batch, dropout
+    keyed by sample.
+    """
     model = packing._dropout.model.to(dtype)
     model.zero_grad()
     packing._gain = np.inf if padded else 1.0
@@ -163,7 +212,9 @@ def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
             if count := num_targets(model, batch):
                 before(packing, call_of(batch, rows))
                 outputs = model(**batch)
-                loss = (outputs if isinstance(outputs, torch.Tensor) else outputs.loss) * (count / total)
+                loss = (outputs if isinstance(outputs, torch.Tensor) else outputs.loss) * (
+                    count / total
+                )
                 loss.backward()
                 value += float(loss.detach())
     gradients = helpers.gradients(model)
@@ -172,7 +223,8 @@ def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
 
 
 @pytest.mark.parametrize(
-    ("name", "dropout"), [*((name, 0.1) for name in MODELS), ("gpt2", 0.0), ("masked lm", 0.0), ("classes", 0.0)]
+    ("name", "dropout"),
+    [*((name, 0.1) for name in MODELS), ("gpt2", 0.0), ("masked lm", 0.0), ("classes", 0.0)],
 )
 def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
     build, kind = MODELS[name]
@@ -189,7 +241,11 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
         helpers.assert_promise_1(gradients, full, truth)
         assert loss == pytest.approx(value, rel=1e-6)
     exact, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64)
-    if name not in ("gpt2", "llama", "modern bert"):  # which compute in float32 inside (loss, rotary positions)
+    if name not in (
+        "gpt2",
+        "llama",
+        "modern bert",
+    ):  # which compute in float32 inside (loss, rotary positions)
         assert relative_error(exact, truth) < 1e-12
     accepted, why = asked(build(dropout), samples_of(kind, 24))
     assert accepted is not None, why
@@ -198,13 +254,19 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
 @pytest.mark.parametrize("inner", [(5,), (3, 7), (1,), (2, 1, 4)])
 def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
     mask = pad_right(samples_of("tokens"))["attention_mask"]
-    tokens, keys, key = PackedTokens.of(mask, CPU), sample_keys(1, 2, np.arange(len(mask))), 2**64 - 5
+    tokens, keys, key = (
+        PackedTokens.of(mask, CPU),
+        sample_keys(1, 2, np.arange(len(mask))),
+        2**64 - 5,
+    )
     site = DropoutSite("x", nn.Identity(), key, [torch.Size((*mask.shape, *inner))] * 2, 0)
     masks = PackedMasks(tokens, SampleMasks(keys, window_key(0, 0, 0)))
     drawn = masks.mask(site, torch.Size((*tokens.packed_shape, *inner)), 0.3)
     whole = keep_mask(keys, key, (*mask.shape, *inner), 0, 0.3)
     assert torch.equal(drawn[0], whole[mask.bool()])
-    assert not torch.equal(drawn[0], whole.roll(1, 1)[mask.bool()]), "control: the masks of another column"
+    assert not torch.equal(drawn[0], whole.roll(1, 1)[mask.bool()]), (
+        "control: the masks of another column"
+    )
 
 
 def test_draws_that_belong_to_samples_are_not_packed():
@@ -231,13 +293,24 @@ def test_other_obstacles_are_told():
     assert "no stack" in asked(helpers.plain_tagger(), helpers.plain_samples(24))[1]
     same = [{k: v[:4] for k, v in s.items()} for s in samples]
     assert "no padding" in asked(helpers.bert_masked_lm(), same)[1]
-    spans = [{**{k: v for k, v in s.items() if k != "labels"}, "start_positions": 1, "end_positions": 2} for s in samples]
-    assert "it changes loss or gradient" in asked(helpers.bert_question_answering(), spans)[1], "a softmax over padding"
+    spans = [
+        {**{k: v for k, v in s.items() if k != "labels"}, "start_positions": 1, "end_positions": 2}
+        for s in samples
+    ]
+    assert "it changes loss or gradient" in asked(helpers.bert_question_answering(), spans)[1], (
+        "a softmax over padding"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("gpt2", "layers"), ("gpt2", "reentrant"), ("llama", "layers"), ("masked lm", "wrapped"), ("masked lm", "reentrant")],
+    [
+        ("gpt2", "layers"),
+        ("gpt2", "reentrant"),
+        ("llama", "layers"),
+        ("masked lm", "wrapped"),
+        ("masked lm", "reentrant"),
+    ],
 )
 def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
     build, kind = MODELS[name]
@@ -246,7 +319,11 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
     truth, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = packed_gradient(packing, samples, SPLITS[1])
     names, layers = list(full), packing._layers
-    norm = next(m for n, m in layers.named_modules() if isinstance(m, nn.LayerNorm) or n.endswith("input_layernorm"))
+    norm = next(
+        m
+        for n, m in layers.named_modules()
+        if isinstance(m, nn.LayerNorm) or n.endswith("input_layernorm")
+    )
     if how == "wrapped":
         for i, layer in enumerate(layers):
             layers[i] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
@@ -268,14 +345,18 @@ def is_packed(packing, batch):
 def test_left_padding_packs_where_padding_predicts_nothing():
     samples = samples_of("classes")
     packing = packing_of(gpt2_classifier(0.1), samples[0])
-    truth, _ = packed_gradient(packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left)
+    truth, _ = packed_gradient(
+        packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left
+    )
     full, _ = packed_gradient(packing, samples, SPLITS[0], padded=True, collate=pad_left)
     gradients, _ = packed_gradient(packing, samples, SPLITS[0], collate=pad_left)
     helpers.assert_promise_1(gradients, full, truth)
     accepted, why = asked(gpt2_classifier(), samples_of("classes", 24), pad_left)
     assert accepted is not None, why
     refused, why = asked(helpers.bert_classifier(), samples_of("classes", 24), pad_left)
-    assert refused is None and "it changes loss or gradient" in why, "it pools the first column, which is padding"
+    assert refused is None and "it changes loss or gradient" in why, (
+        "it pools the first column, which is padding"
+    )
     batch = pad_left(samples_of("tokens"))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     packing = packing_of(helpers.gpt2(), token_samples(1)[0])
@@ -292,13 +373,22 @@ def test_what_gains_nothing_stays_padded():
     packing._gain = 1.0
     for other in (mask[:, :18], mask.float() * 0.5, torch.zeros_like(mask), mask[None]):
         assert not is_packed(packing, {"attention_mask": other})
-    packing.before(replace(call_of({"attention_mask": mask}), micro_batch=MicroBatch({}, np.arange(4), np.arange(4))))
+    packing.before(
+        replace(
+            call_of({"attention_mask": mask}),
+            micro_batch=MicroBatch({}, np.arange(4), np.arange(4)),
+        )
+    )
     assert packing._tokens is None, "no mask"
 
 
 def test_nothing_is_left_behind():
     model, samples = helpers.gpt2(), samples_of("tokens")
-    packing, batch, original = packing_of(model, samples[0]), pad_right(samples), AttentionInterface.get_interface
+    packing, batch, original = (
+        packing_of(model, samples[0]),
+        pad_right(samples),
+        AttentionInterface.get_interface,
+    )
     packed_gradient(packing, samples, SPLITS[0])
     with pytest.raises(RuntimeError, match="stop"), scope(packing, model):
         before(packing, call_of(batch))
@@ -312,7 +402,10 @@ def test_nothing_is_left_behind():
 def test_a_path_that_depends_on_the_data_is_an_error():
     model, samples = mixing(), samples_of("tokens")
     packing = packing_of(model, samples[0])
-    with scope(packing, model), pytest.raises(ConfigError, match="packed layers received hidden states of shape"):
+    with (
+        scope(packing, model),
+        pytest.raises(ConfigError, match="packed layers received hidden states of shape"),
+    ):
         before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))
 
@@ -328,7 +421,11 @@ def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
     assert rule.speed_ups == (packing,)
     found = []
     for packing._gain in (np.inf, 1.0):
-        gradients, result = window_gradient(model, one_window(samples, 4), targets=rule, loss_fn=sum_loss)
+        gradients, result = window_gradient(
+            model, one_window(samples, 4), targets=rule, loss_fn=sum_loss
+        )
         found.append((gradients, result.loss))
-    assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, "another rounding, or nothing was packed"
+    assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, (
+        "another rounding, or nothing was packed"
+    )
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)

@@ -1,5 +1,5 @@
-"""Under every plan each speed-up, alone and with others, is the same update; the proof uses those that it should, no wrong
-one.
+"""Under every plan each speed-up, alone and with others, is the same update; the proof uses those
+that it should, no wrong one.
 """
 
 import itertools
@@ -20,7 +20,12 @@ from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
 from hf_ga.training import default_speed_ups
 
-ALL = {"lean forward": LeanForward, "chunked loss": ChunkedLoss, "packing": Packing, "fused attention": FusedAttention}
+ALL = {
+    "lean forward": LeanForward,
+    "chunked loss": ChunkedLoss,
+    "packing": Packing,
+    "fused attention": FusedAttention,
+}
 # samples of, what is not used with dropout, and why
 MORE = pytest.mark.slow("the same layers as GPT-2, all combinations")
 MODELS = {
@@ -28,7 +33,11 @@ MODELS = {
     "llama": (h.llama, h.token_samples, {}),
     "masked lm": (h.bert_masked_lm, h.token_samples, {}),
     "t5": (h.t5, h.token_samples, {"packing": "is_encoder_decoder"}),
-    "classes": (h.bert_classifier, h.class_samples, {"chunked loss": "no plain linear output layer"}),
+    "classes": (
+        h.bert_classifier,
+        h.class_samples,
+        {"chunked loss": "no plain linear output layer"},
+    ),
 }
 NUM_SAMPLES = 24
 PLANS = {
@@ -55,7 +64,9 @@ def test_which_speed_ups_are_used(name, dropout):
     if not dropout:
         not_used = {**not_used, "fused attention": "draws no dropout"}
     rule = hf_ga.prove_targets(build(dropout), make_samples(NUM_SAMPLES), h.pad_right)
-    assert {speed_up.name for speed_up in rule.speed_ups} == ALL.keys() - not_used.keys(), rule.left_out
+    assert {speed_up.name for speed_up in rule.speed_ups} == ALL.keys() - not_used.keys(), (
+        rule.left_out
+    )
     assert rule.left_out.keys() == not_used.keys()
     assert all(why in rule.left_out[left_out] for left_out, why in not_used.items())
     assert all(speed_up.name in str(rule) for speed_up in rule.speed_ups)
@@ -95,10 +106,21 @@ def test_a_wrong_speed_up_is_left_out(change, why):
     """And only that one. Control: one that changes rounding only is used."""
     model, samples = h.gpt2(0.1), h.token_samples(NUM_SAMPLES)
     harmless = Wrong(lambda g: g * (1 + 1e-7))
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=[LeanForward(), Wrong(change), harmless, ChunkedLoss()])
-    assert [speed_up.name for speed_up in rule.speed_ups] == ["lean forward", "wrong", "chunked loss"]
+    rule = hf_ga.prove_targets(
+        model,
+        samples,
+        h.pad_right,
+        speed_ups=[LeanForward(), Wrong(change), harmless, ChunkedLoss()],
+    )
+    assert [speed_up.name for speed_up in rule.speed_ups] == [
+        "lean forward",
+        "wrong",
+        "chunked loss",
+    ]
     assert rule.speed_ups[1] is harmless and why in rule.left_out["wrong"]
-    assert rule.name == "shifted labels" and all(p.grad is None and not p._backward_hooks for p in model.parameters())
+    assert rule.name == "shifted labels" and all(
+        p.grad is None and not p._backward_hooks for p in model.parameters()
+    )
 
 
 def test_speed_ups_are_chosen_by_the_device():
@@ -110,7 +132,9 @@ def test_speed_ups_are_chosen_by_the_device():
 def gradient(accelerator, model, rule, samples, plan="one"):
     """Of one window, its loss, and its micro-batches."""
     model.zero_grad()
-    window = one_window(samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples])
+    window = one_window(
+        samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples]
+    )
     result = hf_ga.backward_window(accelerator, model, window, targets=rule)
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
@@ -125,18 +149,35 @@ def rules(model, samples, not_used):
             yield rule
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=MORE) if n in ("llama", "masked lm") else n for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=MORE) if n in ("llama", "masked lm") else n for n in MODELS]
+)
 def test_every_plan_and_speed_up_is_the_full_batch(name):
-    """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the micro-batches' means."""
+    """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the
+    micro-batches' means.
+    """
     build, make_samples, not_used = MODELS[name]
-    model, samples, accelerator, sizes = build(), make_samples(NUM_SAMPLES), Accelerator(cpu=True), {}
+    model, samples, accelerator, sizes = (
+        build(),
+        make_samples(NUM_SAMPLES),
+        Accelerator(cpu=True),
+        {},
+    )
     whole = h.pad_right(samples)
-    truth, full = h.full_batch_gradient(model, whole), h.full_batch_gradient(model, whole, torch.float32)
-    for rule, plan in itertools.product(rules(model, samples, {*not_used, "fused attention"}), PLANS):
+    truth, full = (
+        h.full_batch_gradient(model, whole),
+        h.full_batch_gradient(model, whole, torch.float32),
+    )
+    for rule, plan in itertools.product(
+        rules(model, samples, {*not_used, "fused attention"}), PLANS
+    ):
         found, _, batches = gradient(accelerator, model, rule, samples, plan)
         h.assert_promise_1(found, full, truth)
         sizes[plan] = [batch["input_ids"].numel() for batch in batches]
-    assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"]) and max(sizes["small"]) <= 24
+    assert (
+        sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"])
+        and max(sizes["small"]) <= 24
+    )
     naive = h.naive_gradient(model, batches, len(batches))
     assert h.relative_error(naive, truth) > 1e-3
 
@@ -151,4 +192,8 @@ def test_under_autocast_no_speed_up_is_further_off(name, launched):
     none, *others = rules(model, samples, {*not_used, "fused attention"})
     rounding = h.relative_error(gradient(accelerator, model, none, samples)[0], truth)
     for rule, plan in itertools.product(others, PLANS):
-        assert 0 < h.relative_error(gradient(accelerator, model, rule, samples, plan)[0], truth) <= 2 * rounding, str(rule)
+        assert (
+            0
+            < h.relative_error(gradient(accelerator, model, rule, samples, plan)[0], truth)
+            <= 2 * rounding
+        ), str(rule)

@@ -1,8 +1,10 @@
-"""Commands of the docs, one after the other, each in a process of its own that has imported everything and read the corpus.
+"""Commands of the docs, one after the other, each in a process of its own that has imported
+everything and read the corpus.
 
     python tests/support/command_lines.py JOB.json
 
-JOB.json is a list of commands as lists of words: `python SCRIPT ...` or `accelerate launch ... SCRIPT ...`, which its own parser
+JOB.json is a list of commands as lists of words: `python SCRIPT ...` or `accelerate launch ...
+    SCRIPT ...`, which its own parser
 turns into the former. Ends with code 1 at the first command that fails.
 """
 
@@ -26,13 +28,19 @@ from hf_ga.data.corpus import load_stdlib
 def parsed(words: list[str]) -> Namespace | None:
     """The flags of `accelerate launch` and its profile."""
     is_launch = words[:2] == ["accelerate", "launch"]
-    return launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))[0] if is_launch else None
+    return (
+        launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))[0]
+        if is_launch
+        else None
+    )
 
 
 def run(words: list[str]) -> None:
     if args := parsed(words):
         _, environment = launch.prepare_simple_launcher_cmd_env(args)
-        os.environ.update({k: v for k, v in environment.items() if k.startswith("ACCELERATE_")})  # the port is that of `together`
+        os.environ.update(
+            {k: v for k, v in environment.items() if k.startswith("ACCELERATE_")}
+        )  # the port is that of `together`
         words = ["python", args.training_script, *args.training_script_args]
     sys.argv = words[1:]
     try:
@@ -46,5 +54,7 @@ if __name__ == "__main__":
     load_stdlib()
     for words in json.loads(Path(sys.argv[1]).read_text()):
         args = parsed(words)
-        if together(partial(run, words), "ddp", args.num_processes if args and args.num_processes else 1) != {0}:
+        if together(
+            partial(run, words), "ddp", args.num_processes if args and args.num_processes else 1
+        ) != {0}:
             sys.exit(" ".join(words))

@@ -1,4 +1,6 @@
-"""A real limit of the operating system on the size of files, from a given call of a given function on: a disk that is full."""
+"""A real limit of the operating system on the size of files, from a given call of a given function
+on: a disk that is full.
+"""
 
 import resource
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ import pytest
 
 
 def limit_files(size: int) -> None:
-    """No file can grow beyond `size` bytes; -1: no limit. Python ignores the signal, so writes fail with EFBIG."""
+    """No file can grow beyond `size` bytes; -1: no limit. Python ignores the signal, so writes fail
+    with EFBIG.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

@@ -1,9 +1,10 @@
-"""Phases of a job, each on processes of its own that have imported everything: forked, because imports would take most of the time.
+"""Phases of a job, each on processes of its own that have imported everything: forked, because
+imports would take most of the time.
 
     python tests/forked.py JOB.json
 
-JOB.json is a list of phases, done one after the other; ends with code 1 at the first one that does not end as it should. See
-`phase`. The environment of each process is that of `accelerate launch`.
+JOB.json is a list of phases, done one after the other; ends with code 1 at the first one that does
+not end as it should. See `phase`. The environment of each process is that of `accelerate launch`.
 """
 
 import json
@@ -35,7 +36,11 @@ LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on
 STOPPED = 9  # exit code of a process that was stopped where a phase says so
 KINDS: dict[str, dict[str, str]] = {
     "ddp": {},
-    "fsdp1": {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD", "FSDP_USE_ORIG_PARAMS": "true"},
+    "fsdp1": {
+        "FSDP_VERSION": "1",
+        "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD",
+        "FSDP_USE_ORIG_PARAMS": "true",
+    },
     "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
 }
 SHARDED = {
@@ -46,9 +51,23 @@ SHARDED = {
 }
 
 
-def phase(config: FinetuneConfig, kind: str = "ddp", processes: int = 1, windows: int | None = None, precision: str = "no") -> dict:
-    """A run on so many processes; after so many windows all of them are gone at once, as if killed."""
-    return {"config": config.to_dict(), "kind": kind, "processes": processes, "windows": windows, "precision": precision}
+def phase(
+    config: FinetuneConfig,
+    kind: str = "ddp",
+    processes: int = 1,
+    windows: int | None = None,
+    precision: str = "no",
+) -> dict:
+    """A run on so many processes; after so many windows all of them are gone at once, as if
+    killed.
+    """
+    return {
+        "config": config.to_dict(),
+        "kind": kind,
+        "processes": processes,
+        "windows": windows,
+        "precision": precision,
+    }
 
 
 def run_phases(folder: Path, phases: list[dict]) -> str:
@@ -62,7 +81,9 @@ def run_script(script: str, folder: Path, job: Any) -> str:
     (folder / "job.json").write_text(json.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, script, str(folder / "job.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -70,8 +91,18 @@ def run_script(script: str, folder: Path, job: Any) -> str:
 def environment_of(kind: str, processes: int) -> dict[str, str]:
     port = str(next(PORTS))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return {"ACCELERATE_MIXED_PRECISION": precision, **world, **KINDS[kind], **(SHARDED if kind != "ddp" else {})}
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    return {
+        "ACCELERATE_MIXED_PRECISION": precision,
+        **world,
+        **KINDS[kind],
+        **(SHARDED if kind != "ddp" else {}),
+    }
 
 
 def fork(work: Callable[[], None], environment: dict[str, str]) -> int:
@@ -79,7 +110,9 @@ def fork(work: Callable[[], None], environment: dict[str, str]) -> int:
     if child := os.fork():
         return child
     os.environ.update(environment)
-    os.sched_getaffinity = lambda pid: {0}  # one thread: several would wait for each other beside other tests
+    os.sched_getaffinity = lambda pid: {
+        0
+    }  # one thread: several would wait for each other beside other tests
     try:
         work()
         code = 0
@@ -95,7 +128,10 @@ def together(work: Callable[[], None], kind: str, processes: int) -> set[int]:
     if processes == 1:
         return {os.waitstatus_to_exitcode(os.waitpid(fork(work, {}), 0)[1])}
     environment = environment_of(kind, processes)
-    running = {fork(work, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)}
+    running = {
+        fork(work, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    }
     codes = set()
     while running:
         child, status = os.wait()
@@ -108,7 +144,9 @@ def together(work: Callable[[], None], kind: str, processes: int) -> set[int]:
 
 
 def on_two_ranks(work: Callable[[], Any], kind: str = "ddp") -> list[Any]:
-    """What `work` returns on each of two ranks, forked from this process; the text of what it raises."""
+    """What `work` returns on each of two ranks, forked from this process; the text of what it
+    raises.
+    """
     if torch.cuda.is_available():
         pytest.skip("autograd's threads for a GPU survive no fork")
     context, environment, ends = multiprocessing.get_context("fork"), environment_of(kind, 2), []
@@ -126,7 +164,10 @@ def _be_rank(environment: dict[str, str], work: Callable[[], Any], end: Connecti
     warnings.simplefilter("ignore")  # torch's own, about its next releases
     os.environ.update(environment)
     AcceleratorState._reset_state(reset_partial_state=True)
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # pytest's files would be limited by `disk_limits`
+    with (
+        redirect_stdout(StringIO()),
+        redirect_stderr(StringIO()),
+    ):  # pytest's files would be limited by `disk_limits`
         found = outcome(work)
     end.send_bytes(pickle.dumps(found))
     os._exit(0)

@@ -1,4 +1,5 @@
-"""Shared by the tests: tiny models, ragged samples, the float64 reference, the one comparer of promise 1, and naive controls.
+"""Shared by the tests: tiny models, ragged samples, the float64 reference, the one comparer of
+promise 1, and naive controls.
 
 Nothing here calls hf_ga: what judges must not be what is judged.
 """
@@ -17,10 +18,19 @@ from packaging.version import Version
 from torch import nn
 
 VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 IGNORED = -100
 FLOOR = 1e-6  # of the global norm, as promise 1 says
-CAUSAL = (tf.GPT2LMHeadModel, tf.LlamaForCausalLM, tf.MixtralForCausalLM)  # column 0 is not predicted
+CAUSAL = (
+    tf.GPT2LMHeadModel,
+    tf.LlamaForCausalLM,
+    tf.MixtralForCausalLM,
+)  # column 0 is not predicted
 Gradients = dict[str, torch.Tensor]
 # What fails in older versions that are supported, without hf_ga.
 BEFORE_5_23 = Version(tf.__version__) < Version("5.23")
@@ -38,8 +48,16 @@ def seeded(build: Callable) -> Callable:
 
 
 def _bert(head: type, dropout: float = 0.0, **more) -> nn.Module:
-    sizes = {**SIZES, "intermediate_size": 2 * WIDTH, "max_position_embeddings": 32, "num_labels": NUM_CLASSES, **more}
-    return head(tf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+    sizes = {
+        **SIZES,
+        "intermediate_size": 2 * WIDTH,
+        "max_position_embeddings": 32,
+        "num_labels": NUM_CLASSES,
+        **more,
+    }
+    return head(
+        tf.BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    )
 
 
 bert_classifier = seeded(partial(_bert, tf.BertForSequenceClassification))
@@ -51,10 +69,17 @@ bert_question_answering = seeded(partial(_bert, tf.BertForQuestionAnswering, num
 @seeded
 def gpt2(dropout: float = 0.0, **more) -> nn.Module:
     sizes = {**SIZES, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1, **more}
-    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    )
 
 
-LLAMA_SIZES = {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "max_position_embeddings": 32}
+LLAMA_SIZES = {
+    **SIZES,
+    "intermediate_size": 2 * WIDTH,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
 
 
 @seeded
@@ -64,19 +89,39 @@ def llama(dropout: float = 0.0) -> nn.Module:
 
 @seeded
 def mixtral(router_coefficient: float = 0.0) -> nn.Module:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": router_coefficient}
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": router_coefficient,
+    }
     config = tf.MixtralConfig(**LLAMA_SIZES, **experts, output_router_logits=router_coefficient > 0)
     return tf.MixtralForCausalLM(config)
 
 
 @seeded
 def t5(dropout: float = 0.0) -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 1, "num_heads": 2}
-    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 2 * WIDTH,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0)
+    )
 
 
 def _xlnet(head: type, dropout: float = 0.0) -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 2 * WIDTH, "num_labels": NUM_CLASSES}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "n_layer": 2,
+        "n_head": 2,
+        "d_inner": 2 * WIDTH,
+        "num_labels": NUM_CLASSES,
+    }
     return head(tf.XLNetConfig(**sizes, dropout=dropout, summary_last_dropout=dropout))
 
 
@@ -87,8 +132,15 @@ xlnet_lm = seeded(partial(_xlnet, tf.XLNetLMHeadModel))
 
 @seeded
 def fnet_masked_lm(dropout: float = 0.0) -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": 2 * WIDTH}
-    return tf.FNetForMaskedLM(tf.FNetConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=dropout))
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 1,
+        "intermediate_size": 2 * WIDTH,
+    }
+    return tf.FNetForMaskedLM(
+        tf.FNetConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=dropout)
+    )
 
 
 class PlainTagger(nn.Module):
@@ -128,19 +180,26 @@ def token_samples(num_samples: int, ignored_share: float = 0.4, seed: int = 0) -
         ids, labels = rng.integers(2, VOCABULARY, length), rng.integers(2, VOCABULARY, length)
         labels[rng.random(length) < ignored_share * 2 * rng.random()] = IGNORED
         labels[1] = ids[1]
-        samples.append({"input_ids": ids.tolist(), "attention_mask": [1] * length, "labels": labels.tolist()})
+        samples.append(
+            {"input_ids": ids.tolist(), "attention_mask": [1] * length, "labels": labels.tolist()}
+        )
     return samples
 
 
 def plain_samples(num_samples: int) -> list[dict]:
     """As `token_samples`, with what `PlainTagger` takes and nothing else."""
-    return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in token_samples(num_samples)]
+    return [
+        {"input_ids": s["input_ids"], "labels": s["labels"]} for s in token_samples(num_samples)
+    ]
 
 
 def tag_samples(num_samples: int) -> list[dict]:
     """As `token_samples`, with labels below the number of classes."""
     samples = token_samples(num_samples)
-    return [{**s, "labels": [v if v == IGNORED else v % NUM_CLASSES for v in s["labels"]]} for s in samples]
+    return [
+        {**s, "labels": [v if v == IGNORED else v % NUM_CLASSES for v in s["labels"]]}
+        for s in samples
+    ]
 
 
 def class_samples(num_samples: int) -> list[dict]:
@@ -152,7 +211,11 @@ def weighted_samples(num_samples: int) -> list[dict]:
     """Every token has a target and a weight; padding weighs nothing."""
     rng = np.random.default_rng(7)
     return [
-        {"input_ids": s["input_ids"], "targets": s["input_ids"][::-1], "weights": (rng.random(len(s["input_ids"])) ** 3).tolist()}
+        {
+            "input_ids": s["input_ids"],
+            "targets": s["input_ids"][::-1],
+            "weights": (rng.random(len(s["input_ids"])) ** 3).tolist(),
+        }
         for s in token_samples(num_samples)
     ]
 
@@ -163,21 +226,30 @@ def without_targets(sample: dict) -> dict:
 
 def pad_right(samples: list[dict]) -> dict[str, torch.Tensor]:
     """Lists are padded to the longest (labels with -100, all else with 0); numbers are stacked."""
-    return {name: _padded([s[name] for s in samples], IGNORED if name == "labels" else 0) for name in samples[0]}
+    return {
+        name: _padded([s[name] for s in samples], IGNORED if name == "labels" else 0)
+        for name in samples[0]
+    }
 
 
 def _padded(values: list, filler: int) -> torch.Tensor:
     if not isinstance(values[0], list):
         return torch.stack([torch.as_tensor(v) for v in values])
-    return nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=filler)
+    return nn.utils.rnn.pad_sequence(
+        [torch.tensor(v) for v in values], batch_first=True, padding_value=filler
+    )
 
 
 def by_number(size: int) -> Callable[[np.ndarray, int], list[list[np.ndarray]]]:
-    """A planner that knows no lengths: even shares in the order of the window, in micro-batches of at most `size` samples."""
+    """A planner that knows no lengths: even shares in the order of the window, in micro-batches of
+    at most `size` samples.
+    """
 
     def plan(lengths: np.ndarray, num_processes: int) -> list[list[np.ndarray]]:
         shares = np.array_split(np.arange(len(lengths)), num_processes)
-        return [np.array_split(share, -(-len(share) // size)) if len(share) else [] for share in shares]
+        return [
+            np.array_split(share, -(-len(share) // size)) if len(share) else [] for share in shares
+        ]
 
     return plan
 
@@ -185,34 +257,54 @@ def by_number(size: int) -> Callable[[np.ndarray, int], list[list[np.ndarray]]]:
 def gradients(model: nn.Module) -> Gradients:
     """Copies in float64 of what `.grad` holds; zeros where a trainable parameter has none."""
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    return {n: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().clone() for n, p in trainable}
+    return {
+        n: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().clone()
+        for n, p in trainable
+    }
 
 
 def full_batch_gradient(
-    model: nn.Module, batch: dict, dtype: torch.dtype = torch.float64, loss_fn: Callable | None = None
+    model: nn.Module,
+    batch: dict,
+    dtype: torch.dtype = torch.float64,
+    loss_fn: Callable | None = None,
 ) -> Gradients:
-    """One forward and backward of the mean loss over the whole window, in plain PyTorch, on a copy of the model."""
+    """One forward and backward of the mean loss over the whole window, in plain PyTorch, on a copy
+    of the model.
+    """
     model = copy.deepcopy(model).to(dtype)
     model.zero_grad()
-    mean_loss(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}, loss_fn).backward()
+    mean_loss(
+        model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}, loss_fn
+    ).backward()
     return gradients(model)
 
 
 ROUNDING = {"no": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the relative error of one rounding
-SCALE = 2.0**16  # the default of torch's scaler of losses; a power of two, so to divide by it is exact
+SCALE = (
+    2.0**16
+)  # the default of torch's scaler of losses; a power of two, so to divide by it is exact
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_gradient(
-    precision: str, model: nn.Module, batches: list[dict], weights: list[float], loss_fn: Callable | None = None
+    precision: str,
+    model: nn.Module,
+    batches: list[dict],
+    weights: list[float],
+    loss_fn: Callable | None = None,
 ) -> Gradients:
-    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient accumulated as `.grad` does."""
+    """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient
+    accumulated as `.grad` does.
+    """
     model, scale = copy.deepcopy(model), SCALE if precision == "fp16" else 1.0
     model.zero_grad()
     device = next(model.parameters()).device
     for batch, weight in zip(batches, weights, strict=True):
         with torch.autocast(device.type, DTYPES.get(precision), enabled=precision != "no"):
-            loss = mean_loss(model, {name: values.to(device) for name, values in batch.items()}, loss_fn)
+            loss = mean_loss(
+                model, {name: values.to(device) for name, values in batch.items()}, loss_fn
+            )
         (loss.float() * weight * scale).backward()
     return divided(gradients(model), scale)
 
@@ -223,13 +315,19 @@ def divided(grads: Gradients, number: float) -> Gradients:
 
 
 def mean_loss(model: nn.Module, batch: dict, loss_fn: Callable | None = None) -> torch.Tensor:
-    """The mean loss of a batch. Causal heads cast logits to float32 inside, so theirs is computed here from the logits."""
+    """The mean loss of a batch. Causal heads cast logits to float32 inside, so theirs is computed
+    here from the logits.
+    """
     outputs = model(**{k: v for k, v in batch.items() if k not in ("targets", "weights")})
     if loss_fn is not None:
         total, count = loss_fn(outputs, batch)
         return total / count
     if isinstance(model, CAUSAL):
-        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+        return F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1),
+            batch["labels"][:, 1:].flatten(),
+            ignore_index=IGNORED,
+        )
     outputs = outputs[0] if isinstance(outputs, tuple) else outputs
     return outputs if isinstance(outputs, torch.Tensor) else outputs.loss
 
@@ -255,23 +353,36 @@ def relative_error(grads: Gradients, reference: Gradients) -> float:
     return norm(difference(grads, reference)) / norm(reference)
 
 
-def assert_promise_1(grads: Gradients, full: Gradients, grads64: Gradients, rounding: float = FLOOR) -> None:
-    """At most twice as far from float64 as the full batch in the same precision, plus 1e-6 of the global norm: over all
-    parameters together and for each. A NaN fails.
+def assert_promise_1(
+    grads: Gradients, full: Gradients, grads64: Gradients, rounding: float = FLOOR
+) -> None:
+    """At most twice as far from float64 as the full batch in the same precision, plus 1e-6 of the
+    global norm: over all parameters together and for each. A NaN fails.
 
-    rounding: one of half precision, which is then the floor of each parameter: autocast rounds the gradient of each micro-batch to
-    it, in plain PyTorch too, and where those cancel (the bias of a classifier) their roundings do not.
+    rounding: one of half precision, which is then the floor of each parameter: autocast rounds the
+        gradient of each micro-batch to
+    it, in plain PyTorch too, and where those cancel (the bias of a classifier) their roundings do
+    not.
     """
     off, off_full, whole = difference(grads, grads64), difference(full, grads64), norm(grads64)
-    assert norm(off) <= 2 * norm(off_full) + FLOOR * whole, f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
+    assert norm(off) <= 2 * norm(off_full) + FLOOR * whole, (
+        f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
+    )
     for name in grads64:
         allowed = 2 * float(off_full[name].norm()) + rounding * whole
-        assert float(off[name].norm()) <= allowed, f"{name}: {float(off[name].norm()):.2e} > {allowed:.2e}"
+        assert float(off[name].norm()) <= allowed, (
+            f"{name}: {float(off[name].norm()):.2e} > {allowed:.2e}"
+        )
 
 
-def naive_gradient(model: nn.Module, micro_batches: list[dict], accumulation_steps: int, loss_fn: Callable | None = None):
-    """Accelerate's usual loop: a mean of means. With fewer micro-batches than `accumulation_steps` it is a short last window
-    divided by the full number of steps.
+def naive_gradient(
+    model: nn.Module,
+    micro_batches: list[dict],
+    accumulation_steps: int,
+    loss_fn: Callable | None = None,
+):
+    """Accelerate's usual loop: a mean of means. With fewer micro-batches than `accumulation_steps`
+    it is a short last window divided by the full number of steps.
     """
     model = copy.deepcopy(model)
     model.zero_grad()
@@ -279,22 +390,38 @@ def naive_gradient(model: nn.Module, micro_batches: list[dict], accumulation_ste
     for batch in micro_batches:
         with accelerator.accumulate(model):
             accelerator.backward(mean_loss(model, batch, loss_fn))
-    accelerator.gradient_state._set_sync_gradients(True)  # shared by all accelerators of the process
+    accelerator.gradient_state._set_sync_gradients(
+        True
+    )  # shared by all accelerators of the process
     return gradients(model)
 
 
 def global_random_states() -> tuple:
     """Of torch, numpy and Python, comparable with `==`."""
     numpy_state = np.random.get_state()
-    return torch.get_rng_state().tolist(), numpy_state[1].tolist(), numpy_state[2], random.getstate()
+    return (
+        torch.get_rng_state().tolist(),
+        numpy_state[1].tolist(),
+        numpy_state[2],
+        random.getstate(),
+    )
 
 
 def everything(model: nn.Module) -> dict:
     """All of a model that a proof and a check must leave as it is, and the random states."""
     return {
-        "tensors": {name: tensor.tolist() for name, tensor in (*model.named_parameters(), *model.named_buffers())},
-        "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
+        "tensors": {
+            name: tensor.tolist()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        },
+        "gradients": {
+            name: None if p.grad is None else p.grad.tolist()
+            for name, p in model.named_parameters()
+        },
         "trained": [p.requires_grad for p in model.parameters()],
-        "modules": [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()],
+        "modules": [
+            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)))
+            for m in model.modules()
+        ],
         "random": global_random_states(),
     }

@@ -6,24 +6,63 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Below those that the system hands out (there a process that waits for a listener may be connected to itself), apart for two test
-# processes.
+# Below those that the system hands out (there a process that waits for a listener may be connected
+# to itself), apart for two test processes.
 PORTS = itertools.count(10_000 + 7 * (os.getpid() % 2_500))
 TIME_LIMIT = 400  # seconds; a launch takes 15 to 60
 
 
-def launch(num_processes: int, script: Path, *arguments: str, timeout: float = TIME_LIMIT) -> subprocess.CompletedProcess:
-    """`--multi_gpu` is Accelerate's only way to start several processes, whatever they compute on."""
+def launch(
+    num_processes: int, script: Path, *arguments: str, timeout: float = TIME_LIMIT
+) -> subprocess.CompletedProcess:
+    """`--multi_gpu` is Accelerate's only way to start several processes, whatever they compute
+    on.
+    """
     several = "--multi_gpu" if num_processes > 1 else "--cpu"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", several, "--num_processes", str(num_processes)]
-    command += ["--num_machines", "1", "--main_process_port", str(next(PORTS)), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        several,
+        "--num_processes",
+        str(num_processes),
+    ]
+    command += [
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        str(next(PORTS)),
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, env=environment, timeout=timeout, check=False
+        [*command, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout,
+        check=False,
     )
 
 
 def environment(place):
     """A cache of data sets of its own, empty at first."""
-    caches = {} if place is None else {"HF_DATASETS_CACHE": str(place / "cache 2"), "HF_METRICS_CACHE": str(place / "metrics")}
-    return {**os.environ, **caches, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_DATASETS_OFFLINE": "1"}
+    caches = (
+        {}
+        if place is None
+        else {
+            "HF_DATASETS_CACHE": str(place / "cache 2"),
+            "HF_METRICS_CACHE": str(place / "metrics"),
+        }
+    )
+    return {
+        **os.environ,
+        **caches,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "HF_DATASETS_OFFLINE": "1",
+    }

@@ -1,7 +1,9 @@
-"""What must not change by a bit when code is moved: hashes of orders, plans, masks, gradients and weights.
+"""What must not change by a bit when code is moved: hashes of orders, plans, masks, gradients and
+weights.
 
-`python pins.py` writes them. Integers are the same on every machine. Floats depend on the processor and the versions, so they are
-stored for each kind of machine and compared only there. On a new kind they are added; on a known one they replace those of all.
+`python pins.py` writes them. Integers are the same on every machine. Floats depend on the processor
+and the versions, so they are stored for each kind of machine and compared only there. On a new kind
+they are added; on a known one they replace those of all.
 """
 
 import hashlib
@@ -49,7 +51,10 @@ NUM_SAMPLES, MICRO_BATCHES = 13, (2, 5, 13)
 def answer_samples(num_samples: int) -> list[dict]:
     """Question answering: a span a sample."""
     rows = token_samples(num_samples)
-    return [{"input_ids": s["input_ids"], "start_positions": i % 3, "end_positions": i % 3 + 1} for i, s in enumerate(rows)]
+    return [
+        {"input_ids": s["input_ids"], "start_positions": i % 3, "end_positions": i % 3 + 1}
+        for i, s in enumerate(rows)
+    ]
 
 
 HEADS: dict[str, tuple[Callable, Callable, Callable | None]] = {
@@ -71,16 +76,26 @@ def sha256(*arrays: np.ndarray | torch.Tensor) -> str:
     """Of bytes, shapes and types."""
     digest = hashlib.sha256()
     for array in map(np.asarray, arrays):
-        digest.update(f"{array.shape} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
+        digest.update(
+            f"{array.shape} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
 def fingerprint() -> str:
     """What the last bits of a float depend on, beside the code."""
     cpu = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor()
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
     )
-    return f"{cpu}; {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}, transformers {tf.__version__}"
+    return (
+        f"{cpu}; {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}, "
+        f"transformers {tf.__version__}"
+    )
 
 
 def integers() -> dict[str, str]:
@@ -91,7 +106,11 @@ def integers() -> dict[str, str]:
     from hf_ga.exact.plan import plan_by_sizes, plan_window
 
     lengths = np.random.default_rng(0).integers(1, 300, 256)
-    pins = {f"order {seed} {epoch}": sha256(epoch_order(1000, seed, epoch)) for seed in (0, 7) for epoch in (0, 1)}
+    pins = {
+        f"order {seed} {epoch}": sha256(epoch_order(1000, seed, epoch))
+        for seed in (0, 7)
+        for epoch in (0, 1)
+    }
     for processes in (1, 2, 3):
         plans = {
             "count": plan_window(61, processes, 8),
@@ -99,10 +118,15 @@ def integers() -> dict[str, str]:
             "length": plan_by_length(lengths, processes, 2048),
             "length in step": plan_by_length(lengths, processes, 2048, in_step=True),
         }
-        pins |= {f"plan by {name}, {processes}": sha256(*(m for share in plan for m in share)) for name, plan in plans.items()}
+        pins |= {
+            f"plan by {name}, {processes}": sha256(*(m for share in plan for m in share))
+            for name, plan in plans.items()
+        }
     keys, for_window = sample_keys(1, 2, np.arange(5)), window_key(1, 2, 3)
     for shape, axis in (((5, 7, 16), 0), ((5, 2, 9, 9), 0), ((10, 4, 6), 0), ((7, 5, 8), 1)):
-        pins[f"mask {shape} {axis}"] = sha256(keep_mask(keys, 12345678901234567890, shape, axis, 0.1))
+        pins[f"mask {shape} {axis}"] = sha256(
+            keep_mask(keys, 12345678901234567890, shape, axis, 0.1)
+        )
     pins["mask of a window"] = sha256(keep_mask(for_window, 42, (6, 8), None, 0.3))
     return pins
 
@@ -121,20 +145,36 @@ def gradients() -> dict[str, str]:
 
 def modes(proven: object) -> list[str]:
     """Ways to compute a window that this head has."""
-    return ["plain", *(["lazy logits"] if "chunked loss" in {s.name for s in proven.speed_ups} else []), "packed"]
+    return [
+        "plain",
+        *(["lazy logits"] if "chunked loss" in {s.name for s in proven.speed_ups} else []),
+        "packed",
+    ]
 
 
-def _gradients(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str) -> dict[int, str]:
+def _gradients(
+    model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str
+) -> dict[int, str]:
     accelerator, digests = Accelerator(cpu=True), {}
-    speed_ups = [LeanForward(), *([] if mode == "plain" else [ChunkedLoss()]), *([Packing()] if mode == "packed" else [])]
+    speed_ups = [
+        LeanForward(),
+        *([] if mode == "plain" else [ChunkedLoss()]),
+        *([Packing()] if mode == "packed" else []),
+    ]
     speed_ups.append(FusedAttention())
     proven = hf_ga.prove_targets(model, samples, pad_right, loss_fn=loss_fn, speed_ups=speed_ups)
     prepared = accelerator.prepare(model)
     for size in MICRO_BATCHES:
-        sizes = {"planner": by_number(size), "global_batch_size": NUM_SAMPLES, "pad_to_window": proven.pad_to_window}
+        sizes = {
+            "planner": by_number(size),
+            "global_batch_size": NUM_SAMPLES,
+            "pad_to_window": proven.pad_to_window,
+        }
         windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, **sizes)
         prepared.zero_grad()
-        hf_ga.backward_window(accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn)
+        hf_ga.backward_window(
+            accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn
+        )
         digests[size] = sha256(*(p.grad for p in model.parameters() if p.grad is not None))
     return digests
 
@@ -148,10 +188,14 @@ def runs() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, filled_place(Path(folder)) as place:
         save_jobs(place)
         for task in TASKS:
-            pins[f"run {task}"] = train_job(place, place / task, task, max_steps=5)["weights_sha256"][:16]
+            pins[f"run {task}"] = train_job(place, place / task, task, max_steps=5)[
+                "weights_sha256"
+            ][:16]
         config = job_config(place, place / "two", "translations", max_steps=4)
         run_phases(place / "job", [phase(config, processes=2)])
-        pins["run on two processes"] = json.loads((place / "two" / "summary.json").read_text())["weights_sha256"][:16]
+        pins["run on two processes"] = json.loads((place / "two" / "summary.json").read_text())[
+            "weights_sha256"
+        ][:16]
     return pins
 
 

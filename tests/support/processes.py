@@ -25,7 +25,9 @@ WINDOW, LAST, SEED, MICRO_BATCH = 64, 13, 3, 8
 
 
 def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator:
-    """A fresh one. kind: ddp, fsdp1, fsdp2, with `checkpointing` behind it for FSDP's activation checkpointing."""
+    """A fresh one. kind: ddp, fsdp1, fsdp2, with `checkpointing` behind it for FSDP's activation
+    checkpointing.
+    """
     AcceleratorState._reset_state()
     if PartialState(cpu=True).num_processes > 1:
         PartialState().distributed_type = DistributedType.MULTI_CPU
@@ -36,13 +38,23 @@ def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=[layer],
             activation_checkpointing="checkpointing" in kind,
-            **({"use_orig_params": True} if kind[4] == "1" else {}),  # as `accelerate launch` sets it
+            **(
+                {"use_orig_params": True} if kind[4] == "1" else {}
+            ),  # as `accelerate launch` sets it
         )
         preparing.enable_fsdp_on_cpu(accelerator, plugin)
     return accelerator
 
 
-def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list[dict], loss_fn=None, collate=h.pad_right, **how):
+def prepare(
+    accelerator: Accelerator,
+    kind: str,
+    model: nn.Module,
+    samples: list[dict],
+    loss_fn=None,
+    collate=h.pad_right,
+    **how,
+):
     """Prove, then wrap. Returns model, optimizer, rule."""
     rule = hf_ga.prove_targets(model, samples, collate, loss_fn=loss_fn, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -52,7 +64,9 @@ def prepare(accelerator: Accelerator, kind: str, model: nn.Module, samples: list
 
 
 def assert_wrapped(model: nn.Module, kind: str, accelerator: Accelerator) -> None:
-    """Real DDP; real FSDP, in which the root and its layers are units and the parameters lie in shards."""
+    """Real DDP; real FSDP, in which the root and its layers are units and the parameters lie in
+    shards.
+    """
     if accelerator.num_processes == 1:
         return
     if kind == "ddp":
@@ -61,14 +75,29 @@ def assert_wrapped(model: nn.Module, kind: str, accelerator: Accelerator) -> Non
     unit = FullyShardedDataParallel if kind.startswith("fsdp1") else FSDPModule
     assert sum(isinstance(module, unit) for module in model.modules()) >= 2
     if unit is FSDPModule:
-        assert all(isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.parameters())
+        assert all(
+            isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.parameters()
+        )
     else:
-        assert not any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
-        assert all(unit._handle.uses_sharded_strategy for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle)
+        assert not any(
+            isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
+        )
+        assert all(
+            unit._handle.uses_sharded_strategy
+            for unit in FullyShardedDataParallel.fsdp_modules(model)
+            if unit._handle
+        )
 
 
-def make_windows(accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more) -> hf_ga.WindowLoader:
-    options = {"per_device_batch_size": MICRO_BATCH, "global_batch_size": WINDOW, "seed": SEED, **more}
+def make_windows(
+    accelerator: Accelerator, samples: list[dict], collate=h.pad_right, **more
+) -> hf_ga.WindowLoader:
+    options = {
+        "per_device_batch_size": MICRO_BATCH,
+        "global_batch_size": WINDOW,
+        "seed": SEED,
+        **more,
+    }
     return hf_ga.WindowLoader(samples, collate, accelerator=accelerator, **options)
 
 
@@ -92,9 +121,11 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what is sent: calls and bytes of every collective of the process group that holds more than 10,000 bytes.
+    """Counts what is sent: calls and bytes of every collective of the process group that holds more
+    than 10,000 bytes.
 
-    Bytes are those of the whole tensor: what all-reduce takes, what an all-gather makes, what a reduce-scatter takes.
+    Bytes are those of the whole tensor: what all-reduce takes, what an all-gather makes, what a
+        reduce-scatter takes.
     """
 
     def __init__(self) -> None:
@@ -124,7 +155,9 @@ def _sizes(values) -> list[int]:
     return found
 
 
-def save(accelerator: Accelerator, folder: Path, name: str, tensors: dict | None = None, **facts) -> None:
+def save(
+    accelerator: Accelerator, folder: Path, name: str, tensors: dict | None = None, **facts
+) -> None:
     """Tensors of the main process, facts of every process."""
     if tensors is not None and accelerator.is_main_process:
         save_file(tensors, folder / f"{name}.safetensors")

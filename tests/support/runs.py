@@ -1,4 +1,6 @@
-"""Small whole runs for the tests of the loop and of checkpoints: data, models, settings, comparisons."""
+"""Small whole runs for the tests of the loop and of checkpoints: data, models, settings,
+comparisons.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +18,10 @@ import hf_ga
 from hf_ga.data import corpus
 
 TRAIN, VALIDATION, WINDOW = 60, 13, 16  # 3 windows of 16 and one of 12 in an epoch
-SENTENCE = "the window of samples is one step and every split gives same update while dropout stays keyed by position"
+SENTENCE = (
+    "the window of samples is one step and every split gives same update while dropout stays "
+    "keyed by position"
+)
 WORDS = SENTENCE.split()
 
 
@@ -24,7 +29,10 @@ def ragged_rows(count: int, seed: int) -> list[dict]:
     """Texts of 1 to 12 words that tell their label by one word."""
     rng = np.random.default_rng(seed)
     return [
-        {"text": " ".join([WORDS[i % 3], *rng.choice(WORDS[3:], rng.integers(0, 12))]), "label": ("red", "green", "blue")[i % 3]}
+        {
+            "text": " ".join([WORDS[i % 3], *rng.choice(WORDS[3:], rng.integers(0, 12))]),
+            "label": ("red", "green", "blue")[i % 3],
+        }
         for i in range(count)
     ]
 
@@ -35,14 +43,23 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 
 def save_tiny_models(folder: Path) -> None:
-    """A GPT-2 in `gpt` and a BERT in `bert`, with their own dropout of 0.1 and a tokenizer of 300 tokens."""
+    """A GPT-2 in `gpt` and a BERT in `bert`, with their own dropout of 0.1 and a tokenizer of 300
+    tokens.
+    """
     tokenizer = corpus.train_tokenizer([SENTENCE] * 3, 300)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(5)
     for name, model in {
         "gpt": tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, n_positions=64, **ends)),
-        "bert": tf.BertForMaskedLM(tf.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)),
+        "bert": tf.BertForMaskedLM(
+            tf.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
+        ),
     }.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -60,7 +77,9 @@ def filled_place(folder: Path) -> Iterator[Path]:
 
 
 def small_config(place: Path, output: Path, **more) -> hf_ga.FinetuneConfig:
-    """8 optimizer steps (two epochs) in windows of 16, two micro-batches each, with everything named."""
+    """8 optimizer steps (two epochs) in windows of 16, two micro-batches each, with everything
+    named.
+    """
     settings = {
         "model_name_or_path": str(place / "gpt"),
         "dataset_name": str(place / "train.jsonl"),
@@ -89,8 +108,14 @@ def lines_of(output: Path) -> list[dict]:
 
 
 def checkpointed(folder: Path) -> dict:
-    """`model` and `optimizer` of a checkpoint that was not written by FSDP, by names of parameters."""
-    tensors = {name: tensor for file in (folder / "shards").iterdir() for name, tensor in load_file(file).items()}
+    """`model` and `optimizer` of a checkpoint that was not written by FSDP, by names of
+    parameters.
+    """
+    tensors = {
+        name: tensor
+        for file in (folder / "shards").iterdir()
+        for name, tensor in load_file(file).items()
+    }
     parts = {"model": {}, "optimizer": {}}
     for name, tensor in tensors.items():
         part, _, name = name.partition(".")
@@ -100,18 +125,26 @@ def checkpointed(folder: Path) -> dict:
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of a saved model or a checkpoint; tied weights have one name."""
-    return load_file(folder / "model.safetensors") if (folder / "config.json").exists() else checkpointed(folder)["model"]
+    return (
+        load_file(folder / "model.safetensors")
+        if (folder / "config.json").exists()
+        else checkpointed(folder)["model"]
+    )
 
 
 def relative_distance(folder: Path, other: Path) -> float:
     """Global L2 norm of the difference of two saved models, relative to the second."""
     found, expected = saved_weights(folder), saved_weights(other)
     names = sorted(found.keys() & expected.keys())
-    found, expected = (torch.cat([weights[name].double().flatten() for name in names]) for weights in (found, expected))
+    found, expected = (
+        torch.cat([weights[name].double().flatten() for name in names])
+        for weights in (found, expected)
+    )
     return float((found - expected).norm() / expected.norm())
 
 
-# One small job for every task: the model it starts from, what makes a row, its flags. `save_jobs` writes what they need.
+# One small job for every task: the model it starts from, what makes a row, its flags. `save_jobs`
+# writes what they need.
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -129,12 +162,21 @@ def conversation(i: int, rng: np.random.Generator) -> dict:
     """One or two turns, each answered by the colour."""
     turns = [told(i + k, rng, most=3) for k in range(1 + i % 2)]
     pairs = [(" ".join(words), COLOURS[words[0]]) for words in turns]
-    return {"messages": [{"role": r, "content": c} for pair in pairs for r, c in zip(("user", "assistant"), pair, strict=True)]}
+    return {
+        "messages": [
+            {"role": r, "content": c}
+            for pair in pairs
+            for r, c in zip(("user", "assistant"), pair, strict=True)
+        ]
+    }
 
 
 def completion(i: int, rng: np.random.Generator) -> dict:
     words = told(i, rng)
-    return {"prompt": " ".join(words) + " :", "completion": " " + " ".join([COLOURS[words[0]]] * (1 + i % 4))}
+    return {
+        "prompt": " ".join(words) + " :",
+        "completion": " " + " ".join([COLOURS[words[0]]] * (1 + i % 4)),
+    }
 
 
 def instruction(i: int, rng: np.random.Generator) -> dict:
@@ -157,7 +199,9 @@ def repeated(i: int, rng: np.random.Generator) -> dict:
     return {"text": " ".join([["red", "green", "blue", "dropout"][i % 4]] * rng.integers(3, 13))}
 
 
-def of_text(label: Callable[[list[str]], object], name: str = "label") -> Callable[[int, np.random.Generator], dict]:
+def of_text(
+    label: Callable[[list[str]], object], name: str = "label"
+) -> Callable[[int, np.random.Generator], dict]:
     def make(i: int, rng: np.random.Generator) -> dict:
         words = told(i, rng)
         return {"text": " ".join(words), name: label(words)}
@@ -167,7 +211,11 @@ def of_text(label: Callable[[list[str]], object], name: str = "label") -> Callab
 
 def pair(i: int, rng: np.random.Generator) -> dict:
     first, second = told(i // 3, rng, most=5), told(i, rng, most=5)
-    return {"sentence1": " ".join(first), "sentence2": " ".join(second), "label": COLOURS[second[0]]}
+    return {
+        "sentence1": " ".join(first),
+        "sentence2": " ".join(second),
+        "label": COLOURS[second[0]],
+    }
 
 
 def tagged(i: int, rng: np.random.Generator) -> dict:
@@ -184,10 +232,18 @@ def question(i: int, rng: np.random.Generator) -> dict:
     words = rng.choice(WORDS, rng.integers(3, 12)).tolist()
     colour, place = list(COLOURS.values())[i % 3], int(rng.integers(len(words)))
     if i % 7 == 3:
-        return {"question": "position", "context": " ".join(words), "answers": {"text": [], "answer_start": []}}
+        return {
+            "question": "position",
+            "context": " ".join(words),
+            "answers": {"text": [], "answer_start": []},
+        }
     words.insert(place, colour)
     start = len(" ".join([*words[:place], ""]))
-    return {"question": "position", "context": " ".join(words), "answers": {"text": [colour], "answer_start": [start]}}
+    return {
+        "question": "position",
+        "context": " ".join(words),
+        "answers": {"text": [colour], "answer_start": [start]},
+    }
 
 
 def choice(i: int, rng: np.random.Generator) -> dict:
@@ -212,10 +268,18 @@ JOBS = {
     "masked LM": ("bert", repeated, {"task": "masked-lm", "mlm_probability": 0.3}),
     "classes": ("bert", of_text(lambda words: COLOURS[words[0]]), {"task": "text-classification"}),
     "pairs": ("bert", pair, {"task": "text-classification"}),
-    "numbers": ("bert", of_text(lambda words: len(COLOURS[words[0]]) - 2.0), {"task": "regression"}),
+    "numbers": (
+        "bert",
+        of_text(lambda words: len(COLOURS[words[0]]) - 2.0),
+        {"task": "regression"},
+    ),
     "label sets": ("bert", of_text(label_set, "labels"), {"task": "multi-label"}),
     "tags": ("bert", tagged, {"task": "token-classification"}),
-    "smoothed tags": ("bert", tagged, {"task": "token-classification", "label_smoothing_factor": 0.2}),
+    "smoothed tags": (
+        "bert",
+        tagged,
+        {"task": "token-classification", "label_smoothing_factor": 0.2},
+    ),
     "smoothed causal LM": ("gpt", cycle, {"label_smoothing_factor": 0.1}),
     "LoRA": ("gpt", cycle, {"lora_r": 4, "lora_dropout": 0.1}),
     "answers": ("bert", question, {"task": "question-answering", "max_length": 16}),
@@ -224,14 +288,20 @@ JOBS = {
     "translations": (
         "t5",
         translated,
-        {"task": "seq2seq", "predict_with_generate": True, "max_new_tokens": 8, "per_device_eval_batch_size": 13},
+        {
+            "task": "seq2seq",
+            "predict_with_generate": True,
+            "max_new_tokens": 8,
+            "per_device_eval_batch_size": 13,
+        },
     ),
 }
 
 
 def save_jobs(folder: Path) -> None:
-    """Train, validation and test rows of every job, and models whose tokenizer has a token for each word: `job-gpt`, `job-bert`,
-    `job-t5` and `job-chat` (a GPT-2 with a chat template). Those without dropout end in `-still`.
+    """Train, validation and test rows of every job, and models whose tokenizer has a token for each
+    word: `job-gpt`, `job-bert`, `job-t5` and `job-chat` (a GPT-2 with a chat template). Those
+    without dropout end in `-still`.
     """
     text = " ".join([SENTENCE, *COLOURS.values(), *COLOURS, "dropout :"])
     ends = ["<|user|>", "<|assistant|>", "<|end|>"]
@@ -240,13 +310,19 @@ def save_jobs(folder: Path) -> None:
         if name == "chat":
             tokenizer.add_special_tokens({"additional_special_tokens": ends})
             tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|end|>"
-        more = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        more = {
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
         for dropout, end in ((0.1, ""), (0.0, "-still")):
             torch.manual_seed(6)
             job_model(folder, name, dropout, more).save_pretrained(folder / f"job-{name}{end}")
             tokenizer.save_pretrained(folder / f"job-{name}{end}")
     for name in JOBS:
-        for seed, (split, count) in enumerate({"train": TRAIN, "validation": VALIDATION, "test": 7}.items()):
+        for seed, (split, count) in enumerate(
+            {"train": TRAIN, "validation": VALIDATION, "test": 7}.items()
+        ):
             write_rows(folder / f"{name}.{split}.jsonl", job_rows(name, count, seed))
 
 
@@ -258,11 +334,20 @@ def job_rows(name: str, count: int, seed: int) -> list[dict]:
 def job_model(folder: Path, name: str, dropout: float, tokens: dict) -> tf.PreTrainedModel:
     if name == "t5":
         sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-        return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0, **tokens))
-    # Larger first weights than the usual 0.02: at this size those leave some seeds on a plateau, and rounding decides which.
+        return tf.T5ForConditionalGeneration(
+            tf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0, **tokens)
+        )
+    # Larger first weights than the usual 0.02: at this size those leave some seeds on a plateau,
+    # and rounding decides which.
     more = {"initializer_range": 0.1, "hidden_size": 32} if name == "bert" else {}
     config = tf.AutoConfig.from_pretrained(folder / name.replace("chat", "gpt"), **tokens, **more)
-    for place in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+    for place in (
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+    ):
         if hasattr(config, place):
             setattr(config, place, dropout)
     return (tf.BertForMaskedLM if name == "bert" else tf.GPT2LMHeadModel)(config)
@@ -272,8 +357,14 @@ def job_config(place: Path, output: Path, name: str, **more) -> hf_ga.FinetuneCo
     """`small_config` of a job; `still=True` starts from the model without dropout."""
     model, _, flags = JOBS[name]
     model = f"job-{model}{'-still' * more.pop('still', False)}"
-    files = {split: str(place / f"{name}.{split}.jsonl") for split in ("train", "validation", "test")}
-    settings = {"dataset_name": files["train"], "validation_file": files["validation"], "test_file": files["test"]}
+    files = {
+        split: str(place / f"{name}.{split}.jsonl") for split in ("train", "validation", "test")
+    }
+    settings = {
+        "dataset_name": files["train"],
+        "validation_file": files["validation"],
+        "test_file": files["test"],
+    }
     settings |= {"model_name_or_path": str(place / model), "text_column": None}
     return small_config(place, output, **{**settings, **flags, **more})
 
@@ -284,5 +375,16 @@ def train_job(place: Path, output: Path, name: str, **more) -> dict:
 
 def learn_job(place: Path, output: Path, name: str, **more) -> dict:
     """120 steps without dropout, which are enough to learn the job."""
-    settings = {"still": True, "max_steps": 120, "eval_steps": 40, "save_steps": 120, "warmup_steps": 10}
-    return train_job(place, output, name, **{**settings, "learning_rate": 1e-2, "lr_scheduler_type": "linear", **more})
+    settings = {
+        "still": True,
+        "max_steps": 120,
+        "eval_steps": 40,
+        "save_steps": 120,
+        "warmup_steps": 10,
+    }
+    return train_job(
+        place,
+        output,
+        name,
+        **{**settings, "learning_rate": 1e-2, "lr_scheduler_type": "linear", **more},
+    )

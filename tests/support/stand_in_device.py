@@ -1,10 +1,14 @@
-"""A device that is not the CPU, for machines that have no other: its tensors compute on the CPU and say that they lie elsewhere.
+"""A device that is not the CPU, for machines that have no other: its tensors compute on the CPU and
+say that they lie elsewhere.
 
-As on a GPU, operands on two devices are an error, and the host learns nothing of what is computed unless it waits: for a number,
-for a shape that depends on values, for a copy. Each time it does is noted, with the lines that led there. What a GPU rounds in
-another way, its kernels, its memory and its speed are not to be seen here.
+As on a GPU, operands on two devices are an error, and the host learns nothing of what is computed
+    unless it waits: for a number,
+for a shape that depends on values, for a copy. Each time it does is noted, with the lines that led
+there. What a GPU rounds in another way, its kernels, its memory and its speed are not to be seen
+here.
 
-`set_up` is for a whole process: it makes torch's "PrivateUse1" this device, and Accelerate takes it as it would take a GPU.
+`set_up` is for a whole process: it makes torch's "PrivateUse1" this device, and Accelerate takes it
+as it would take a GPU.
 """
 
 import copy
@@ -25,8 +29,18 @@ aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)
 # Whose result, or its shape, the host must know before it goes on. (`index` with booleans too.)
 WAIT = {
-    *(aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default),
-    *(aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
+    *(
+        aten._local_scalar_dense.default,
+        aten.is_nonzero.default,
+        aten.equal.default,
+        aten.nonzero.default,
+    ),
+    *(
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.unique_consecutive.default,
+    ),
     *(aten.bincount.default, aten.repeat_interleave.Tensor),
 }
 waits: list[str] = []  # what the host waited for: the lines that led there
@@ -37,7 +51,11 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "DeviceTensor":
-        more = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        more = {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "dtype": inner.dtype,
+        }
         return Tensor._make_wrapper_subclass(cls, inner.shape, device=torch.device(NAME, 0), **more)
 
     def __init__(self, inner: Tensor) -> None:
@@ -83,14 +101,20 @@ class DeviceTensor(Tensor):
         return memo[id(self)]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return compute(function, args, kwargs or {})
 
 
 class EverythingPasses(TorchDispatchMode):
-    """New tensors are asked for on the device by name; nothing else tells them from those of the CPU."""
+    """New tensors are asked for on the device by name; nothing else tells them from those of the
+    CPU.
+    """
 
-    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return compute(function, args, kwargs or {})
 
 
@@ -105,7 +129,10 @@ def compute(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not ours and not to_device:
         return function(*args, **kwargs)
     here = {"device": torch.device("cpu"), "pin_memory": False}
-    inner_args, inner_kwargs = _inner(args), {name: here.get(name, _inner(value)) for name, value in kwargs.items()}
+    inner_args, inner_kwargs = (
+        _inner(args),
+        {name: here.get(name, _inner(value)) for name, value in kwargs.items()},
+    )
     if function is aten.histc.default:  # GPUs take integers
         inner_args = (inner_args[0].float(), *inner_args[1:])
     found = function(*inner_args, **inner_kwargs)
@@ -118,8 +145,14 @@ def compute(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _leaves(values: Iterable) -> list:
-    """Values, and those in lists of them. (torch's own functions for trees take as long as all that is computed.)"""
-    return [x for value in values for x in (_leaves(value) if isinstance(value, (list, tuple)) else [value])]
+    """Values, and those in lists of them. (torch's own functions for trees take as long as all that
+    is computed.)
+    """
+    return [
+        x
+        for value in values
+        for x in (_leaves(value) if isinstance(value, (list, tuple)) else [value])
+    ]
 
 
 def _inner(value: Any) -> Any:
@@ -131,13 +164,28 @@ def _inner(value: Any) -> Any:
 def _on_device(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_on_device, value))
-    return DeviceTensor(value) if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) else value
+    return (
+        DeviceTensor(value)
+        if isinstance(value, Tensor) and not isinstance(value, DeviceTensor)
+        else value
+    )
 
 
-def _check(function: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], ours: list[Tensor], to_device: bool) -> None:
+def _check(
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    tensors: list[Tensor],
+    ours: list[Tensor],
+    to_device: bool,
+) -> None:
     """Raise what a GPU would raise, and note what it would make the host wait for."""
     if function in COPIES:
-        source, target = (args[0], to_device) if function is COPIES[0] else (args[1], isinstance(args[0], DeviceTensor))
+        source, target = (
+            (args[0], to_device)
+            if function is COPIES[0]
+            else (args[1], isinstance(args[0], DeviceTensor))
+        )
         blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         if isinstance(source, DeviceTensor) != target and (blocking or not target):
             _note()
@@ -145,7 +193,9 @@ def _check(function: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     elsewhere = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim() > 0]
     if ours and elsewhere:
         found = ", ".join(f"{list(x.shape)} on {x.device}" for x in tensors)
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {function} got {found}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {function} got {found}"
+        )
     booleans = any(x.dtype in (torch.bool, torch.uint8) for x in ours if x is not args[0])
     if function in WAIT or (function is aten.index.Tensor and booleans):
         _note()
@@ -153,9 +203,15 @@ def _check(function: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
 
 def _note() -> None:
     frames = [f for f in traceback.extract_stack() if f.filename != __file__]
-    if any(f.filename.endswith("masking_utils.py") for f in frames):  # transformers asks its mask for padding, once a forward
+    if any(
+        f.filename.endswith("masking_utils.py") for f in frames
+    ):  # transformers asks its mask for padding, once a forward
         return
-    waits.append(" < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in reversed(frames[-40:])))
+    waits.append(
+        " < ".join(
+            f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in reversed(frames[-40:])
+        )
+    )
 
 
 # What torch asks `torch.<device>`. There is one stream only.
@@ -177,7 +233,9 @@ MODULE = SimpleNamespace(
 
 
 def _register() -> torch.library.Library:
-    """The few functions that torch calls below the level of `compute`: `torch.tensor(values, device=...)` is one."""
+    """The few functions that torch calls below the level of `compute`: `torch.tensor(values,
+    device=...)` is one.
+    """
 
     def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
         return DeviceTensor(torch.empty_strided(size, stride, dtype=dtype))
@@ -192,7 +250,11 @@ def _register() -> torch.library.Library:
         return target
 
     library = torch.library.Library("aten", "IMPL")
-    for name, function in (("empty_strided", empty_strided), ("empty.memory_format", empty), ("_copy_from", copy_from)):
+    for name, function in (
+        ("empty_strided", empty_strided),
+        ("empty.memory_format", empty),
+        ("_copy_from", copy_from),
+    ):
         library.impl(name, function, "PrivateUse1")
     return library
 
@@ -203,6 +265,8 @@ def set_up() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, MODULE)
     _library = _register()
     EverythingPasses().__enter__()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a weight with two owners stays one when a module is moved
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # a weight with two owners stays one when a module is moved
     PartialState.default_device = property(lambda self: torch.device(NAME, 0))
     return torch.device(NAME, 0)

@@ -1,4 +1,6 @@
-"""Runs of transformers' Trainer and of hf_ga's, side by side: what each step's gradient was, what was logged, the last weights."""
+"""Runs of transformers' Trainer and of hf_ga's, side by side: what each step's gradient was, what
+was logged, the last weights.
+"""
 
 import copy
 import gc
@@ -17,7 +19,9 @@ from transformers.trainer_callback import PrinterCallback
 
 from hf_ga import ExactTrainer, ExactTrainerMixin
 
-gc.freeze()  # Trainer collects garbage before each training; looking at all the imported libraries takes a third of a second
+# Trainer collects garbage before each training; looking at all the imported libraries takes a third
+# of a second
+gc.freeze()
 LAYOUTS = [(16, 1), (4, 4), (1, 16)]  # per-device batch, accumulation steps: one window
 
 
@@ -53,18 +57,43 @@ class Run(tf.TrainerCallback):
         return [log["loss"] for log in self.logs]
 
 
-def arguments(folder: Path, layout: tuple[int, int], kind: type = tf.TrainingArguments, **more) -> tf.TrainingArguments:
-    """Plain gradient descent: an adaptive optimizer would turn the sign of a rounding error into a step."""
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False, "use_cpu": True}
+def arguments(
+    folder: Path, layout: tuple[int, int], kind: type = tf.TrainingArguments, **more
+) -> tf.TrainingArguments:
+    """Plain gradient descent: an adaptive optimizer would turn the sign of a rounding error into a
+    step.
+    """
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
     sizes = {"per_device_train_batch_size": layout[0], "gradient_accumulation_steps": layout[1]}
-    training = {"num_train_epochs": 2, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 1e9, "seed": 3}
+    training = {
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_grad_norm": 1e9,
+        "seed": 3,
+    }
     return kind(**{"output_dir": str(folder), **quiet, **sizes, **training, **more})
 
 
-def make_trainer(trainer_class: type, model: torch.nn.Module, args: tf.TrainingArguments, samples: Any, **more) -> Any:
+def make_trainer(
+    trainer_class: type, model: torch.nn.Module, args: tf.TrainingArguments, samples: Any, **more
+) -> Any:
     """A quiet trainer; its `run` keeps what it does."""
     run = Run()
-    trainer = trainer_class(model=model, args=args, train_dataset=samples, callbacks=[run, *more.pop("callbacks", [])], **more)
+    trainer = trainer_class(
+        model=model,
+        args=args,
+        train_dataset=samples,
+        callbacks=[run, *more.pop("callbacks", [])],
+        **more,
+    )
     trainer.remove_callback(PrinterCallback)
     run.trainer, trainer.run = trainer, run
     return trainer
@@ -82,11 +111,20 @@ class Case:
         self.folder, self.samples, self.model = folder, samples, build(dropout)
 
     def make(
-        self, trainer_class: type = ExactTrainer, layout: tuple[int, int] = (4, 4), trainer: dict | None = None, **args
+        self,
+        trainer_class: type = ExactTrainer,
+        layout: tuple[int, int] = (4, 4),
+        trainer: dict | None = None,
+        **args,
     ) -> Any:
         """A trainer of a copy of the model. trainer: what it is given besides its arguments."""
         given = {"model": copy.deepcopy(self.model), "data_collator": pad_right, **(trainer or {})}
-        return make_trainer(trainer_class, args=arguments(self.folder, layout, **args), samples=self.samples, **given)
+        return make_trainer(
+            trainer_class,
+            args=arguments(self.folder, layout, **args),
+            samples=self.samples,
+            **given,
+        )
 
     def run(self, *how, resume: int | None = None, **more) -> Run:
         """The finished run. resume: number of a checkpoint."""
@@ -100,8 +138,18 @@ WORDS = [f"w{i}" for i in range(35)]
 
 def word_tokenizer() -> tf.PreTrainedTokenizerFast:
     """Of 40 tokens: `WORDS` and five special ones."""
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate([*special.values(), *WORDS])}, unk_token="<unk>"))
+    special = {
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    words = Tokenizer(
+        WordLevel(
+            {word: i for i, word in enumerate([*special.values(), *WORDS])}, unk_token="<unk>"
+        )
+    )
     words.pre_tokenizer = WhitespaceSplit()
     return tf.PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
@@ -114,5 +162,7 @@ def weight_error(run: Run, reference: Run) -> float:
 def distance(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """||w - w'|| / ||w'|| of all tensors together."""
     with torch.no_grad():
-        off = torch.stack([(weights[name] - reference[name]).double().norm() for name in reference]).norm()
+        off = torch.stack(
+            [(weights[name] - reference[name]).double().norm() for name in reference]
+        ).norm()
         return float(off / torch.stack([w.double().norm() for w in reference.values()]).norm())

@@ -1,5 +1,6 @@
-"""ExactTrainer on 1, 2 and 3 processes, under DDP and FSDP2, at accumulation 1, 4 and 16: a window makes the same update, Trainer's
-does not; a run is resumed on another number of processes. One start of processes for each number; `pytest -s` prints the table.
+"""ExactTrainer on 1, 2 and 3 processes, under DDP and FSDP2, at accumulation 1, 4 and 16: a window
+makes the same update, Trainer's does not; a run is resumed on another number of processes. One
+start of processes for each number; `pytest -s` prints the table.
 """
 
 import os
@@ -23,9 +24,14 @@ from hf_ga.parallel.prepare import enable_fsdp_on_cpu
 
 pytestmark = [
     pytest.mark.slow("trains on up to three processes"),
-    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # about outputs that are views, which nothing changes in place
+    pytest.mark.filterwarnings(
+        "ignore:FSDP2-wrapped module"
+    ),  # about outputs that are views, which nothing changes in place
 ]
-WINDOW, NUM_SAMPLES = 96, 101  # each epoch a full window and one of 5 samples: fewer than some processes' batch
+WINDOW, NUM_SAMPLES = (
+    96,
+    101,
+)  # each epoch a full window and one of 5 samples: fewer than some processes' batch
 STEPS, SAVED = 30, 20
 FEW = 2  # steps of the cases that would take long; the table in docs/trainer.md is of 30
 
@@ -36,16 +42,25 @@ class ShardsOnCpus:
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         enable_fsdp_on_cpu(
-            self.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+            self.accelerator,
+            FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+            ),
         )
         self.is_fsdp_enabled = True
 
 
-KINDS = {"DDP": mixed, "FSDP2": lambda base: type("Sharded", (ShardsOnCpus, mixed(base)), {}), "Trainer": lambda base: base}
+KINDS = {
+    "DDP": mixed,
+    "FSDP2": lambda base: type("Sharded", (ShardsOnCpus, mixed(base)), {}),
+    "Trainer": lambda base: base,
+}
 
 
 def of_case(build, make_samples):
-    return lambda folder, kind, *how, **more: Case(folder, build, make_samples(NUM_SAMPLES)).run(kind(tf.Trainer), *how, **more)
+    return lambda folder, kind, *how, **more: Case(folder, build, make_samples(NUM_SAMPLES)).run(
+        kind(tf.Trainer), *how, **more
+    )
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -54,10 +69,18 @@ RUNS = {
     "bert": of_case(bert, h.tag_samples),
     "gpt2": of_case(gpt2, h.token_samples),
     "mixtral": of_case(lambda dropout: h.mixtral(0.1), h.token_samples),
-    "dpo": lambda folder, kind, *how, **more: dpo(folder, kind(DPOTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more),
-    "sft": lambda folder, kind, *how, **more: sft(folder, kind(SFTTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more),
+    "dpo": lambda folder, kind, *how, **more: dpo(
+        folder, kind(DPOTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more
+    ),
+    "sft": lambda folder, kind, *how, **more: sft(
+        folder, kind(SFTTrainer), gpt2(0.1), *how, num_samples=NUM_SAMPLES, **more
+    ),
 }
-CASES = [*product(("bert", "gpt2", "dpo"), KINDS, (1, 4, 16)), *product(["mixtral"], ("DDP", "FSDP2"), (1, 4)), ("sft", "DDP", 1)]
+CASES = [
+    *product(("bert", "gpt2", "dpo"), KINDS, (1, 4, 16)),
+    *product(["mixtral"], ("DDP", "FSDP2"), (1, 4)),
+    ("sft", "DDP", 1),
+]
 
 
 def cases(processes):
@@ -80,21 +103,36 @@ def num_steps(name, kind, ga):
 
 
 def train_all(folder, processes):
-    """Writes the first gradient and all losses of each case, with dropout; and of a run that three processes began."""
+    """Writes the first gradient and all losses of each case, with dropout; and of a run that three
+    processes began.
+    """
     found = {}
 
     def train(name, kind, ga, steps, **more):
-        settings = {"max_steps": steps, "learning_rate": 0.05, "lr_scheduler_type": "constant", **more}
+        settings = {
+            "max_steps": steps,
+            "learning_rate": 0.05,
+            "lr_scheduler_type": "constant",
+            **more,
+        }
         settings["ddp_backend"] = "gloo" if processes > 1 else None
         run = RUNS[name](folder / kind, KINDS[kind], (WINDOW // processes // ga, ga), **settings)
-        assert (kind == "FSDP2") is any(isinstance(value, DTensor) for value in run.gradients[0].values())
-        gradient = {name.removeprefix("module."): whole(value) for name, value in run.gradients[0].items()}
+        assert (kind == "FSDP2") is any(
+            isinstance(value, DTensor) for value in run.gradients[0].values()
+        )
+        gradient = {
+            name.removeprefix("module."): whole(value) for name, value in run.gradients[0].items()
+        }
         found[name, kind, "resumed" if "resume" in more else ga] = gradient, run.losses
         AcceleratorState._reset_state(True)
 
     torch.set_num_threads(1)
     for name, kind, ga in cases(processes):
-        saving = {"save_strategy": "steps", "save_steps": SAVED} if processes == 3 and (name, ga) == ("bert", 1) else {}
+        saving = (
+            {"save_strategy": "steps", "save_steps": SAVED}
+            if processes == 3 and (name, ga) == ("bert", 1)
+            else {}
+        )
         train(name, kind, ga, num_steps(name, kind, ga), **saving)
     for kind in ("DDP", "FSDP2") if processes == 2 else ():
         train("bert", kind, 4, STEPS, resume=SAVED)

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer with the mixin: prompts and completions, its own loss, its metrics, activation checkpointing on by default."""
+"""TRL's SFTTrainer with the mixin: prompts and completions, its own loss, its metrics, activation
+checkpointing on by default.
+"""
 
 import copy
 import random
@@ -22,14 +24,19 @@ def rows(num_samples: int) -> list[dict[str, str]]:
     def text(length):
         return " ".join(rng.choices(WORDS, k=length))
 
-    return [{"prompt": text(rng.randint(2, 6)) + " ", "completion": text(rng.choice([1, 2, 9]))} for _ in range(num_samples)]
+    return [
+        {"prompt": text(rng.randint(2, 6)) + " ", "completion": text(rng.choice([1, 2, 9]))}
+        for _ in range(num_samples)
+    ]
 
 
 def sft(folder, trainer_class, model, layout, num_samples=NUM_SAMPLES, **more):
     """A finished run of a copy of the model."""
     args = arguments(folder, layout, SFTConfig, bf16=False, **more)
     dataset = Dataset.from_list(rows(num_samples))
-    trainer = make_trainer(trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer())
+    trainer = make_trainer(
+        trainer_class, copy.deepcopy(model), args, dataset, processing_class=word_tokenizer()
+    )
     trainer.train()
     return trainer.run
 
@@ -44,12 +51,16 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
         assert [log["num_tokens"] for log in run.logs] == [log["num_tokens"] for log in full.logs]
     plain_full, plain = (sft(tmp_path, SFTTrainer, h.gpt2(0.1), layout) for layout in LAYOUTS[:2])
     assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
-    assert full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]  # the proof's are not among them
+    assert (
+        full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]
+    )  # the proof's are not among them
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
-    """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by hand."""
+    """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by
+    hand.
+    """
     model, encode = h.llama(0.0), word_tokenizer()
     samples = []
     for row in rows(NUM_SAMPLES)[:WINDOW]:

@@ -29,12 +29,28 @@ def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:
 def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     usual = {"eval_dataset": given.samples[:10], "compute_metrics": accuracy}
-    scheduled = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "non_padding", **STILL}
-    exact, plain = (given.run(c, trainer=usual, **scheduled).trainer for c in (ExactTrainer, tf.Trainer))
-    assert exact.run.events == plain.run.events == ["begin", *["substep"] * 3, "step", "begin", "substep", "step"]
-    assert [log.keys() for log in exact.state.log_history] == [log.keys() for log in plain.state.log_history]
+    scheduled = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "include_num_input_tokens_seen": "non_padding",
+        **STILL,
+    }
+    exact, plain = (
+        given.run(c, trainer=usual, **scheduled).trainer for c in (ExactTrainer, tf.Trainer)
+    )
+    assert (
+        exact.run.events
+        == plain.run.events
+        == ["begin", *["substep"] * 3, "step", "begin", "substep", "step"]
+    )
+    assert [log.keys() for log in exact.state.log_history] == [
+        log.keys() for log in plain.state.log_history
+    ]
     assert exact.state.num_input_tokens_seen == plain.state.num_input_tokens_seen > 0
-    timeless = [{k: v for k, v in t.evaluate().items() if "runtime" not in k and "second" not in k} for t in (exact, plain)]
+    timeless = [
+        {k: v for k, v in t.evaluate().items() if "runtime" not in k and "second" not in k}
+        for t in (exact, plain)
+    ]
     assert timeless[0] == timeless[1]
     assert "eval_accuracy" in timeless[0]
     predictions = [t.predict(given.samples).predictions for t in (exact, plain)]
@@ -43,7 +59,12 @@ def test_evaluation_prediction_callbacks_and_logs_are_trainers_own(case):
 
 def test_the_best_checkpoint_is_loaded_and_the_saved_model_is_the_trained_one(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "epoch", "save_strategy": "epoch"}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+    }
     trainer = given.run(trainer={"eval_dataset": given.samples}, **best, save_total_limit=1).trainer
     trainer.save_model(str(given.folder / "saved"))
     loaded = tf.BertForSequenceClassification.from_pretrained(given.folder / "saved")
@@ -53,13 +74,18 @@ def test_the_best_checkpoint_is_loaded_and_the_saved_model_is_the_trained_one(ca
 
 def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
     rows = [
-        {"input_ids": s["input_ids"][:4], "attention_mask": [1] * 4, "label": s["labels"]} for s in h.class_samples(NUM_SAMPLES)
+        {"input_ids": s["input_ids"][:4], "attention_mask": [1] * 4, "label": s["labels"]}
+        for s in h.class_samples(NUM_SAMPLES)
     ]
-    given = case(h.bert_classifier, Dataset.from_list([{**row, "text": "not for the model"} for row in rows]))
+    given = case(
+        h.bert_classifier, Dataset.from_list([{**row, "text": "not for the model"} for row in rows])
+    )
     by_dataset = given.run(trainer={"data_collator": None})
     given.samples = rows
     by_list = given.run(trainer={"data_collator": None})
-    with_tokenizer = given.run(layout=(16, 1), trainer={"data_collator": None, "processing_class": word_tokenizer()})
+    with_tokenizer = given.run(
+        layout=(16, 1), trainer={"data_collator": None, "processing_class": word_tokenizer()}
+    )
     assert distance(by_dataset.weights[-1], by_list.weights[-1]) == 0
     assert weight_error(with_tokenizer, by_dataset) < CLOSE
 
@@ -70,7 +96,9 @@ def positions(batch):
 
 
 def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
-    """As many as Trainer's, each window sorted by length; what the model is proven with is what trains."""
+    """As many as Trainer's, each window sorted by length; what the model is proven with is what
+    trains.
+    """
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     trainer = given.make(train_sampling_strategy="sequential")
     loader = trainer.get_train_dataloader()
@@ -80,11 +108,18 @@ def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     for batch in batches:  # in sequence, so positions are sample ids
         assert batch["labels"].tolist() == [given.samples[i]["labels"] for i in positions(batch)]
     lengths = [
-        [len(given.samples[i]["input_ids"]) for batch in window for i in positions(batch)] for window in (batches[:4], batches[4:])
+        [len(given.samples[i]["input_ids"]) for batch in window for i in positions(batch)]
+        for window in (batches[:4], batches[4:])
     ]
-    assert [sorted(window) for window in lengths] == lengths != [[len(s["input_ids"]) for s in given.samples[:16]]]
+    assert (
+        [sorted(window) for window in lengths]
+        == lengths
+        != [[len(s["input_ids"]) for s in given.samples[:16]]]
+    )
     assert sorted(i for batch in batches[:4] for i in positions(batch)) == list(range(WINDOW))
-    assert {"lean forward", "packing"} <= {speed_up.name for speed_up in trainer._window_loss.proven.speed_ups}
+    assert {"lean forward", "packing"} <= {
+        speed_up.name for speed_up in trainer._window_loss.proven.speed_ups
+    }
     assert trainer.model(**batches[0]).loss.item() > 0
 
 
@@ -104,13 +139,18 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
     given.run(resume=3)
     assert given.samples.epochs == (0, 1, 1)
     batch = next(iter(trainer.get_train_dataloader()))
-    for copied in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):  # pinning memory copies, workers pickle
+    for copied in (
+        copy.copy(batch),
+        pickle.loads(pickle.dumps(batch)),
+    ):  # pinning memory copies, workers pickle
         assert (positions(copied) == positions(batch)).all()
 
 
 @pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_training_again_and_models_from_model_init(case):
-    """A model comes in evaluation mode from the hub. The second training proves again what Accelerate has prepared for bf16."""
+    """A model comes in evaluation mode from the hub. The second training proves again what
+    Accelerate has prepared for bf16.
+    """
     given, one = case(h.bert_classifier, h.class_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
     given.model.eval()
     trainer = given.run(bf16=True, **one).trainer
@@ -124,7 +164,12 @@ def test_training_again_and_models_from_model_init(case):
 def test_the_sequence_to_sequence_trainer_generates(case):
     given = case(h.t5, h.token_samples(NUM_SAMPLES))
     one = {"num_train_epochs": 1}
-    run = given.run(mixed(tf.Seq2SeqTrainer), kind=tf.Seq2SeqTrainingArguments, predict_with_generate=True, **one)
+    run = given.run(
+        mixed(tf.Seq2SeqTrainer),
+        kind=tf.Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        **one,
+    )
     assert distance(run.weights[-1], given.run(**one).weights[-1]) == 0
     assert len(run.trainer.predict(given.samples[:4], max_new_tokens=4).predictions) == 4
 
@@ -134,8 +179,12 @@ def test_adapters_and_activation_checkpointing(case):
     def adapted(dropout):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            model = get_peft_model(h.llama(0.1), LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
-        model.enable_input_require_grads()  # what PEFT's documentation asks for under reentrant checkpointing
+            model = get_peft_model(
+                h.llama(0.1),
+                LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]),
+            )
+        # what PEFT's documentation asks for under reentrant checkpointing
+        model.enable_input_require_grads()
         return model
 
     given, one = case(adapted, h.token_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
@@ -148,7 +197,9 @@ def test_adapters_and_activation_checkpointing(case):
 
 @pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-8), ("fp16", 2**-11)])
 def test_mixed_precision(case, precision, rounding):
-    """The layouts differ by roundings only; the full batch in this precision differs from float32 by more than nothing."""
+    """The layouts differ by roundings only; the full batch in this precision differs from float32
+    by more than nothing.
+    """
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
 
     def first_gradient(layout, trainer_class=ExactTrainer):
@@ -159,7 +210,10 @@ def test_mixed_precision(case, precision, rounding):
 
     exact_full, exact_split = first_gradient((16, 1)), first_gradient((1, 16))
     assert h.relative_error(exact_split, exact_full) < 4 * rounding
-    assert h.relative_error(exact_full, given.run(layout=(16, 1), max_steps=1).gradients[0]) > rounding / 100
+    assert (
+        h.relative_error(exact_full, given.run(layout=(16, 1), max_steps=1).gradients[0])
+        > rounding / 100
+    )
     assert h.norm(first_gradient((1, 16), tf.Trainer)) > 10 * h.norm(exact_full)
 
 
@@ -178,7 +232,10 @@ def test_what_is_left_of_a_broken_off_window_enters_no_other(case):
     given = case(h.gpt2, h.token_samples(WINDOW), dropout=0.0)
     reference = h.full_batch_gradient(given.model, h.pad_right(given.samples))
     twice = {**STILL, "num_train_epochs": 2}
-    run, plain = (given.run(c, trainer={"callbacks": [StopsFirstEpoch()]}, **twice) for c in (ExactTrainer, tf.Trainer))
+    run, plain = (
+        given.run(c, trainer={"callbacks": [StopsFirstEpoch()]}, **twice)
+        for c in (ExactTrainer, tf.Trainer)
+    )
     assert len(run.gradients) == len(plain.gradients) == 1
     assert h.relative_error(run.gradients[0], reference) < CLOSE
     assert h.relative_error(plain.gradients[0], reference) > 0.1
@@ -211,7 +268,9 @@ def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
     assert distance(trainer.model.state_dict(), weights) == 0
 
 
-@pytest.mark.parametrize(("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "use DDP or FSDP2")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "use DDP or FSDP2")]
+)
 def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
     trainer = prepared(case)
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType(kind))
@@ -219,9 +278,16 @@ def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
         trainer.train()
 
 
-@pytest.mark.parametrize(("build", "make", "named"), [(h.gpt2, h.token_samples, True), (h.bert_classifier, h.class_samples, False)])
-def test_label_smoothing_of_a_causal_lm_under_fsdp2_is_refused(case, build, make, named, monkeypatch):
-    """FSDP2 swaps the class for FSDPGPT2LMHeadModel, which is not in Trainer's list: it would not shift the labels."""
+@pytest.mark.parametrize(
+    ("build", "make", "named"),
+    [(h.gpt2, h.token_samples, True), (h.bert_classifier, h.class_samples, False)],
+)
+def test_label_smoothing_of_a_causal_lm_under_fsdp2_is_refused(
+    case, build, make, named, monkeypatch
+):
+    """FSDP2 swaps the class for FSDPGPT2LMHeadModel, which is not in Trainer's list: it would not
+    shift the labels.
+    """
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError) as raised:
         case(build, make(4)).make(label_smoothing_factor=0.1).train()
@@ -232,7 +298,10 @@ def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(ca
     trainer = prepared(case)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match=r"FSDP was requested.*2 processes were launched, but each would train alone"):
+    with pytest.raises(
+        ConfigError,
+        match=r"FSDP was requested.*2 processes were launched, but each would train alone",
+    ):
         trainer.train()
 
 
@@ -241,7 +310,9 @@ def test_a_checkpoint_is_resumed_with_the_same_window_only(case):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     given.run(save_strategy="steps", save_steps=3)
     given.run(layout=(2, 8), resume=3)
-    with pytest.raises(ConfigError, match=r"windows of 16 samples, .* gradient_accumulation_steps 2 are 8"):
+    with pytest.raises(
+        ConfigError, match=r"windows of 16 samples, .* gradient_accumulation_steps 2 are 8"
+    ):
         given.run(layout=(4, 2), resume=3)
 
 
@@ -252,11 +323,15 @@ class Streaming(IterableDataset):
 
 def test_streaming_datasets_are_refused(case):
     given = case(h.bert_classifier, Streaming())
-    with pytest.raises(ConfigError, match="a streaming train_dataset has no fixed order: load it without streaming"):
+    with pytest.raises(
+        ConfigError, match="a streaming train_dataset has no fixed order: load it without streaming"
+    ):
         given.run(max_steps=2)
 
 
-@pytest.mark.parametrize("method", ["get_train_dataloader", "_get_train_sampler", "get_batch_samples"])
+@pytest.mark.parametrize(
+    "method", ["get_train_dataloader", "_get_train_sampler", "get_batch_samples"]
+)
 def test_loaders_and_samplers_of_ones_own_are_refused(case, method):
     base = type("Own", (tf.Trainer,), {method: lambda *_, **__: pytest.fail("refused before")})
     with pytest.raises(ConfigError, match=f"Own.{method} overrides the order of samples"):
@@ -276,13 +351,19 @@ def never_asks_for_help(self, model, inputs, num_items_in_batch=None):
 
 
 def trains_twice(self, model, inputs, num_items_in_batch=None):
-    return ExactTrainer.training_step(self, model, inputs) + ExactTrainer.training_step(self, model, inputs)
+    return ExactTrainer.training_step(self, model, inputs) + ExactTrainer.training_step(
+        self, model, inputs
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "parent", "message"),
     [
-        (divides_again, tf.Trainer, "was multiplied by 0.25: an overridden training_step scales it again"),
+        (
+            divides_again,
+            tf.Trainer,
+            "was multiplied by 0.25: an overridden training_step scales it again",
+        ),
         (never_asks_for_help, ExactTrainer, "must call super"),
         (trains_twice, ExactTrainer, "called once for each micro-batch"),
     ],
@@ -302,7 +383,9 @@ def test_other_training_modes_and_other_models_than_those_of_the_proof_are_found
     with pytest.raises(ConfigError, match="training modes"):
         prepared(case, callbacks=[PutsIntoEvaluationMode()]).train()
     trainer = prepared(case)
-    batches, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 4, trainer.args.device)
+    batches, _ = trainer.get_batch_samples(
+        iter(trainer.get_train_dataloader()), 4, trainer.args.device
+    )
     with pytest.raises(ConfigError, match="wrapped in a Sequential"):
         trainer.training_step(nn.Sequential(trainer.model), batches[0])
 
@@ -312,7 +395,9 @@ class ClassWeights(LossOfMyOwn):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
-        loss = F.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten(), torch.tensor([0.1, 1.0, 9.0]))
+        loss = F.cross_entropy(
+            outputs.logits.flatten(0, 1), inputs["labels"].flatten(), torch.tensor([0.1, 1.0, 9.0])
+        )
         return (loss, outputs) if return_outputs else loss
 
 
@@ -344,12 +429,18 @@ class MakesNoise(tf.TrainerCallback):
 
 
 def test_randomness_that_begins_after_the_proof_is_found(case):
-    with pytest.raises(UnkeyedRandomness, match="drew from torch although the proof's forwards did not"):
+    with pytest.raises(
+        UnkeyedRandomness, match="drew from torch although the proof's forwards did not"
+    ):
         prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
 
 
 def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):
-    samples = [h.without_targets(s) if i < WINDOW else s for i, s in enumerate(h.tag_samples(NUM_SAMPLES))]
-    trainer = case(h.bert_token_classifier, samples).make(fp16=True, train_sampling_strategy="sequential")
+    samples = [
+        h.without_targets(s) if i < WINDOW else s for i, s in enumerate(h.tag_samples(NUM_SAMPLES))
+    ]
+    trainer = case(h.bert_token_classifier, samples).make(
+        fp16=True, train_sampling_strategy="sequential"
+    )
     with pytest.raises(DataError, match="no targets"):
         trainer.train()
