@@ -147,17 +147,36 @@ def on_two_ranks(work: Callable[[], Any], kind: str = "ddp") -> list[Any]:
     """What `work` returns on each of two ranks, forked from this process; the text of what it
     raises.
     """
+    return on_ranks(work, 2, kind)
+
+
+def on_ranks(
+    work: Callable[[], Any], num_processes: int, kind: str = "ddp", limit: float = 60
+) -> list[Any]:
+    """As `on_two_ranks`, on any number of them.
+
+    limit: seconds for each rank; after them all ranks are ended and the test fails.
+    """
     if torch.cuda.is_available():
         pytest.skip("autograd's threads for a GPU survive no fork")
-    context, environment, ends = multiprocessing.get_context("fork"), environment_of(kind, 2), []
-    for rank in range(2):
+    context = multiprocessing.get_context("fork")
+    environment = environment_of(kind, num_processes)
+    ranks = []
+    ends = []
+    for rank in range(num_processes):
         end, other = context.Pipe(duplex=False)
         mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        context.Process(target=_be_rank, args=(mine, work, other), daemon=True).start()
+        ranks.append(context.Process(target=_be_rank, args=(mine, work, other), daemon=True))
+        ranks[-1].start()
         other.close()  # so that the end of a rank is seen
         ends.append(end)
-    assert all(end.poll(60) for end in ends)
-    return [pickle.loads(end.recv_bytes()) for end in ends]
+    try:
+        assert all(end.poll(limit) for end in ends), f"a rank ran for more than {limit} s"
+        return [pickle.loads(end.recv_bytes()) for end in ends]
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()  # what waits for a rank that is gone
 
 
 def _be_rank(environment: dict[str, str], work: Callable[[], Any], end: Connection) -> None:
