@@ -19,6 +19,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -226,7 +228,7 @@ def train(accelerator_class: type, layout: Layout, case: Case, num_samples: int)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), case.max_norm)
-                    trained.norms.append(float(norm))
+                    trained.norms.append(float(whole(norm)))
                     trained.rates.append(scheduler.get_last_lr()[0])
                 optimizer.step()
                 scheduler.step()
@@ -236,12 +238,26 @@ def train(accelerator_class: type, layout: Layout, case: Case, num_samples: int)
 
 
 def trained_weights(model: nn.Module) -> Weights:
-    """Copies of those that are trained."""
+    """Copies of those that are trained, whole and by the names of the model that was not wrapped;
+    all ranks must call it.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return _copies(model)
+    return _copies(model)
+
+
+def _copies(model: nn.Module) -> Weights:
     return {
-        name: parameter.detach().clone()
+        name.replace("_fsdp_wrapped_module.", ""): whole(parameter.detach()).clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathers a shard of FSDP2."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distance(weights: Weights, others: Weights) -> float:

@@ -1,0 +1,238 @@
+"""Half precision, gradient checkpointing and shards under Accelerate's own loop: the gradient of a
+window is that of the full batch (promise 1), however it is split; Accelerate's own is not.
+
+Judged by float64 and by the full batch in the same precision, in plain PyTorch.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import accelerate
+import helpers as h
+import pytest
+import torch
+from documented_loop import (
+    CASES,
+    FULL_BATCH,
+    TWO_STEPS,
+    UNEVEN,
+    WINDOW,
+    Layout,
+    distance,
+    reset_states,
+    train,
+)
+from door import Accelerator
+from forked import on_ranks
+from processes import assert_wrapped, whole_gradients
+from torch.utils.data import DataLoader
+
+MODELS = {
+    "GPT-2": (h.gpt2, h.token_samples),
+    "BERT": (h.bert_token_classifier, h.tag_samples),
+}
+SHARDED_LAYOUTS = [Layout(8, 1), Layout(4, 2), UNEVEN]
+NUM_SAMPLES = 37
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states(own_accelerator_state):
+    yield
+    reset_states()
+
+
+@dataclass
+class Window:
+    """What the loop found in the update of one window.
+
+    Attributes:
+        gradients: of the whole model, without the scale of fp16.
+        scale: of the loss; None without a scaler.
+    """
+
+    gradients: h.Gradients
+    scale: float | None
+
+
+def first_window(accelerator_class, layout, model, samples, precision="no", kind="ddp"):
+    """The documented loop on a single window of 16 samples, without dropout."""
+    accelerator = layout.make(accelerator_class, mixed_precision=precision)
+    torch.manual_seed(2)  # an order in which two halves have unequal numbers of targets
+    loader = DataLoader(
+        samples, shuffle=True, collate_fn=h.pad_right, batch_size=layout.per_device_batch_size
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert_wrapped(model, kind, accelerator)
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                scaler = accelerator.scaler
+                scale = None if scaler is None else scaler.get_scale()
+                accelerator.clip_grad_norm_(model.parameters(), 1e9)  # removes the scale
+                found.append(Window(whole_gradients_in_float64(model), scale))
+            optimizer.step()
+            optimizer.zero_grad()
+    (window,) = found
+    return window
+
+
+def whole_gradients_in_float64(model):
+    return {name: gradient.double() for name, gradient in whole_gradients(model).items()}
+
+
+def references(name, precision):
+    """Full batch in the precision, and in float64."""
+    build, make_samples = MODELS[name]
+    batch = h.pad_right(make_samples(WINDOW))
+    full = h.autocast_gradient(precision, build(), [batch], [1.0])
+    return full, h.full_batch_gradient(build(), batch)
+
+
+def assert_full_batch(window, name, precision):
+    full, in_float64 = references(name, precision)
+    assert window.gradients.keys() == in_float64.keys()
+    h.assert_promise_1(window.gradients, full, in_float64, h.ROUNDING[precision])
+    assert_scaled(window, precision)
+
+
+def assert_full_batch_of_shards(window, name, precision):
+    """FSDP rounds all parameters to half precision, where autocast leaves some in float32."""
+    full, in_float64 = references(name, precision)
+    allowed = 1e-6 + 3 * h.relative_error(full, in_float64)
+    assert h.relative_error(window.gradients, in_float64) <= allowed
+    assert_scaled(window, precision)
+
+
+def assert_scaled(window, precision):
+    assert window.scale == (h.SCALE if precision == "fp16" else None)
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_in_half_precision(name, precision, layout):
+    build, make_samples = MODELS[name]
+    window = first_window(Accelerator, layout, build(), make_samples(WINDOW), precision)
+    assert_full_batch(window, name, precision)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_of_accelerate_fails(name, precision):
+    """The control. Without fp16: there Accelerate has no scaler on a CPU."""
+    build, make_samples = MODELS[name]
+    samples = make_samples(WINDOW)
+    window = first_window(accelerate.Accelerator, TWO_STEPS, build(), samples, precision)
+    with pytest.raises(AssertionError, match="all parameters"):
+        assert_full_batch(window, name, precision)
+
+
+def test_an_overflow_skips_the_whole_window():
+    """Also for the scheduler, which Accelerate does not step then."""
+    model, samples = h.gpt2(), h.token_samples(WINDOW)
+    options = {"init_scale": 2.0**40, "backoff_factor": 2.0**-24}
+    accelerator = TWO_STEPS.make(
+        Accelerator,
+        mixed_precision="fp16",
+        kwargs_handlers=[accelerate.utils.GradScalerKwargs(**options)],
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5**update)
+    loader = DataLoader(samples, shuffle=True, collate_fn=h.pad_right, batch_size=8)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    moved = []
+    rates = []
+    for _ in range(2):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        moved.append(any(not torch.equal(before[n], p) for n, p in model.named_parameters()))
+        rates.append(scheduler.get_last_lr()[0])
+    assert moved == [False, True]
+    assert rates == [1e-2, 0.5e-2]
+    assert accelerator.scaler.get_scale() == 2.0**16
+
+
+# -- gradient checkpointing: with dropout, whose masks the second forward must draw again
+
+
+def checkpointed(case):
+    def build():
+        model = case.build()
+        model.config.use_cache = False
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    return case.__class__(build, case.make_samples, case.collate)
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("name", ["GPT-2", "BERT masked LM", "T5"])
+def test_gradient_checkpointing_trains_the_same(name, layout):
+    reference = train(Accelerator, FULL_BATCH, CASES[name], NUM_SAMPLES)
+    trained = train(Accelerator, layout, checkpointed(CASES[name]), NUM_SAMPLES)
+    assert distance(trained.weights, reference.weights) < 1e-6
+
+
+# -- shards: two ranks that compute on CPUs
+
+
+def sharded_windows(name, kind, precision):
+    """On each rank: the window of each layout, and Accelerate's own gradient as the control."""
+    build, make_samples = MODELS[name]
+    samples = make_samples(WINDOW)
+    return [
+        first_window(Accelerator, layout, build(), samples, precision, kind)
+        for layout in SHARDED_LAYOUTS
+    ]
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_of_two_ranks(name, kind, precision):
+    half_shards = kind != "ddp" and precision != "no"
+    check = assert_full_batch_of_shards if half_shards else assert_full_batch
+    for windows in on_ranks(partial(sharded_windows, name, kind, precision), 2, kind):
+        assert not isinstance(windows, str), windows
+        for window in windows:
+            check(window, name, precision)
+
+
+@pytest.mark.slow("starts processes")
+def test_gradient_of_two_ranks_of_accelerate_fails():
+    """The control."""
+    build, make_samples = MODELS["GPT-2"]
+    samples = make_samples(WINDOW)
+    work = partial(first_window, accelerate.Accelerator, Layout(4, 2), build(), samples)
+    for window in on_ranks(work, 2):
+        assert not isinstance(window, str), window
+        with pytest.raises(AssertionError, match="all parameters"):
+            assert_full_batch(window, "GPT-2", "no")
+
+
+def sharded_training(name):
+    """On each rank: whole weights after two epochs, with dropout."""
+    return [train(Accelerator, layout, CASES[name], NUM_SAMPLES) for layout in SHARDED_LAYOUTS]
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", ["GPT-2", "BERT classification"])
+def test_shards_train_as_one_process(name, kind):
+    reference = train(Accelerator, FULL_BATCH, CASES[name], NUM_SAMPLES)
+    for found in on_ranks(partial(sharded_training, name), 2, kind):
+        assert not isinstance(found, str), found
+        for trained in found:
+            assert trained.rates == pytest.approx(reference.rates, rel=1e-12)
+            assert trained.norms == pytest.approx(reference.norms, rel=1e-4)
+            assert distance(trained.weights, reference.weights) < 1e-6
