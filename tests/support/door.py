@@ -17,6 +17,7 @@ else:
         enable_fp16_on_cpu,
         enable_fsdp_on_cpu,
     )
+    from hf_ga.training import prove_targets
 
     _WindowLoader = accelerator_door.WindowLoader
 
@@ -36,12 +37,20 @@ else:
             enable_fp16_on_cpu(self)
 
         def prepare(self, *objects, **kwargs):
-            for model in objects:
-                if isinstance(model, torch.nn.Module) and is_sharded(self):
-                    configure_fsdp(self.state.fsdp_plugin, model)
-                    with _one_name_each(model):
-                        return super().prepare(*objects, **kwargs)
-            return super().prepare(*objects, **kwargs)
+            models = [o for o in objects if isinstance(o, torch.nn.Module)]
+            if not models or not is_sharded(self):
+                return super().prepare(*objects, **kwargs)
+            (loader,) = (o for o in objects if isinstance(o, torch.utils.data.DataLoader))
+            samples = [loader.dataset[i] for i in range(16)]
+            configure_fsdp(self.state.fsdp_plugin, models[0])
+            self._early = prove_targets(models[0], samples, loader.collate_fn, speed_ups=())
+            with _one_name_each(models[0]):
+                return super().prepare(*objects, **kwargs)
+
+        def _micro_batches(self, window, model, batch_type):
+            if is_sharded(self):
+                window.state.proofs[getattr(model, "module", model)] = self._early
+            return super()._micro_batches(window, model, batch_type)
 
 
 __all__ = ["Accelerator"]

@@ -1,0 +1,187 @@
+"""A run that stops and goes on from `save_state` ends as if it had never stopped: bit for bit in
+the same layout, within rounding in another one and on another number of processes.
+
+The script is Accelerate's own example; Accelerate's Accelerator fails the same comparison.
+"""
+
+import random
+from functools import partial
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from documented_loop import CASES, FULL_BATCH, LAYOUTS, TWO_STEPS, UNEVEN, distance, reset_states
+from door import Accelerator
+from forked import on_ranks
+from resumable_loop import train_with_states
+
+from hf_ga.errors import HfGaError
+
+NUM_SAMPLES = 37  # windows of 16, 16 and 5 samples: three updates in each of two epochs
+CASE = CASES["GPT-2"]
+# Where a run stops -> how it saves, and how many updates it has made.
+STOPS = {"step_2": (2, 2), "step_4": (2, 4), "epoch_0": ("epoch", 3)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states():
+    yield
+    reset_states()
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """layout -> a run on one process that never stops; each is trained once."""
+    found = {}
+
+    def run(layout, accelerator_class=Accelerator):
+        if (layout, accelerator_class) not in found:
+            found[layout, accelerator_class] = train_with_states(
+                accelerator_class, layout, CASE, NUM_SAMPLES
+            )
+        return found[layout, accelerator_class]
+
+    return run
+
+
+def begin(folder, stop, layout, accelerator_class=Accelerator, **options):
+    """Train until the state is saved; on every rank."""
+    saved_every, _ = STOPS[stop]
+    train_with_states(
+        accelerator_class,
+        layout,
+        CASE,
+        NUM_SAMPLES,
+        output_dir=folder,
+        checkpointing_steps=saved_every,
+        stop_after=stop,
+        **options,
+    )
+
+
+def go_on(folder, stop, layout, accelerator_class=Accelerator, **options):
+    """As a new process would: its generators stand somewhere else."""
+    torch.manual_seed(999)
+    np.random.seed(999)
+    random.seed(999)
+    return train_with_states(
+        accelerator_class,
+        layout,
+        CASE,
+        NUM_SAMPLES,
+        resume_from_checkpoint=folder / stop,
+        **options,
+    )
+
+
+def assert_went_on(resumed, reference, stop):
+    _, num_done = STOPS[stop]
+    assert resumed.rates == pytest.approx(reference.rates[num_done:], rel=1e-12)
+    assert resumed.norms == pytest.approx(reference.norms[num_done:], rel=1e-4)
+    assert distance(resumed.weights, reference.weights) < 1e-6
+
+
+def same_bits(weights, others):
+    return all(torch.equal(weights[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("stop", STOPS)
+def test_the_same_layout_goes_on_bit_for_bit(undisturbed, tmp_path, stop, layout):
+    begin(tmp_path, stop, layout)
+    resumed = go_on(tmp_path, stop, layout)
+    reference = undisturbed(layout)
+    assert_went_on(resumed, reference, stop)
+    assert same_bits(resumed.weights, reference.weights)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(FULL_BATCH, TWO_STEPS), (TWO_STEPS, UNEVEN), (UNEVEN, FULL_BATCH)],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", STOPS)
+def test_another_layout_goes_on(undisturbed, tmp_path, stop, before, after):
+    begin(tmp_path, stop, before)
+    resumed = go_on(tmp_path, stop, after)
+    assert_went_on(resumed, undisturbed(FULL_BATCH), stop)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_accelerate_does_not(undisturbed, tmp_path, stop):
+    """The control."""
+    begin(tmp_path, stop, TWO_STEPS, accelerate.Accelerator)
+    resumed = go_on(tmp_path, stop, FULL_BATCH, accelerate.Accelerator)
+    reference = undisturbed(FULL_BATCH, accelerate.Accelerator)
+    assert distance(resumed.weights, reference.weights) > 1e-3
+
+
+def test_another_seed_in_the_script_does_not_change_what_is_left(undisturbed, tmp_path):
+    """A script that sets no seed has another one in each process."""
+    begin(tmp_path, "step_2", TWO_STEPS)
+    resumed = go_on(tmp_path, "step_2", TWO_STEPS, seed=7)
+    assert_went_on(resumed, undisturbed(TWO_STEPS), "step_2")
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path, own_accelerator_state):
+    reference = train_with_states(Accelerator, TWO_STEPS, CASE, NUM_SAMPLES, mixed_precision="fp16")
+    begin(tmp_path, "step_4", TWO_STEPS, mixed_precision="fp16")
+    resumed = go_on(tmp_path, "step_4", TWO_STEPS, mixed_precision="fp16")
+    assert resumed.rates == reference.rates[4:]
+    assert same_bits(resumed.weights, reference.weights)
+
+
+def test_another_window_is_refused(tmp_path):
+    """Windows of 8 samples would visit others than those that are left."""
+    begin(tmp_path, "step_2", TWO_STEPS)
+    with pytest.raises(HfGaError, match=r"16|window"):
+        go_on(tmp_path, "step_2", type(TWO_STEPS)(8, 1))
+
+
+# -- other numbers of processes
+
+MOVES = [
+    (1, TWO_STEPS, 2, LAYOUTS[2][1]),
+    (1, UNEVEN, 3, LAYOUTS[3][1]),
+    (2, LAYOUTS[2][0], 1, TWO_STEPS),
+    (2, LAYOUTS[2][1], 3, LAYOUTS[3][0]),
+    (3, LAYOUTS[3][1], 2, LAYOUTS[2][2]),
+    (3, LAYOUTS[3][0], 1, FULL_BATCH),
+]
+
+
+def ranks(work, num_processes):
+    """What each rank returns."""
+    found = [work()] if num_processes == 1 else on_ranks(work, num_processes)
+    for one in found:
+        assert not isinstance(one, str), one
+    return found
+
+
+@pytest.mark.slow("trains on up to three processes")
+@pytest.mark.parametrize(
+    ("num_before", "before", "num_after", "after"),
+    MOVES,
+    ids=[f"{move[0]} to {move[2]} ranks" for move in MOVES],
+)
+@pytest.mark.parametrize("stop", STOPS)
+def test_another_number_of_ranks_goes_on(
+    undisturbed, tmp_path, stop, num_before, before, num_after, after
+):
+    ranks(partial(begin, tmp_path, stop, before), num_before)
+    for resumed in ranks(partial(go_on, tmp_path, stop, after), num_after):
+        assert resumed.num_processes == num_after
+        assert_went_on(resumed, undisturbed(FULL_BATCH), stop)
+
+
+@pytest.mark.slow("trains on two processes")
+@pytest.mark.parametrize("stop", STOPS)
+def test_the_same_ranks_go_on_bit_for_bit(tmp_path, stop):
+    layout = LAYOUTS[2][1]
+    references = ranks(partial(train_with_states, Accelerator, layout, CASE, NUM_SAMPLES), 2)
+    ranks(partial(begin, tmp_path, stop, layout), 2)
+    resumed = ranks(partial(go_on, tmp_path, stop, layout), 2)
+    for one, reference in zip(resumed, references, strict=True):
+        assert_went_on(one, reference, stop)
+        assert same_bits(one.weights, reference.weights)
