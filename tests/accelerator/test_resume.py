@@ -22,6 +22,7 @@ NUM_SAMPLES = 37  # windows of 16, 16 and 5 samples: three updates in each of tw
 CASE = CASES["GPT-2"]
 # Where a run stops -> how it saves, and how many updates it has made.
 STOPS = {"step_2": (2, 2), "step_4": (2, 4), "epoch_0": ("epoch", 3)}
+WITHIN = {"step_1": (1, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def go_on(folder, stop, layout, accelerator_class=Accelerator, **options):
 
 
 def assert_went_on(resumed, reference, stop):
-    _, num_done = STOPS[stop]
+    _, num_done = (STOPS | WITHIN)[stop]
     assert resumed.rates == pytest.approx(reference.rates[num_done:], rel=1e-12)
     assert resumed.norms == pytest.approx(reference.norms[num_done:], rel=1e-4)
     assert distance(resumed.weights, reference.weights) < 1e-6
@@ -137,6 +138,30 @@ def test_another_window_is_refused(tmp_path):
     begin(tmp_path, "step_2", TWO_STEPS)
     with pytest.raises(HfGaError, match=r"16|window"):
         go_on(tmp_path, "step_2", type(TWO_STEPS)(8, 1))
+
+
+def test_a_state_that_is_saved_within_a_window(undisturbed, tmp_path):
+    """Accelerate's example saves after any batch, and loses the gradients of the window: refused,
+    or right.
+    """
+
+    class SavesEarly(Accelerator):
+        """Saves after the third micro-batch, the first of the second window."""
+
+        num_backwards = 0
+
+        def backward(self, loss, **kwargs):
+            super().backward(loss, **kwargs)
+            self.num_backwards += 1
+            if self.num_backwards == 3:
+                self.save_state(tmp_path / "step_1")
+
+    try:
+        train_with_states(SavesEarly, TWO_STEPS, CASE, NUM_SAMPLES)
+        resumed = go_on(tmp_path, "step_1", TWO_STEPS)
+    except HfGaError:
+        return
+    assert_went_on(resumed, undisturbed(TWO_STEPS), "step_1")
 
 
 # -- other numbers of processes

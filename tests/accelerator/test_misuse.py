@@ -1,0 +1,526 @@
+"""Loops that are not the documented one: each trains exactly as the full batch does, or stops with
+one error before the first update. Accelerate's Accelerator is wrong in them without a word.
+"""
+
+import contextlib
+
+import accelerate
+import helpers as h
+import pytest
+import torch
+from attempts import UPDATES, Attempt, documented
+from documented_loop import FULL_BATCH, TWO_STEPS, UNEVEN, Layout, distance, reset_states
+from door import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+from hf_ga.errors import HfGaError, UnkeyedRandomness
+
+CLOSE = 1e-6
+FAR = 1e-4
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states():
+    yield
+    reset_states()
+
+
+def assert_right(attempt, layout=TWO_STEPS):
+    weights = attempt.run(Accelerator, layout)
+    assert distance(weights, attempt.full_batch()) < CLOSE
+
+
+def assert_refused(attempt, words, error=HfGaError, layout=TWO_STEPS):
+    """Before the first update. words: a pattern that its message contains."""
+    with pytest.raises(error, match=f"(?is){words}"):
+        attempt.run(Accelerator, layout)
+    assert not attempt.moved()
+
+
+def assert_right_or_refused(attempt, layout=TWO_STEPS):
+    try:
+        weights = attempt.run(Accelerator, layout)
+    except HfGaError:
+        assert not attempt.moved()
+        return
+    assert distance(weights, attempt.full_batch()) < CLOSE
+
+
+# -- the loss
+
+
+def token_losses(outputs, batch, **options):
+    return F.cross_entropy(
+        outputs.logits.flatten(0, 1),
+        batch["labels"].flatten(),
+        ignore_index=h.IGNORED,
+        **options,
+    )
+
+
+def own_loss(accelerator, model, batch):
+    accelerator.backward(model(**batch).loss)
+
+
+def criterion(accelerator, model, batch):
+    accelerator.backward(token_losses(model(**batch), batch))
+
+
+def criterion_without_labels(accelerator, model, batch):
+    """The head computes no loss."""
+    labels = batch.pop("labels")
+    accelerator.backward(token_losses(model(**batch), {"labels": labels}))
+
+
+def penalty(accelerator, model, batch):
+    squares = sum(parameter.square().sum() for parameter in model.parameters())
+    accelerator.backward(model(**batch).loss + 0.01 * squares)
+
+
+def class_weights(accelerator, model, batch):
+    accelerator.backward(token_losses(model(**batch), batch, weight=CLASS_WEIGHTS))
+
+
+def class_weights_as_a_sum(accelerator, model, batch):
+    """The remedy; without it for Accelerate, which knows none."""
+    outputs = model(**batch)
+    if type(accelerator) is accelerate.Accelerator:
+        accelerator.backward(token_losses(outputs, batch, weight=CLASS_WEIGHTS))
+        return
+    loss_sum = token_losses(outputs, batch, weight=CLASS_WEIGHTS, reduction="sum")
+    targets = batch["labels"][batch["labels"] != h.IGNORED]
+    accelerator.backward(loss_sum, num_targets=CLASS_WEIGHTS[targets].sum())
+
+
+def over_positives(accelerator, model, batch):
+    """A mean over the targets of one class only."""
+    labels = batch["labels"].where(batch["labels"] == 1, h.IGNORED)
+    accelerator.backward(token_losses(model(**batch), {"labels": labels}))
+
+
+def divided_by_hand(accelerator, model, batch):
+    loss = model(**batch).loss / accelerator.gradient_accumulation_steps
+    accelerator.backward(loss)
+
+
+def scaled_by_hand(accelerator, model, batch):
+    """As gradient_accumulation_for_autoregressive_models.py: a share of the global batch."""
+    loss = token_losses(model(**batch), batch, reduction="sum") / 100
+    accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+
+
+def num_items_in_batch(accelerator, model, batch):
+    accelerator.backward(model(**batch, num_items_in_batch=torch.tensor(100)).loss)
+
+
+def two_backwards_of_one_loss(accelerator, model, batch):
+    loss = model(**batch).loss
+    accelerator.backward(0.5 * loss, retain_graph=True)
+    accelerator.backward(0.5 * loss)
+
+
+def two_forwards(accelerator, model, batch):
+    accelerator.backward(model(**batch).loss)
+    accelerator.backward(model(**batch).loss)
+
+
+def two_forwards_and_one_backward(accelerator, model, batch):
+    accelerator.backward(model(**batch).loss + model(**batch).loss)
+
+
+def two_losses(accelerator, model, batch):
+    outputs = model(**batch)
+    accelerator.backward(outputs.loss, retain_graph=True)
+    accelerator.backward(outputs.logits.square().mean())
+
+
+def backward_of_the_loss(accelerator, model, batch):
+    model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("layout", [TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("step", [own_loss, criterion, penalty, class_weights_as_a_sum])
+def test_losses_that_are_right(step, layout):
+    assert_right(Attempt(documented(step)), layout)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        own_loss,
+        criterion,
+        criterion_without_labels,
+        penalty,
+        class_weights,
+        over_positives,
+        two_forwards,
+    ],
+)
+def test_losses_of_accelerate_are_wrong(step):
+    """The control."""
+    attempt = Attempt(documented(step))
+    weights = attempt.run(accelerate.Accelerator, TWO_STEPS)
+    assert distance(weights, attempt.full_batch()) > FAR
+
+
+REMEDY = r"backward\(loss_sum, num_targets"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (class_weights, REMEDY),
+        (over_positives, REMEDY),
+        (divided_by_hand, "divide|scale|num_targets"),
+        (scaled_by_hand, "divide|scale|num_targets"),
+        (backward_of_the_loss, r"accelerator\.backward"),
+    ],
+)
+def test_losses_that_are_refused(step, words):
+    assert_refused(Attempt(documented(step)), words)
+
+
+def test_num_items_in_batch_is_refused():
+    attempt = Attempt(documented(num_items_in_batch), h.gpt2, h.token_samples(16))
+    assert_refused(attempt, "num_items_in_batch")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        criterion_without_labels,
+        two_backwards_of_one_loss,
+        two_forwards,
+        two_forwards_and_one_backward,
+        two_losses,
+    ],
+)
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS], ids=str)
+def test_losses_that_are_right_or_refused(step, layout):
+    assert_right_or_refused(Attempt(documented(step)), layout)
+
+
+def test_a_micro_batch_without_targets():
+    """Its mean is 0 / 0."""
+    samples = h.tag_samples(16)
+    samples = samples[:8] + [h.without_targets(sample) for sample in samples[8:]]
+    assert_right(Attempt(documented(own_loss), samples=samples, loader_options={}))
+
+
+class Logits(nn.Module):
+    """The model of the documentation: inputs in, logits out."""
+
+    def __init__(self):
+        super().__init__()
+        self.tagger = h.PlainTagger()
+
+    def forward(self, inputs):
+        return self.tagger(inputs)
+
+
+def pad_to_pair(samples):
+    batch = h.pad_right(samples)
+    return batch["input_ids"], batch["labels"]
+
+
+def documentation(reduction):
+    """Word for word: `loss_function(outputs, targets)`; or the remedy."""
+    loss_function = nn.CrossEntropyLoss(ignore_index=h.IGNORED, reduction=reduction)
+
+    def step(accelerator, model, batch):
+        inputs, targets = batch
+        outputs = model(inputs)
+        loss = loss_function(outputs.flatten(0, 1), targets.flatten())
+        if reduction == "mean" or type(accelerator) is accelerate.Accelerator:
+            accelerator.backward(loss if reduction == "mean" else loss / count(targets))
+        else:
+            accelerator.backward(loss, num_targets=count(targets))
+
+    return documented(step)
+
+
+def count(labels):
+    return (labels != h.IGNORED).sum()
+
+
+def of_the_documentation(reduction):
+    return Attempt(documentation(reduction), h.seeded(Logits), h.plain_samples(16), pad_to_pair)
+
+
+def test_a_loss_function_outside_of_the_model():
+    assert_right_or_refused(of_the_documentation("mean"))
+
+
+def test_the_sum_of_a_loss_function_outside_of_the_model():
+    assert_right(of_the_documentation("sum"))
+
+
+def test_a_loss_function_outside_of_the_model_with_accelerate():
+    """The control."""
+    attempt = of_the_documentation("mean")
+    weights = attempt.run(accelerate.Accelerator, TWO_STEPS)
+    assert distance(weights, attempt.full_batch()) > FAR
+
+
+# -- the loop
+
+
+def by_hand(accelerator, model, optimizer, loader):
+    """Accumulation over two batches, of which Accelerate knows nothing."""
+    for _ in range(UPDATES):
+        for number, batch in enumerate(loader):
+            accelerator.backward(model(**batch).loss / 2)
+            if (number + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def by_hand_without_division(accelerator, model, optimizer, loader):
+    for _ in range(UPDATES):
+        for number, batch in enumerate(loader):
+            accelerator.backward(model(**batch).loss)
+            if (number + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def no_sync_by_hand(accelerator, model, optimizer, loader):
+    for _ in range(UPDATES):
+        for number, batch in enumerate(loader):
+            is_last = (number + 1) % 2 == 0
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                accelerator.backward(model(**batch).loss / 2)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def batches_first(accelerator, model, optimizer, loader):
+    """As Trainer, and gradient_accumulation_for_autoregressive_models.py."""
+    for _ in range(UPDATES):
+        batches = iter(loader)
+        window = [next(batches), next(batches)]
+        for batch in window:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def zero_grad_first(accelerator, model, optimizer, loader):
+    """Accelerate clears the gradients of the first micro-batch before the last one."""
+    for _ in range(UPDATES):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+
+
+def zero_grad_of_the_model(accelerator, model, optimizer, loader):
+    """Unlike the optimizer's, in every micro-batch."""
+    for _ in range(UPDATES):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                model.zero_grad()
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+
+
+def step_without_accumulate(accelerator, model, optimizer, loader):
+    """Accelerate steps after every micro-batch."""
+    for _ in range(UPDATES):
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def step_of_the_bare_optimizer(accelerator, model, optimizer, loader):
+    step_without_accumulate(accelerator, model, optimizer.optimizer, loader)
+
+
+def left_in_a_window(accelerator, model, optimizer, loader):
+    """An epoch that ends between two micro-batches."""
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        break
+    documented(own_loss)(accelerator, model, optimizer, loader)
+
+
+def in_evaluation_mode(accelerator, model, optimizer, loader):
+    """As `from_pretrained` leaves a model, whose dropout then does nothing."""
+    model.eval()
+    for _ in range(UPDATES):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+TWO_AT_ONCE = Layout(8, 1)  # for loops that accumulate by hand
+
+
+@pytest.mark.parametrize("loop", [by_hand, by_hand_without_division, no_sync_by_hand])
+def test_accumulation_by_hand_is_refused(loop):
+    words = "gradient_accumulation_steps.*accumulate"
+    assert_refused(Attempt(loop), words, layout=TWO_AT_ONCE)
+
+
+def test_batches_fetched_before_their_backward_are_refused():
+    assert_refused(Attempt(batches_first), "backward")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        zero_grad_first,
+        zero_grad_of_the_model,
+        step_without_accumulate,
+        step_of_the_bare_optimizer,
+    ],
+)
+def test_loops_that_are_right_or_refused(loop):
+    assert_right_or_refused(Attempt(loop))
+
+
+def test_an_epoch_that_ends_within_a_window():
+    """Its first micro-batches are no part of the next window."""
+    attempt = Attempt(left_in_a_window)
+    try:
+        weights = attempt.run(Accelerator, TWO_STEPS)
+    except HfGaError:
+        assert not attempt.moved()
+        return
+    assert distance(weights, Attempt(documented(own_loss)).full_batch()) < CLOSE
+
+
+@pytest.mark.parametrize("loop", [by_hand, no_sync_by_hand])
+def test_loops_by_hand_of_accelerate_are_wrong(loop):
+    """The control."""
+    attempt = Attempt(loop)
+    right = Attempt(documented(own_loss)).full_batch()
+    assert distance(attempt.run(accelerate.Accelerator, TWO_AT_ONCE), right) > FAR
+
+
+@pytest.mark.parametrize("loop", [zero_grad_first, zero_grad_of_the_model])
+def test_loops_of_accelerate_are_wrong(loop):
+    """The control."""
+    attempt = Attempt(loop)
+    weights = attempt.run(accelerate.Accelerator, TWO_STEPS)
+    assert distance(weights, attempt.full_batch()) > FAR
+
+
+@pytest.mark.parametrize("layout", [TWO_STEPS, UNEVEN], ids=str)
+def test_a_model_that_is_trained_in_evaluation_mode(layout):
+    assert_right_or_refused(
+        Attempt(in_evaluation_mode, lambda: h.bert_token_classifier(0.1)), layout
+    )
+
+
+# -- two models
+
+
+class Pair:
+    """Two models, each with its optimizer, in one loop over one loader."""
+
+    def __init__(self, backward):
+        self.backward = backward
+
+    def run(self, accelerator_class, layout):
+        accelerator = layout.make(accelerator_class)
+        torch.manual_seed(2)
+        loader = torch.utils.data.DataLoader(
+            h.tag_samples(16),
+            shuffle=True,
+            collate_fn=h.pad_right,
+            batch_size=layout.per_device_batch_size,
+        )
+        self.models = [h.bert_token_classifier(), h.bert_token_classifier()]
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in self.models]
+        *prepared, loader = accelerator.prepare(*self.models, *optimizers, loader)
+        models, optimizers = prepared[:2], prepared[2:]
+        for _ in range(UPDATES):
+            for batch in loader:
+                with accelerator.accumulate(*models):
+                    self.backward(accelerator, models, batch)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return self.weights()
+
+    def weights(self):
+        return {
+            f"{number}.{name}": parameter.detach().clone()
+            for number, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
+        }
+
+
+def one_after_the_other(accelerator, models, batch):
+    for model in models:
+        accelerator.backward(model(**batch).loss)
+
+
+def in_one_sum(accelerator, models, batch):
+    accelerator.backward(sum(model(**batch).loss for model in models))
+
+
+@pytest.mark.parametrize("backward", [one_after_the_other, in_one_sum])
+def test_two_models_are_right_or_refused(backward):
+    pair = Pair(backward)
+    right = pair.run(accelerate.Accelerator, FULL_BATCH)
+    assert distance(pair.run(accelerate.Accelerator, TWO_STEPS), right) > FAR  # the control
+    try:
+        weights = pair.run(Accelerator, TWO_STEPS)
+    except HfGaError:
+        assert not any(hasattr(p, "_hf_ga_moved") for m in pair.models for p in m.parameters())
+        fresh = h.bert_token_classifier().state_dict()
+        for model in pair.models:
+            assert all(
+                torch.equal(fresh[name], value) for name, value in model.state_dict().items()
+            )
+        return
+    assert distance(weights, right) < CLOSE
+
+
+# -- random numbers
+
+
+def noise_before_backward(accelerator, model, batch):
+    """As NEFTune by hand, or mixup."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    inputs = {
+        "inputs_embeds": embedded + 0.1 * torch.randn_like(embedded),
+        "attention_mask": batch["attention_mask"],
+        "labels": batch["labels"],
+    }
+    accelerator.backward(model(**inputs).loss)
+
+
+def noise_after_backward(accelerator, model, batch):
+    """Harmless: a log line for one batch in ten."""
+    accelerator.backward(model(**batch).loss)
+    torch.rand(1)
+
+
+def test_draws_before_the_backward_are_refused():
+    assert_refused(Attempt(documented(noise_before_backward)), "random", UnkeyedRandomness)
+
+
+def test_draws_before_the_backward_may_be_allowed():
+    attempt = Attempt(
+        documented(noise_before_backward), options={"allow_split_dependent_randomness": True}
+    )
+    attempt.run(Accelerator, TWO_STEPS)
+    assert attempt.moved()
+
+
+def test_draws_after_the_backward_are_right():
+    assert_right(Attempt(documented(noise_after_backward)))
