@@ -210,3 +210,16 @@ def test_the_same_ranks_go_on_bit_for_bit(tmp_path, stop):
     for one, reference in zip(resumed, references, strict=True):
         assert_went_on(one, reference, stop)
         assert same_bits(one.weights, reference.weights)
+
+
+@pytest.mark.slow("trains on two processes")
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_shards_go_on(undisturbed, tmp_path, kind):
+    """In the same layout, and in another one of as many ranks."""
+    before, after = LAYOUTS[2][:2]
+    for one in on_ranks(partial(begin, tmp_path, "step_4", before), 2, kind):
+        assert one is None, one
+    for layout in (before, after):
+        for resumed in on_ranks(partial(go_on, tmp_path, "step_4", layout), 2, kind):
+            assert not isinstance(resumed, str), resumed
+            assert_went_on(resumed, undisturbed(FULL_BATCH), "step_4")

@@ -267,8 +267,8 @@ def weighted_with_generator(samples, batch_size):
 
 
 def subset(samples, batch_size):
-    """Shuffled."""
-    return shuffled(Subset(samples, range(36, -1, -1)), batch_size)
+    """Shuffled, without sample 0."""
+    return shuffled(Subset(samples, range(36, 0, -1)), batch_size)
 
 
 def in_batches(samples, batch_size):
@@ -310,6 +310,20 @@ def test_samplers_in_every_layout(make_loader, layout):
 def test_without_shuffling_the_order_is_the_dataset_s(make_loader, layout):
     windows = [[*range(16)], [*range(16, 32)], [*range(32, 37)]]
     assert as_sets(two_epochs(layout, make_loader).windows) == [windows, windows]
+
+
+@pytest.mark.parametrize("make_loader", [weighted, weighted_with_generator])
+def test_a_weighted_sampler_repeats_samples(make_loader):
+    """Other ones in every epoch."""
+    first, second = (sorted(chain(*epoch)) for epoch in two_epochs(TWO_STEPS, make_loader).windows)
+    assert len(first) == NUM_SAMPLES
+    assert len({*first}) < NUM_SAMPLES
+    assert first != second
+
+
+def test_a_subset_is_all_that_is_seen():
+    for epoch in two_epochs(TWO_STEPS, subset).windows:
+        assert sorted(chain(*epoch)) == [*range(1, NUM_SAMPLES)]
 
 
 def test_a_sampler_draws_from_its_own_generator():

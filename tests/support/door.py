@@ -1,10 +1,12 @@
 """The Accelerator under test."""
 
-import importlib.util
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("hf_ga.accelerator"):
-    from hf_ga.accelerator import Accelerator
+import hf_ga
+
+if (Path(hf_ga.__path__[0]) / "accelerator").exists():
+    from hf_ga import Accelerator
 else:
     sys.path.append("/work/shared/prototypes")
     import accelerator_door

@@ -172,11 +172,18 @@ def on_ranks(
         ends.append(end)
     try:
         assert all(end.poll(limit) for end in ends), f"a rank ran for more than {limit} s"
-        return [pickle.loads(end.recv_bytes()) for end in ends]
+        return [_received(end) for end in ends]
     finally:
         for process in ranks:
             process.join(5)
             process.kill()  # what waits for a rank that is gone
+
+
+def _received(end: Connection) -> Any:
+    try:
+        return pickle.loads(end.recv_bytes())
+    except EOFError:
+        return "EOFError: the rank was ended from outside, by torch or by a signal"
 
 
 def _be_rank(environment: dict[str, str], work: Callable[[], Any], end: Connection) -> None:

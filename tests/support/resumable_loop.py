@@ -18,6 +18,7 @@ from documented_loop import (
     Trained,
     num_updates,
     trained_weights,
+    whole,
 )
 from torch.utils.data import DataLoader
 
@@ -95,7 +96,7 @@ def train_with_states(
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), case.max_norm)
-                    trained.norms.append(float(norm))
+                    trained.norms.append(float(whole(norm)))
                     trained.rates.append(lr_scheduler.get_last_lr()[0])
                 optimizer.step()
                 lr_scheduler.step()
