@@ -262,8 +262,8 @@ def weighted(samples, batch_size, generator=None):
     return in_order(samples, batch_size, sampler=sampler)
 
 
-def weighted_with_generator(samples, batch_size):
-    return weighted(samples, batch_size, torch.Generator().manual_seed(5))
+def weighted_with_generator(samples, batch_size, seed=5):
+    return weighted(samples, batch_size, torch.Generator().manual_seed(seed))
 
 
 def subset(samples, batch_size):
@@ -326,11 +326,17 @@ def test_a_subset_is_all_that_is_seen():
         assert sorted(chain(*epoch)) == [*range(1, NUM_SAMPLES)]
 
 
-def test_a_sampler_draws_from_its_own_generator():
-    own = weighted_with_generator(numbered_samples(), 16).sampler
-    drawn = [[*own], [*own]]
-    windows = [[sorted(epoch[start : start + 16]) for start in range(0, 37, 16)] for epoch in drawn]
-    assert as_sets(two_epochs(TWO_STEPS, weighted_with_generator).windows) == windows
+def shuffled_with_generator(samples, batch_size, seed=5):
+    return shuffled(samples, batch_size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make_loader", [weighted_with_generator, shuffled_with_generator])
+def test_a_generator_chooses_the_order(make_loader):
+    """Whatever the seed of the run."""
+    one, same = (two_epochs(TWO_STEPS, make_loader, seed=seed).windows for seed in (2, 3))
+    other = two_epochs(TWO_STEPS, partial(make_loader, seed=6)).windows
+    assert one == same
+    assert one != other
 
 
 @pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
