@@ -3,14 +3,24 @@ one error before the first update. Accelerate's Accelerator is wrong in them wit
 """
 
 import contextlib
+from functools import partial
 
 import accelerate
 import helpers as h
 import pytest
 import torch
 from attempts import UPDATES, Attempt, documented
-from documented_loop import FULL_BATCH, TWO_STEPS, UNEVEN, Layout, distance, reset_states
+from documented_loop import (
+    FULL_BATCH,
+    TWO_STEPS,
+    UNEVEN,
+    Layout,
+    distance,
+    reset_states,
+    trained_weights,
+)
 from door import Accelerator
+from forked import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,6 +110,33 @@ def over_positives(accelerator, model, batch):
     accelerator.backward(token_losses(model(**batch), {"labels": labels}))
 
 
+def label_smoothing(accelerator, model, batch):
+    accelerator.backward(token_losses(model(**batch), batch, label_smoothing=0.1))
+
+
+def penalty_on_logits(accelerator, model, batch):
+    """Of all tokens, padding too."""
+    outputs = model(**batch)
+    accelerator.backward(outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean())
+
+
+def penalty_on_hidden_states(accelerator, model, batch):
+    """Of data, but not by way of the model's outputs."""
+    hidden = []
+    encoder = accelerator.unwrap_model(model).bert
+    handle = encoder.register_forward_hook(lambda m, inputs, outputs: hidden.append(outputs[0]))
+    loss = model(**batch).loss
+    handle.remove()
+    accelerator.backward(loss + (hidden[0] - 1).square().mean())
+
+
+def penalty_on_embeddings(accelerator, model, batch):
+    """Of data, in a forward of a part of the model."""
+    loss = model(**batch).loss
+    embeddings = accelerator.unwrap_model(model).get_input_embeddings()
+    accelerator.backward(loss + (embeddings(batch["input_ids"]) - 1).square().mean())
+
+
 def divided_by_hand(accelerator, model, batch):
     loss = model(**batch).loss / accelerator.gradient_accumulation_steps
     accelerator.backward(loss)
@@ -156,6 +193,10 @@ def test_losses_that_are_right(step, layout):
         class_weights,
         over_positives,
         two_forwards,
+        label_smoothing,
+        penalty_on_logits,
+        penalty_on_hidden_states,
+        penalty_on_embeddings,
     ],
 )
 def test_losses_of_accelerate_are_wrong(step):
@@ -195,11 +236,117 @@ def test_num_items_in_batch_is_refused():
         two_forwards,
         two_forwards_and_one_backward,
         two_losses,
+        label_smoothing,
+        penalty_on_logits,
+        penalty_on_hidden_states,
+        penalty_on_embeddings,
     ],
 )
 @pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS], ids=str)
 def test_losses_that_are_right_or_refused(step, layout):
     assert_right_or_refused(Attempt(documented(step)), layout)
+
+
+def rare_class_samples():
+    """Class 2 occurs in one sample of the second window only."""
+    samples = h.tag_samples(32)
+    for number, sample in enumerate(samples):
+        labels = [label if label == h.IGNORED else min(label, 1) for label in sample["labels"]]
+        samples[number] = {**sample, "labels": labels}
+    samples[20]["labels"] = [2] * len(samples[20]["labels"])
+    return samples
+
+
+RARE_WEIGHTS = torch.tensor([1.0, 1.0, 7.0])
+
+
+def rare_class_weights(accelerator, model, batch):
+    """In the first window all weights are one, and the loss is the head's."""
+    accelerator.backward(token_losses(model(**batch), batch, weight=RARE_WEIGHTS))
+
+
+def one_epoch(step, weights_after):
+    """In the order of the dataset; keeps the weights after each update."""
+
+    def loop(accelerator, model, optimizer, loader):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                step(accelerator, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                weights_after.append(trained_weights(accelerator.unwrap_model(model)))
+
+    return loop
+
+
+def test_a_rare_class_in_the_second_window_is_noticed_before_its_update():
+    """What one window shows is no proof for the next one."""
+    samples = rare_class_samples()
+    right, found = [], []
+    attempt = Attempt(one_epoch(rare_class_weights, right), samples=samples, loader_options={})
+    attempt.full_batch()
+    attempt.loop = one_epoch(rare_class_weights, found)
+    try:
+        attempt.run(Accelerator, TWO_STEPS)
+    except HfGaError:
+        now = trained_weights(attempt.model)
+        assert distance(now, right[0]) < CLOSE
+        return
+    assert distance(found[1], right[1]) < CLOSE
+
+
+def test_a_rare_class_in_accelerate():
+    """The control."""
+    right, found = [], []
+    samples = rare_class_samples()
+    attempt = Attempt(one_epoch(rare_class_weights, right), samples=samples, loader_options={})
+    attempt.full_batch()
+    attempt.loop = one_epoch(rare_class_weights, found)
+    attempt.run(accelerate.Accelerator, TWO_STEPS)
+    assert distance(found[1], right[1]) > FAR
+
+
+@pytest.mark.parametrize("convert", [int, float, torch.tensor], ids=["int", "float", "tensor"])
+def test_num_targets_may_be_a_number_or_a_tensor(convert):
+    def step(accelerator, model, batch):
+        if type(accelerator) is accelerate.Accelerator:
+            own_loss(accelerator, model, batch)
+            return
+        loss_sum = token_losses(model(**batch), batch, reduction="sum")
+        accelerator.backward(loss_sum, num_targets=convert(count(batch["labels"]).item()))
+
+    assert_right(Attempt(documented(step)), UNEVEN)
+
+
+def test_num_targets_in_one_micro_batch_only_is_refused():
+    calls = []
+
+    def step(accelerator, model, batch):
+        calls.append(len(calls))
+        outputs = model(**batch)
+        if len(calls) % 2:
+            loss_sum = token_losses(outputs, batch, reduction="sum")
+            accelerator.backward(loss_sum, num_targets=count(batch["labels"]))
+        else:
+            accelerator.backward(outputs.loss)
+
+    assert_refused(Attempt(documented(step)), "num_targets")
+
+
+@pytest.mark.parametrize("step", [own_loss, class_weights_as_a_sum])
+def test_a_window_without_targets_makes_no_update_of_nan(step):
+    """Its mean is 0 / 0: refused, or nothing is learnt."""
+    samples = [h.without_targets(sample) for sample in h.tag_samples(16)]
+    attempt = Attempt(documented(step), samples=samples + h.tag_samples(16), loader_options={})
+    try:
+        weights = attempt.run(Accelerator, TWO_STEPS)
+    except HfGaError:
+        assert not attempt.moved()
+        return
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())
+    assert attempt.moved()
 
 
 def test_a_micro_batch_without_targets():
@@ -524,3 +671,50 @@ def test_draws_before_the_backward_may_be_allowed():
 
 def test_draws_after_the_backward_are_right():
     assert_right(Attempt(documented(noise_after_backward)))
+
+
+# -- several ranks
+
+
+def on_rank(step):
+    return Attempt(documented(step)).run(Accelerator, Layout(4, 2))
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("step", [criterion, penalty, class_weights_as_a_sum])
+def test_losses_that_are_right_on_two_ranks(step):
+    right = Attempt(documented(step)).full_batch()
+    for weights in on_ranks(partial(on_rank, step), 2):
+        assert not isinstance(weights, str), weights
+        assert distance(weights, right) < CLOSE
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize(
+    "step", [class_weights, divided_by_hand, num_items_in_batch, backward_of_the_loss]
+)
+def test_losses_that_are_refused_on_two_ranks(step):
+    """By both, in the same window: none is left waiting."""
+    found = on_ranks(partial(on_rank, step), 2)
+    assert all(isinstance(one, str) for one in found), found
+    assert all(one.split(":")[0] in ERRORS for one in found), found
+
+
+ERRORS = {"ConfigError", "LossNotAdditive", "ProcessFailed", "UnkeyedRandomness"}
+
+
+def refused_on_one_rank():
+    """Rank 1 has a loss of its own."""
+
+    def step(accelerator, model, batch):
+        step = class_weights if accelerator.process_index else own_loss
+        step(accelerator, model, batch)
+
+    return on_rank(step)
+
+
+@pytest.mark.slow("starts processes")
+def test_a_loss_that_one_rank_refuses_ends_all():
+    found = on_ranks(refused_on_one_rank, 2)
+    assert all(isinstance(one, str) for one in found), found
+    assert all(one.split(":")[0] in ERRORS for one in found), found
