@@ -17,16 +17,15 @@ from hf_ga.errors import (
     UnkeyedRandomness,
 )
 from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.prepare import prepare
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.finetune import finetune
 from hf_ga.run.plan_batch import BatchPlan, plan_batch
 from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
-from hf_ga.training import backward_window, prove_targets, train_step
+from hf_ga.training import backward_window, prepare, prove_targets, train_step
 
 __version__ = "0.1.0"
 
@@ -44,7 +43,7 @@ __all__ = [
     "MicroBatch",
     "NonFinite",
     "OutOfMemory",
-    "ProvenLoss",
+    "Rule",
     "RunStopped",
     "StepResult",
     "StreamLoader",
