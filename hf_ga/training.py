@@ -153,7 +153,16 @@ def prepare(
 
 
 def remember(accelerator: Accelerator, model: nn.Module, given: Given) -> None:
-    """Keep what was given for a model, for the windows that this accelerator trains it on."""
+    """Keep what was given for a model, for the windows that this accelerator trains it on.
+
+    Raises:
+        ConfigError: If the rule was proven with another loss than `loss_fn`.
+    """
+    if given.rule is not None and given.loss_fn is not None and not _fits(given.rule, given):
+        raise ConfigError(
+            "loss_fn differs from the one of the proof, and would not be used: pass it to "
+            "prove_targets, or leave `rule` out."
+        )
     known = vars(accelerator).setdefault("_hf_ga_given", WeakKeyDictionary())
     known[unwrapped(model)] = given
 
@@ -300,7 +309,8 @@ def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
     """
     base = unwrapped(model)
     rule = given.rule or window.state.rules.get(base)
-    if rule is None or (given.rule is None and rule.modes != module_modes(base)):
+    is_kept = rule is not None and rule.modes == module_modes(base) and _fits(rule, given)
+    if given.rule is None and not is_kept:
         if isinstance(model, FullyShardedDataParallel):
             raise ConfigError(
                 "under FSDP1 a model must be tested before it is sharded: pass the windows, "
@@ -313,6 +323,11 @@ def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
         others = tuple(hook for hook in rule.speed_ups if not isinstance(hook, Packing))
         rule = replace(rule, speed_ups=others)
     return rule
+
+
+def _fits(rule: Rule, given: Given) -> bool:
+    """Whether a rule was proven with the loss that was given."""
+    return getattr(rule.loss, "loss_fn", None) == given.loss_fn
 
 
 def _prove(

@@ -11,6 +11,7 @@ overridden:
     mean loss, not divided again
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -175,10 +176,12 @@ class TrainerWindow:
         """
         if not self._was_checked:
             self._was_checked = True
-            if not torch.allclose(loss, self._term, rtol=0, atol=0, equal_nan=True):
+            passed = float(loss.detach())
+            expected = float(self._term.detach())
+            if passed != expected and math.isfinite(expected):
                 raise ConfigError(
                     "the term of the window's loss must reach backward() unscaled, but was "
-                    f"multiplied by {float(loss) / float(self._term):g}: "
+                    f"multiplied by {passed / expected:g}: "
                     "an overridden training_step scales it again. Remove that scaling."
                 )
         self.engine.backward_term(self._term, self._counts)

@@ -174,7 +174,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
             accelerator=accelerator,
             batch_size=size,
             lengths=lengths,
-            proven=rule,
+            rule=rule,
         )
         losses.append(evaluate(accelerator, model, windows, rule)["loss"])
     whole = h.pad_right(samples)

@@ -63,7 +63,7 @@ def computed(device, build, make_samples, loss_fn):
         )
     lengths = [len(sample["input_ids"]) for sample in samples]
     batches = evaluation_windows(
-        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, proven=rule
+        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, rule=rule
     )
     results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
     forwards = sum(len(window.batches) for window in batches)

@@ -234,9 +234,9 @@ def small_device(fits: float, **how):
     """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
     prepare, devices = build.prepare, []
 
-    def prepared(accelerator, model, optimizer):
+    def prepared(accelerator, model, optimizer, **given):
         devices.append(Device(model, fits, **how))
-        return prepare(accelerator, model, optimizer)
+        return prepare(accelerator, model, optimizer, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "prepare", prepared)
