@@ -7,9 +7,8 @@ A public name is imported from its module on first use, so `import hf_ga` itself
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if (
-    TYPE_CHECKING
-):  # the same names for type checkers, editors and mkdocs, which do not run __getattr__
+# The same names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
+if TYPE_CHECKING:
     from hf_ga.check.check import check_equivalence as check_equivalence
     from hf_ga.check.report import EquivalenceReport as EquivalenceReport
     from hf_ga.data.stream_loader import StreamLoader as StreamLoader

@@ -10,7 +10,7 @@ from hf_ga.exact.batches import as_batch, widest
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states
 
-if TYPE_CHECKING:  # not needed by the library: only who has such a dataset has imported it
+if TYPE_CHECKING:
     from datasets import Dataset
 
 
@@ -32,9 +32,11 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
 
 
 def _is_hf_dataset(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset`, without importing `datasets`: it is none if nobody has."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(dataset, datasets.Dataset)
+    """Whether it is a `datasets.Dataset`. The package may not be installed, so it is not imported
+    here: as long as nobody has imported it, there are none of its datasets.
+    """
+    module = sys.modules.get("datasets.arrow_dataset")
+    return module is not None and isinstance(dataset, module.Dataset)
 
 
 def _of_list(samples: Any) -> np.ndarray | None:

@@ -303,7 +303,7 @@ def test_an_adapter_is_trained_further(adapted, place, tmp_path):
 def test_without_peft(place, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
     with pytest.raises(
-        hf_ga.ConfigError, match=r"adapters need the package peft: pip install "hf_ga\[finetune\]""
+        hf_ga.ConfigError, match=r'adapters need the package peft: pip install "hf_ga\[finetune\]"'
     ):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 
