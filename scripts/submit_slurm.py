@@ -5,7 +5,7 @@
         scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir
         outputs/gpt2
 
-Needs the extra `slurm`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
+Needs the extra `finetune`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
 newest checkpoint in output_dir, if any. A preempted job saves and is requeued, and so is a job at
 its time limit, up to --max_timeouts times.
 """

@@ -65,7 +65,7 @@ class FinetuneConfig(DataOptions):
     )
     lora_r: int | None = option(
         None,
-        "Rank of LoRA adapters (needs the extra `peft`); other weights are frozen. Default: no "
+        "Rank of LoRA adapters (needs the extra `finetune`); other weights are frozen. Default: no "
         "LoRA.",
     )
     lora_alpha: float | None = option(
