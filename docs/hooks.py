@@ -38,6 +38,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Warn about public names that the API page lacks, or that have no docstring."""
     if page.file.src_path == "api.md":
         package = griffe.load("hf_ga", search_paths=[ROOT])
-        for name in package.exports:
+        public = [
+            name
+            for name, member in package.members.items()
+            if member.is_alias and member.target_path.startswith("hf_ga.")
+        ]
+        for name in public:
             if f'id="hf_ga.{name}"' not in html or not package[name].has_docstring:
                 log.warning(f"api.md: hf_ga.{name} is missing or has no docstring")

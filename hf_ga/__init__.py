@@ -1,61 +1,91 @@
 """Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full
 batch.
+
+A public name is imported from its module on first use, so `import hf_ga` itself is fast.
 """
 
-from hf_ga.check.check import check_equivalence
-from hf_ga.check.report import EquivalenceReport
-from hf_ga.data.stream_loader import StreamLoader
-from hf_ga.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    HfGaError,
-    LossNotAdditive,
-    NonFinite,
-    OutOfMemory,
-    RunStopped,
-    UnkeyedRandomness,
-)
-from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.update import StepResult
-from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.prepare import prepare
-from hf_ga.proof.targets import ProvenLoss
-from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.finetune import finetune
-from hf_ga.run.plan_batch import BatchPlan, plan_batch
-from hf_ga.trainer.exact_trainer import ExactTrainer, ExactTrainerMixin
-from hf_ga.training import backward_window, prove_targets, train_step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# The same names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
+if TYPE_CHECKING:
+    from hf_ga.check.check import check_equivalence as check_equivalence
+    from hf_ga.check.report import EquivalenceReport as EquivalenceReport
+    from hf_ga.data.stream_loader import StreamLoader as StreamLoader
+    from hf_ga.errors import CheckpointError as CheckpointError
+    from hf_ga.errors import ConfigError as ConfigError
+    from hf_ga.errors import DataError as DataError
+    from hf_ga.errors import HfGaError as HfGaError
+    from hf_ga.errors import LossNotAdditive as LossNotAdditive
+    from hf_ga.errors import MissingPackage as MissingPackage
+    from hf_ga.errors import NonFinite as NonFinite
+    from hf_ga.errors import OutOfMemory as OutOfMemory
+    from hf_ga.errors import RunStopped as RunStopped
+    from hf_ga.errors import UnkeyedRandomness as UnkeyedRandomness
+    from hf_ga.exact.batches import MicroBatch as MicroBatch
+    from hf_ga.exact.plan_batch import BatchPlan as BatchPlan
+    from hf_ga.exact.plan_batch import plan_batch as plan_batch
+    from hf_ga.exact.rule import Rule as Rule
+    from hf_ga.exact.update import StepResult as StepResult
+    from hf_ga.exact.window import Window as Window
+    from hf_ga.exact.window_loader import WindowLoader as WindowLoader
+    from hf_ga.run.config import FinetuneConfig as FinetuneConfig
+    from hf_ga.run.finetune import finetune as finetune
+    from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
+    from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
+    from hf_ga.training import backward_window as backward_window
+    from hf_ga.training import prepare as prepare
+    from hf_ga.training import prove_targets as prove_targets
+    from hf_ga.training import train_step as train_step
+
+# public name -> its module: a new name is one line here, and its import above.
+_MODULES = {
+    "BatchPlan": "hf_ga.exact.plan_batch",
+    "CheckpointError": "hf_ga.errors",
+    "ConfigError": "hf_ga.errors",
+    "DataError": "hf_ga.errors",
+    "EquivalenceReport": "hf_ga.check.report",
+    "ExactTrainer": "hf_ga.trainer.exact_trainer",
+    "ExactTrainerMixin": "hf_ga.trainer.exact_trainer",
+    "FinetuneConfig": "hf_ga.run.config",
+    "HfGaError": "hf_ga.errors",
+    "LossNotAdditive": "hf_ga.errors",
+    "MicroBatch": "hf_ga.exact.batches",
+    "MissingPackage": "hf_ga.errors",
+    "NonFinite": "hf_ga.errors",
+    "OutOfMemory": "hf_ga.errors",
+    "Rule": "hf_ga.exact.rule",
+    "RunStopped": "hf_ga.errors",
+    "StepResult": "hf_ga.exact.update",
+    "StreamLoader": "hf_ga.data.stream_loader",
+    "UnkeyedRandomness": "hf_ga.errors",
+    "Window": "hf_ga.exact.window",
+    "WindowLoader": "hf_ga.exact.window_loader",
+    "backward_window": "hf_ga.training",
+    "check_equivalence": "hf_ga.check.check",
+    "finetune": "hf_ga.run.finetune",
+    "plan_batch": "hf_ga.exact.plan_batch",
+    "prepare": "hf_ga.training",
+    "prove_targets": "hf_ga.training",
+    "train_step": "hf_ga.training",
+}
 
 __version__ = "0.1.0"
+__all__ = list(_MODULES)
 
-__all__ = [
-    "BatchPlan",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EquivalenceReport",
-    "ExactTrainer",
-    "ExactTrainerMixin",
-    "FinetuneConfig",
-    "HfGaError",
-    "LossNotAdditive",
-    "MicroBatch",
-    "NonFinite",
-    "OutOfMemory",
-    "ProvenLoss",
-    "RunStopped",
-    "StepResult",
-    "StreamLoader",
-    "UnkeyedRandomness",
-    "Window",
-    "WindowLoader",
-    "backward_window",
-    "check_equivalence",
-    "finetune",
-    "plan_batch",
-    "prepare",
-    "prove_targets",
-    "train_step",
-]
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562).
+
+    Raises:
+        MissingPackage: it belongs to the fine-tuning command, whose packages are not installed.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hf_ga' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -31,6 +31,10 @@ class ProcessFailed(HfGaError, RuntimeError):
     """Another process failed in this window; the message comes from that process."""
 
 
+class MissingPackage(HfGaError, ImportError):
+    """A package that is not installed; the message has the command that installs it."""
+
+
 class OutOfMemory(HfGaError, RuntimeError):
     """A single sample (under FSDP, a micro-batch) does not fit in device memory."""
 

@@ -1,9 +1,9 @@
-"""One optimizer step on one window: build the exact step from the proof, add the gradient, clip and
-update once.
-"""
+"""The own loop's functions: `prepare` a model once, then `train_step` on each window."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -12,15 +12,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
+from hf_ga.exact.base_loader import BaseLoader
+from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import LossFunction, is_compiled, module_modes, unwrapped
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.precision import check_optimizer, check_precision
-from hf_ga.exact.step import Step
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.step import add_gradients
 from hf_ga.exact.update import StepResult, update
-from hf_ga.exact.window import Window
+from hf_ga.exact.window import LoaderState, Window
+from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.fsdp import backend_for
-from hf_ga.proof.identity import identity_of, same
-from hf_ga.proof.targets import ProvenLoss, prove
+from hf_ga.proof.targets import prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
@@ -54,7 +57,7 @@ def prove_targets(
     loss_fn: LossFunction | None = None,
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] | None = None,
-) -> ProvenLoss:
+) -> Rule:
     """Find out how a model's loss counts its targets and prove it on a few samples. The model and
     all random states are unchanged.
 
@@ -89,23 +92,89 @@ def prove_targets(
     )
 
 
-def backward_window(
+@dataclass(frozen=True)
+class Given:
+    """What is given once for a model, in `prepare`.
+
+    Attributes:
+        loss_fn: The loss in place of the head's own.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        rule: What was proven. None: the first window of each loader proves it.
+    """
+
+    loss_fn: LossFunction | None = None
+    allow_split_dependent_randomness: bool = False
+    rule: Rule | None = None
+
+
+def prepare(
     accelerator: Accelerator,
     model: nn.Module,
-    window: Window,
+    optimizer: torch.optim.Optimizer,
+    windows: BaseLoader | None = None,
     *,
-    targets: ProvenLoss | None = None,
     loss_fn: LossFunction | None = None,
     allow_split_dependent_randomness: bool = False,
-) -> StepResult:
+    rule: Rule | None = None,
+) -> tuple[nn.Module, Any]:
+    """Prepare a model and its optimizer for `train_step`.
+
+    As `accelerator.prepare(model, optimizer)`; also keeps what must be known about the loss, and
+    under FSDP lets gradients be reduced in float32.
+
+    Args:
+        accelerator: The accelerator of the run.
+        model: Not wrapped yet.
+        optimizer: Of the model's parameters.
+        windows: The `WindowLoader` of the training samples. With it the model is tested here,
+            otherwise by the first step. Required under FSDP1, which shards the model.
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
+            the head's own loss.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        rule: The result of `prove_targets`, in place of `windows`.
+
+    Returns:
+        The prepared model and optimizer.
+
+    Raises:
+        LossNotAdditive, UnkeyedRandomness, ConfigError: See `prove_targets`.
+
+    Example:
+        windows = hf_ga.WindowLoader(dataset, collate_fn, accelerator=accelerator)
+        model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
+    """
+    base = unwrapped(model)
+    given = Given(loss_fn, allow_split_dependent_randomness, rule)
+    remember(accelerator, base, given)
+    if windows is not None and rule is None:
+        samples = windows.probe_samples(NUM_PROOF_SAMPLES)
+        _prove(base, samples, windows.collate_fn, windows.state, given)
+    return parallel.prepare(accelerator, model, optimizer)
+
+
+def remember(accelerator: Accelerator, model: nn.Module, given: Given) -> None:
+    """Keep what was given for a model, for the windows that this accelerator trains it on.
+
+    Raises:
+        ConfigError: If the rule was proven with another loss than `loss_fn`.
+    """
+    if given.rule is not None and given.loss_fn is not None and not _fits(given.rule, given):
+        raise ConfigError(
+            "loss_fn differs from the one of the proof, and would not be used: pass it to "
+            "prove_targets, or leave `rule` out."
+        )
+    known = vars(accelerator).setdefault("_hf_ga_given", WeakKeyDictionary())
+    known[unwrapped(model)] = given
+
+
+def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. The caller clips, steps the optimizer
     and zeroes the gradients.
 
     Under fp16 `.grad` is the gradient times the loss scale: `accelerator.clip_grad_norm_` or
-        `accelerator.unscale_gradients`
-    removes it, once, after the last window that is added and before anything reads the gradient; or
-    the prepared optimizer's step does. Add several windows only while the scale is the same: until
-    any prepared optimizer steps.
+    `accelerator.unscale_gradients` removes it, once, after the last window that is added and before
+    anything reads the gradient; or the prepared optimizer's step does. Add several windows only
+    while the scale is the same: until any prepared optimizer steps.
 
     If a process runs out of memory, all processes drop the window's gradients and recompute them in
     smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP, where
@@ -116,45 +185,23 @@ def backward_window(
     unsharded gradients between micro-batches.
 
     Args:
-        model: prepared by the accelerator, in training mode.
-        window: from a `WindowLoader`.
-        targets: the result of `prove_targets`. Default: the model is proven with the first window,
-            on samples of the whole dataset, and the loader keeps the proof.
-        loss_fn, allow_split_dependent_randomness: see `prove_targets`.
+        accelerator: The accelerator of the run.
+        model: Prepared by `hf_ga.prepare` (or by the accelerator), in training mode. A model that
+            was not tested in `prepare` is tested with the first window, on samples of the whole
+            dataset.
+        window: From a `WindowLoader`.
 
     Raises:
-        LossNotAdditive, UnkeyedRandomness: see `prove_targets`. ConfigError: a backend that cannot
-            be exact, or a precision that Accelerate would not apply. OutOfMemory: a single sample
-            (under FSDP, a micro-batch) does not fit. ProcessFailed: another process raised an error
-            in this window.
+        LossNotAdditive, UnkeyedRandomness: See `prove_targets`.
+        ConfigError: If a backend cannot be exact, or Accelerate would not apply a precision.
+        OutOfMemory: If a single sample (under FSDP, a micro-batch) does not fit.
+        ProcessFailed: If another process raised an error in this window.
 
     Example:
         result = backward_window(accelerator, model, window)
         result.loss, result.num_targets
     """
-    if not isinstance(window, Window):
-        raise ConfigError(
-            f"a window of a WindowLoader is needed, got a {type(window).__name__}: iterate over a "
-            "WindowLoader."
-        )
-    check_supported(accelerator)
-    check_precision(accelerator)
-    proven = targets or _proven(model, window, loss_fn, allow_split_dependent_randomness)
-    proven.check_fits(model, loss_fn)
-    # For a model that was compiled after its proof: compiled layers skip the hooks of packing.
-    hooks = [
-        hook for hook in proven.hooks if not (isinstance(hook, Packing) and is_compiled(model))
-    ]
-    step = Step(
-        backend_for(accelerator, same_bits=window.request.chunks is not None),
-        model,
-        proven.loss,
-        hooks,
-        pad_to_window=proven.pad_to_window,
-        unused=proven.unused,
-        allow_split_dependent_randomness=allow_split_dependent_randomness,
-    )
-    return step.add_gradients(window)
+    return add_gradients(engine_for(accelerator, model, window), window)
 
 
 def train_step(
@@ -165,9 +212,6 @@ def train_step(
     *,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     max_grad_norm: float | None = None,
-    targets: ProvenLoss | None = None,
-    loss_fn: LossFunction | None = None,
-    allow_split_dependent_randomness: bool = False,
     on_nonfinite: str = "stop",
 ) -> StepResult:
     """One update: gradient of the window, clip once, step optimizer and scheduler, zero the
@@ -177,20 +221,25 @@ def train_step(
     an overflow in any of them skips the whole window and lowers the scale once.
 
     Args:
-        optimizer: prepared by the accelerator. scheduler: not prepared (Accelerate would step it
-            once per process); it steps only if the optimizer did. Under fp16 build it before
-            `prepare`, or torch warns that the optimizer's step was replaced.
-        max_grad_norm: global L2 norm to clip the gradients to; None or 0: no clipping, and no
+        accelerator: The accelerator of the run.
+        model: See `backward_window`.
+        optimizer: Prepared by `hf_ga.prepare` or by the accelerator.
+        window: From a `WindowLoader`.
+        scheduler: Not prepared (Accelerate would step it once per process). It steps only if the
+            optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's
+            step was replaced.
+        max_grad_norm: Global L2 norm to clip the gradients to. None or 0: no clipping, and no
             `grad_norm`.
-        on_nonfinite: what to do before the optimizer's step if the loss or a gradient is not finite
+        on_nonfinite: What to do before the optimizer's step if the loss or a gradient is not finite
             (not under fp16, where the scaler skips overflows): "stop" raises, "skip" leaves the
             window out. Neither updates any parameter.
-        The others: see `backward_window`.
 
     Raises:
-        ConfigError: also a ReduceLROnPlateau, and under fp16 an optimizer that was not prepared.
-            NonFinite: the loss or a gradient of the window is not finite; the message names the
+        ConfigError: Also for a ReduceLROnPlateau, and under fp16 for an optimizer that was not
+            prepared.
+        NonFinite: If the loss or a gradient of the window is not finite. The message names the
             samples and the first module with a non-finite output.
+        Others: See `backward_window`.
 
     Example:
         for window in windows:
@@ -208,68 +257,94 @@ def train_step(
             f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}."
         )
     check_optimizer(accelerator, optimizer)
-    accelerator.sync_gradients = (
-        True  # after an unfinished `accumulate`, Accelerate's optimizer would not step
-    )
+    # After an unfinished `accumulate`, Accelerate's optimizer would not step.
+    accelerator.sync_gradients = True
     optimizer.zero_grad(set_to_none=True)
-    proof = {
-        "loss_fn": loss_fn,
-        "allow_split_dependent_randomness": allow_split_dependent_randomness,
-    }
-    result = backward_window(accelerator, model, window, targets=targets, **proof)
+    engine = engine_for(accelerator, model, window)
+    result = add_gradients(engine, window)
     if result.skipped:
         return result
-    update(backend_for(accelerator), model, optimizer, max_grad_norm, result)
+    update(engine.backend, model, optimizer, max_grad_norm, result)
     if scheduler is not None and not result.skipped:
         getattr(scheduler, "scheduler", scheduler).step()  # unwraps a prepared scheduler
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
-        proven = targets or _proven(model, window, **proof)
-        window = window.padded_to_window() if proven.pad_to_window else window
-        result.cause = find_cause(
-            accelerator, model, window, proven.loss, proven.dropout, result.loss
-        )
+        backend = backend_for(accelerator)
+        result.cause = find_cause(backend, model, window, engine.rule, result.loss)
         if on_nonfinite == "stop":
             raise NonFinite(f"{result.cause}. No parameter was updated.")
     return result
 
 
-def _proven(
-    model: nn.Module,
-    window: Window,
-    loss_fn: LossFunction | None,
-    allow_split_dependent_randomness: bool,
-) -> ProvenLoss:
-    """The proof that the window's loader keeps; proves the model now if it, its modes or the loss
-    changed.
+def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> Engine:
+    """The engine for a window: the model's rule, proven now if it was not, and the backend.
 
     Raises:
-        ConfigError: the model is already sharded by FSDP1, so it cannot be proven now.
+        See `backward_window`.
+    """
+    if not isinstance(window, Window):
+        raise ConfigError(
+            f"a window of a WindowLoader is needed, got a {type(window).__name__}: iterate over a "
+            "WindowLoader."
+        )
+    check_supported(accelerator)
+    check_precision(accelerator)
+    given = vars(accelerator).get("_hf_ga_given", {}).get(unwrapped(model), Given())
+    rule = rule_for(model, window, given)
+    rule.check_fits(model)
+    return Engine(
+        backend_for(accelerator, same_bits=window.request.chunks is not None),
+        model,
+        rule,
+        allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+    )
+
+
+def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
+    """The rule that was given or that the window's loader keeps. Proves the model now if there is
+    none, or if its training modes changed.
+
+    Raises:
+        ConfigError: If the model is already sharded by FSDP1, so it cannot be proven now.
     """
     base = unwrapped(model)
-    proven_with, proven = window.state.proofs.get(base, (None, None))
-    if (
-        proven is not None
-        and same(proven_with, identity_of(loss_fn))
-        and proven.modes == module_modes(base)
-    ):
-        return proven
-    if isinstance(model, FullyShardedDataParallel):
-        raise ConfigError(
-            "under FSDP1 a model must be proven before it is wrapped: proven = "
-            "hf_ga.prove_targets(model, samples, collate_fn) "
-            "before prepare, then targets=proven."
-        )
-    proven = prove_targets(
+    rule = given.rule or window.state.rules.get(base)
+    is_kept = rule is not None and rule.modes == module_modes(base) and _fits(rule, given)
+    if given.rule is None and not is_kept:
+        if isinstance(model, FullyShardedDataParallel):
+            raise ConfigError(
+                "under FSDP1 a model must be tested before it is sharded: pass the windows, "
+                "hf_ga.prepare(accelerator, model, optimizer, windows)."
+            )
+        samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
+        rule = _prove(base, samples, window.fetcher.collate_fn, window.state, given)
+    if is_compiled(model) and any(isinstance(hook, Packing) for hook in rule.speed_ups):
+        # The model was compiled after its proof: compiled layers skip the hooks of packing.
+        others = tuple(hook for hook in rule.speed_ups if not isinstance(hook, Packing))
+        rule = replace(rule, speed_ups=others)
+    return rule
+
+
+def _fits(rule: Rule, given: Given) -> bool:
+    """Whether a rule was proven with the loss that was given."""
+    return getattr(rule.loss, "loss_fn", None) == given.loss_fn
+
+
+def _prove(
+    base: nn.Module,
+    samples: Sequence[Any],
+    collate_fn: Callable[[list[Any]], Any],
+    state: LoaderState,
+    given: Given,
+) -> Rule:
+    """Prove a model and keep the result in the state of the loader."""
+    rule = prove_targets(
         base,
-        window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES),
-        window.fetcher.collate_fn,
-        loss_fn=loss_fn,
-        allow_split_dependent_randomness=allow_split_dependent_randomness,
+        samples,
+        collate_fn,
+        loss_fn=given.loss_fn,
+        allow_split_dependent_randomness=given.allow_split_dependent_randomness,
     )
-    window.state.proofs[base] = (
-        identity_of(loss_fn),
-        proven,
-    )  # after its calls: they may fill its closure
-    window.state.pad_to_window |= proven.pad_to_window
-    return proven
+    state.rules[base] = rule
+    state.pad_to_window |= rule.pad_to_window
+    return rule

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+import hf_ga.run  # noqa: F401  (first: its error names the packages that are missing)
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.layouts import NAMES, least_samples

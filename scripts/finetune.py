@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_ga.run.cli import finetune_main
+from hf_ga.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(finetune_main())
+    sys.exit(main())

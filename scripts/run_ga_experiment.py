@@ -32,14 +32,14 @@ from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.errors import ConfigError
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.plan import Planner, plan_by_sizes
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.models import load_tokenizer
 from hf_ga.run.optimizers import build_optimizer
-from hf_ga.training import prove_targets, train_step
+from hf_ga.training import prepare, prove_targets, train_step
 
 WINDOW_SIZE, LEARNING_RATE, SEED = 64, 5e-4, 0
 LIMITS = {
@@ -164,25 +164,20 @@ class Experiment:
                 module.p = arm.dropout
         optimizer = build_optimizer(model, "adamw", LEARNING_RATE, weight_decay=0.01)
         samples = [self.train[i] for i in range(32)]
-        proven = prove_targets(model, samples, self.data.collate)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        rule = prove_targets(model, samples, self.data.collate)
+        model, optimizer = prepare(accelerator, model, optimizer, rule=rule)
         torch.manual_seed(SEED)  # for native dropout
         losses, began = [], time.perf_counter()
         for window in self._windows(arm, accelerator):
             if arm.weights is None:
-                losses.append(
-                    train_step(
-                        accelerator, model, optimizer, window, targets=proven, max_grad_norm=1.0
-                    ).loss
-                )
+                result = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+                losses.append(result.loss)
             else:
-                losses.append(mistaken_step(model, optimizer, window, proven, arm))
+                losses.append(mistaken_step(model, optimizer, window, rule, arm))
             on_step()
         rate = self.steps / (time.perf_counter() - began)
         weights = torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
-        return ArmResult(
-            arm, losses, self._validate(arm, accelerator, model, proven), weights, rate
-        )
+        return ArmResult(arm, losses, self._validate(arm, accelerator, model, rule), weights, rate)
 
     def _windows(self, arm: Arm, accelerator: Accelerator) -> Iterator[Window]:
         loader = WindowLoader(
@@ -202,9 +197,7 @@ class Experiment:
         for window in islice(chain.from_iterable(repeat(loader)), self.steps):  # epoch after epoch
             yield window if arm.same_window else _resampled(window, generator, len(self.train))
 
-    def _validate(
-        self, arm: Arm, accelerator: Accelerator, model: nn.Module, proven: ProvenLoss
-    ) -> float:
+    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: Rule) -> float:
         rows = self.data.splits["validation"]
         windows = evaluation_windows(
             rows,
@@ -212,10 +205,10 @@ class Experiment:
             accelerator=accelerator,
             batch_size=self.same_bits or arm.micro_batch_size,
             lengths=rows["length"],
-            proven=proven,
+            rule=rule,
         )
         if arm.token_weighted_validation:
-            return evaluate(accelerator, model, windows, proven)["loss"]
+            return evaluate(accelerator, model, windows, rule)["loss"]
         model.eval()
         starts = range(0, len(rows), arm.micro_batch_size)
         batches = [
@@ -227,19 +220,19 @@ class Experiment:
 
 
 def mistaken_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, proven: ProvenLoss, arm: Arm
+    model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: Rule, arm: Arm
 ) -> float:
     """One optimizer step with the arm's mistake. Returns the loss that such a loop would log: its
     weighted sum.
     """
     micro_batches = window.micro_batches
-    counts = np.array([sum(proven.loss.count(m.batch, len(m))) for m in micro_batches])
+    counts = np.array([sum(rule.loss.count(m.batch, len(m))) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
     reported, for_window = 0.0, window_key(window.request.seed, window.epoch, window.index)
     optimizer.zero_grad()
-    with proven.dropout.scope(model) if arm.keyed else nullcontext():
+    with rule.dropout.scope(model) if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            proven.dropout.set_keys(
+            rule.dropout.set_keys(
                 sample_keys(window.request.seed, window.epoch, micro_batch.positions), for_window
             )
             loss = model(**micro_batch.batch).loss * float(weight)

@@ -5,7 +5,7 @@
         scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir
         outputs/gpt2
 
-Needs the extra `slurm`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
+Needs the extra `finetune`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
 newest checkpoint in output_dir, if any. A preempted job saves and is requeued, and so is a job at
 its time limit, up to --max_timeouts times.
 """
@@ -28,8 +28,8 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from hf_ga.errors import ConfigError, HfGaError
+from hf_ga.exact.plan_batch import launch_flags
 from hf_ga.run.cli import guarded, parse_config
-from hf_ga.run.plan_batch import launch_flags
 
 GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
 # at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_ga.check.rows import OURS, Cause, Row
+from hf_ga.errors import MissingPackage
 from hf_ga.recovery.files import write_json, write_text
 
 HEAD = (
@@ -135,8 +136,12 @@ class EquivalenceReport:
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
-        ran = any(row.refused is None for row in self.rows)
-        plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">' if ran else ""
+        plot = ""
+        if any(row.refused is None for row in self.rows):
+            try:
+                plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">'
+            except MissingPackage as error:  # the figures are worth reading without it
+                plot = f"<p>{escape(str(error))}</p>"
         return (
             '<div style="color: black; background: white; overflow-x: '
             f'auto"><pre>{escape(str(self))}</pre>{plot}</div>'
@@ -155,10 +160,18 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _plot(rows: Sequence[Row]) -> str:
-    """Plot of the relative error of every arm in every layout, with the limits, as a data URL."""
-    from matplotlib.figure import (
-        Figure,
-    )  # imported late: takes 0.7 s, and most processes draw nothing
+    """Plot of the relative error of every arm in every layout, with the limits, as a data URL.
+
+    Raises:
+        MissingPackage: matplotlib is not installed.
+    """
+    # Imported late: it takes 0.7 s, and most processes draw nothing.
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            'the plot of this report needs matplotlib: pip install "hf_ga[finetune]".'
+        ) from error
 
     layouts, arms = (
         list(dict.fromkeys(names))

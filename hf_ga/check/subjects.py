@@ -23,11 +23,11 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
-from hf_ga.proof.targets import ProvenLoss
-from hf_ga.training import backward_window
+from hf_ga.training import Given, backward_window, remember
 
 Step = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,8 +53,8 @@ class Subject:
     precision: str
     seed: int
     max_grad_norm: float | None
-    proof_arguments: dict[str, Any]  # keyword arguments for `prove_targets` and `backward_window`
-    rule: ProvenLoss | None = None
+    proof_arguments: dict[str, Any]  # keyword arguments for `prove_targets`
+    rule: Rule | None = None
     refused: str | None = None
     dropout: KeyedDropout = field(init=False)
     prepared: nn.Module = field(init=False)
@@ -84,10 +84,9 @@ def run_ours(subject: Subject, window: Window) -> tuple[float, Gradients]:
     Returns the window's mean loss and its gradients.
     """
     model = subject.prepared
+    remember(subject.accelerator, model, Given(rule=subject.rule, **subject.proof_arguments))
     with restored_buffers(model):
-        result = backward_window(
-            subject.accelerator, model, window, targets=subject.rule, **subject.proof_arguments
-        )
+        result = backward_window(subject.accelerator, model, window)
     gradients = take_gradients(model)
     if subject.accelerator.scaler is not None:
         torch._foreach_div_(list(gradients.values()), subject.accelerator.scaler.get_scale())

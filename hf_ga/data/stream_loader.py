@@ -106,10 +106,17 @@ class StreamLoader(BaseLoader):
             planner, length_of is not None, None, max_tokens_per_micro_batch
         )
         self.num_workers = num_workers
+        self.collate_fn = collate_fn
         fetcher, length_of = StreamFetcher(collate_fn), length_of or sample_length
         self.reader = WindowReader(
             dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
         )
+
+    def probe_samples(self, count: int) -> list[Any]:
+        """About `count` samples from the beginning of the stream, for a proof. Reads a window."""
+        window = next(iter(self))
+        self.num_consumed -= 1  # it is still to be trained on
+        return window.fetcher.probe_samples(window.request, count)
 
     def __iter__(self) -> Iterator[Window]:
         """The remaining windows of the current pass; then the next pass begins."""

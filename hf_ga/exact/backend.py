@@ -70,6 +70,13 @@ class Backend:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
+        self.device = accelerator.device
+        self.num_processes = accelerator.num_processes
+        self.process_index = accelerator.process_index
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forwards and losses: the mixed precision of the run."""
+        return self.accelerator.autocast()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """Before the first forward of a window.
@@ -119,12 +126,12 @@ class Backend:
                 out on a rank; the smallest micro-batch that failed.
         """
         own = status.failure
-        if self.accelerator.num_processes == 1:
+        if self.num_processes == 1:
             if own is not None:
                 raise own
             return status
         row = [own is not None, 0.0, *status.counts, *status.has_gradient]
-        row = torch.tensor(row, dtype=torch.float64, device=self.accelerator.device)
+        row = torch.tensor(row, dtype=torch.float64, device=self.device)
         row[1] = status.loss
         dist.all_reduce(row)
         failed, _, *numbers = row.tolist()
@@ -157,7 +164,7 @@ class Backend:
         """Sum the gradients over all ranks. unused: names of parameters without a gradient in the
         proof.
         """
-        if self.accelerator.num_processes > 1:
+        if self.num_processes > 1:
             sum_gradients([p for p in model.parameters() if p.requires_grad], status.has_gradient)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -171,6 +178,41 @@ class Backend:
         gradients.
         """
         return bool(value)
+
+
+class LocalBackend(Backend):
+    """This process alone, in the precision of the caller: for the forwards and backwards of a
+    proof, which needs no accelerator.
+
+    Args:
+        device: The model's device.
+    """
+
+    reason_not_to_cut = (
+        "It is one of the few samples of the proof: lower max_length, or turn on "
+        "gradient_checkpointing"
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_processes = 1
+        self.process_index = 0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The caller's precision."""
+        return nullcontext()
+
+    def begin(self, model: nn.Module, loss: Loss) -> None:
+        """Nothing to prepare."""
+
+    def backward(self, term: Tensor | float, weight: int) -> None:
+        """Backward without a loss scale; a constant has no gradient."""
+        if weight and isinstance(term, Tensor) and term.requires_grad:
+            term.backward()
+
+    def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
+        """The tensor itself."""
+        return tensor
 
 
 def check_supported(accelerator: Accelerator) -> None:

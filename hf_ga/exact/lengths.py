@@ -1,16 +1,17 @@
 """Lengths of samples, where finding them costs next to nothing."""
 
 import copy
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset
 
 from hf_ga.exact.batches import as_batch, widest
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
@@ -21,13 +22,21 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
         int64, shape (len(dataset),). None where there is no such column, or where `collate_fn` pads
         all samples to one width, so that lengths would not determine the cost of a micro-batch.
     """
-    lengths = _of_columns(dataset) if isinstance(dataset, Dataset) else _of_list(dataset)
+    lengths = _of_columns(dataset) if _is_hf_dataset(dataset) else _of_list(dataset)
     if lengths is None or lengths.min() == lengths.max():
         return lengths
     with preserved_random_states():
         ends = [dataset[int(i)] for i in (lengths.argmin(), lengths.argmax())]
         narrow, wide = (widest(as_batch(collate_fn([copy.copy(sample)])), 1) for sample in ends)
     return lengths if narrow < wide else None
+
+
+def _is_hf_dataset(dataset: Any) -> bool:
+    """Whether it is a `datasets.Dataset`. The package may not be installed, so it is not imported
+    here: as long as nobody has imported it, there are none of its datasets.
+    """
+    module = sys.modules.get("datasets.arrow_dataset")
+    return module is not None and isinstance(dataset, module.Dataset)
 
 
 def _of_list(samples: Any) -> np.ndarray | None:
@@ -41,7 +50,10 @@ def _of_list(samples: Any) -> np.ndarray | None:
         return None
 
 
-def _of_columns(dataset: Dataset) -> np.ndarray | None:
+def _of_columns(dataset: "Dataset") -> np.ndarray | None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     name = next((name for name in ("length", "input_ids") if name in dataset.column_names), None)
     if name is None:
         return None

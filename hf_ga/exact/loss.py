@@ -22,7 +22,7 @@ from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import KINDS
 
 Sums = tuple[Tensor | float, ...]
-Run = Callable[[Call], Any]  # a forward: see `step.Forward`
+Run = Callable[[Call], Any]  # a forward: see `engine.Engine`
 AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
 # How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head
@@ -49,12 +49,14 @@ class Loss(Hook):
         one_width: the counts depend on the padded width, so all micro-batches of a window need the
             same width.
         counts_in_forward: targets are known only after the forward, not on the host.
+        needs_first_pass: `prepare` makes a pass over the window's micro-batches.
     """
 
     name = ""
     num_means = 1
     one_width = False
     counts_in_forward = False
+    needs_first_pass = False
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Targets of a collated batch on the host, one number for each mean; () if they are counted
@@ -158,6 +160,8 @@ class WithRouter(Loss):
     """Another loss plus a router's balancing loss, whose shares are those of the whole window: its
     last sum and count.
     """
+
+    needs_first_pass = True
 
     def __init__(self, loss: Loss, router: Router) -> None:
         self.loss, self.router, self.count = loss, router, loss.count

@@ -36,7 +36,7 @@ class ChunkBackend(Backend):
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
         super().begin(model, loss)
-        if self.accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
+        if self.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
                 f"bits depend on the number of threads, {torch.get_num_threads()} in this "
                 "process: call "
@@ -61,7 +61,7 @@ class ChunkBackend(Backend):
             for c, batch in zip(calls, batches, strict=True)
         ]
         self.chunks = window.request.chunks
-        self.run = self.chunks.runs[self.accelerator.process_index]
+        self.run = self.chunks.runs[self.process_index]
         self.sum = TreeSum(self.chunks, _added)
         return calls
 
@@ -108,9 +108,7 @@ class ChunkBackend(Backend):
             torch.zeros(1 + self.num_counts, dtype=status.loss.dtype, device=status.loss.device),
             *self.parameters,
         ]
-        numbers, *gradients = (
-            self._over_ranks(roots, like) if self.accelerator.num_processes > 1 else roots[0]
-        )
+        numbers, *gradients = self._over_ranks(roots, like) if self.num_processes > 1 else roots[0]
         status.loss = numbers[0]
         if self.num_counts:
             status.counts = tuple(numbers[1:].tolist())
@@ -122,7 +120,7 @@ class ChunkBackend(Backend):
     def _add_zeros(self, until: int) -> None:
         """For chunks without targets, which are not computed."""
         device, begin = (
-            self.accelerator.device,
+            self.device,
             self.sum.nodes[-1][0][1] if self.sum.nodes else self.run.start,
         )
         for chunk in range(begin, until):

@@ -18,14 +18,13 @@ class LoaderState:
     Attributes:
         max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory
             never ran out.
-        proofs: of each model trained on these windows, the identity of its loss function, and their
-            last proof.
+        rules: of each model trained on these windows, what was proven about it.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
             proven loss needs it.
     """
 
     max_elements: int | None = None
-    proofs: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    rules: dict[Any, Any] = field(default_factory=dict)
     pad_to_window: bool = False
 
 

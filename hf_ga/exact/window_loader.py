@@ -106,6 +106,7 @@ class WindowLoader(BaseLoader):
         self.splitter = self._make_splitter(
             planner, known is not None, longest, max_tokens_per_micro_batch
         )
+        self.collate_fn = collate_fn
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
@@ -126,13 +127,30 @@ class WindowLoader(BaseLoader):
 
     def requests(self) -> Iterator[WindowRequest]:
         """What the windows of the current epoch that are not consumed yet will be made of."""
-        order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
+        order = self.order(self.epoch)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
             ids = order[index * size : (index + 1) * size]
             yield self.splitter.request(
                 self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window
             )
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The sample ids of an epoch in the order in which they are visited."""
+        return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
+
+    def probe_samples(self, count: int) -> list[Any]:
+        """About `count` samples from all over the dataset, for a proof."""
+        position = WindowRequest(
+            seed=self.seed,
+            epoch=self.epoch,
+            index=0,
+            positions=np.empty(0, np.int64),
+            sample_ids=np.empty(0, np.int64),
+            micro_batches=[],
+            whole_window=False,
+        )
+        return self.fetcher.probe_samples(position, count)
 
     def _identity(self) -> dict[str, int]:
         return {

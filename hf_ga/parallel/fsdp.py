@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
+from hf_ga.exact.engine import stand_in
 from hf_ga.exact.forward import gradients_apart
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
@@ -110,7 +110,8 @@ class ShardedBackend(Backend):
             or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         ):
             return nullcontext()
-        return self.accelerator.no_sync(model)
+        # Not by the object: `hf_ga.Accelerator` refuses the method, which users call by hand.
+        return Accelerator.no_sync(self.accelerator, model)
 
     def backward(self, term: Tensor | float, weight: int) -> None:
         """Run the backward even with weight 0: it is a collective."""
@@ -122,13 +123,13 @@ class ShardedBackend(Backend):
                 "a batch without targets "
                 f"(0 times a logit), got {term}."
             )
-        super().backward(term * (weight * self.accelerator.num_processes), weight=1)
+        super().backward(term * (weight * self.num_processes), weight=1)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
         if missing := window.request.most_micro_batches - len(calls):
             calls = [
-                *[replace(calls[0] if calls else _stand_in(window, loss), weight=0)] * missing,
+                *[replace(calls[0] if calls else stand_in(window, loss), weight=0)] * missing,
                 *calls,
             ]
         return calls
@@ -138,7 +139,7 @@ class ShardedBackend(Backend):
         mixed_up = self.accelerator.is_fsdp2 and not hasattr(
             FSDPModule, "set_reduce_scatter_unused_params"
         )
-        if mixed_up and any(0 < n < self.accelerator.num_processes for n in num_ranks):
+        if mixed_up and any(0 < n < self.num_processes for n in num_ranks):
             raise ConfigError(
                 "some parameters have a gradient on some processes only, which FSDP2 of this "
                 "torch version reduces incorrectly: "
@@ -173,18 +174,6 @@ class ShardedBackend(Backend):
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
         """All-reduce: each rank sees its own shards only."""
         return not sum_over_ranks(self.accelerator, [float(not value)])[0]
-
-
-def _stand_in(window: Window, loss: Loss) -> Call:
-    """The window's first sample with targets (its loss is finite), or the last sample if none has
-    targets.
-    """
-    for offset in range(window.num_samples):
-        micro_batch = window.split([np.array([offset])]).micro_batches[0]
-        call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))
-        if not call.counts or any(call.counts):
-            break
-    return call
 
 
 def own_name(name: str) -> str:

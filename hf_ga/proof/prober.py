@@ -5,23 +5,26 @@ small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.backend import LocalBackend
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
-    MicroBatch,
     as_batch,
     entries_of_samples,
     sample_length,
     take_rows,
 )
+from hf_ga.exact.engine import Engine
+from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
@@ -40,9 +43,11 @@ from hf_ga.exact.generators import (
     seed_generators,
 )
 from hf_ga.exact.hooks import Call, Counts, SpeedUp
-from hf_ga.exact.loss import Loss
-from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.loss import Loss, Sums
 from hf_ga.exact.precision import at_least_float32
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.step import compute
+from hf_ga.exact.window import Window
 from hf_ga.proof.precision import check_trainable, full_precision
 from hf_ga.proof.probes import NUM_PROBE_SAMPLES, Probe, has_enough_targets, rows_with_targets
 from hf_ga.proof.sites import find_dropout_sites
@@ -110,35 +115,39 @@ class Prober:
                     f"{IGNORED_LABEL}: for that, pass loss_fn."
                 ) from error
 
-    @contextmanager
-    def keyed(self, allow_split_dependent_randomness: bool) -> Iterator[None]:
-        """Find the dropout sites and run the block with keyed dropout. Modules with other draws, if
-        allowed, are in evaluation mode.
+    def find_dropout(self, allow_split_dependent_randomness: bool) -> None:
+        """Find the dropout sites. Modules with other draws, if allowed, are put into evaluation
+        mode, because the proof needs equal forwards.
         """
         self.dropout = find_dropout_sites(
             self.model,
             self._forward_copies,
             allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
-        for module in self.dropout.unkeyed:  # the proof needs equal forwards
+        for module in self.dropout.unkeyed:
             module.training = False
-        with self.dropout.scope(self.model):
-            yield
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate with seeded generators, so that random collate functions are repeatable."""
+        """Collate with seeded generators, so that random collate functions are repeatable.
+
+        Half precision becomes float32, as all of the proof.
+        """
         seed_generators(0)
         before = random_states()
         batch = as_batch(self.collate_fn(samples))
         self.collate_draws |= bool(moved_generators(before))
-        return batch
+        return {
+            name: at_least_float32(value) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
 
     def _forward_copies(self, num_samples: int) -> None:
         """A forward on equal samples. Random draws of the collate function do not count as the
         model's.
         """
         with preserved_random_states():
-            batch = self._on_device(self.collate([self.by_length[-1]] * num_samples))
+            batch = self.collate([self.by_length[-1]] * num_samples)
+        batch = send_to_device(batch, self.device)
         run_forward(self.model, batch, self.loss_fn)
 
     def _rows_with_targets(self) -> dict[str, Any]:
@@ -154,44 +163,80 @@ class Prober:
         picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 
-    def _call(self, batch: Batch, rows: np.ndarray, counts: Counts = ()) -> Call:
-        keys, shared = sample_keys(0, 0, rows).to(self.device), window_key(0, 0, 0).to(self.device)
-        return Call(
-            MicroBatch(dict(batch), rows, rows), self._on_device(batch), counts, keys, shared
+    def _window(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> Window:
+        """A window of probe batches. rows: For each batch, the positions that key its dropout."""
+        positions = np.concatenate(rows)
+        ends = np.cumsum([len(part) for part in rows])
+        request = WindowRequest(
+            seed=0,
+            epoch=0,
+            index=0,
+            positions=positions,
+            sample_ids=positions,
+            micro_batches=np.split(np.arange(len(positions)), ends[:-1]),
+            whole_window=True,  # nothing is to be collated again
         )
+        return Window(request, Fetcher((), self.collate_fn), [dict(batch) for batch in batches])
 
-    def _outputs(self, call: Call) -> Any:
-        for hook in (self.dropout, *self.speed_ups):
-            hook.before(call)
-        return self.model(**self._accepted(call.batch))
+    def _engine(self, loss: Loss) -> Engine:
+        rule = Rule(loss, self.dropout, speed_ups=tuple(self.speed_ups))
+        return Engine(LocalBackend(self.device), self.model, rule)
 
-    def _probe(self, call: Call, totals: Counts | None = None) -> Probe:
-        """Loss, targets that loss_fn counts, gradients. totals: compute the call's term in a window
-        with so many targets.
+    def _probe(self, batch: Batch, rows: np.ndarray) -> Probe:
+        """The head's mean loss of one batch (with a `loss_fn`, its sum), its targets as `loss_fn`
+        counts them, and its gradient.
         """
-        with gradients_apart(
-            self.parameters
-        ):  # not autograd.grad: reentrant checkpointing supports backward() only
-            loss, number = self._value(self._outputs(call), call, totals)
-            if loss.requires_grad:  # a constant if there is no target
-                loss.backward()
-            self.unused -= {name for name, p in self.model.named_parameters() if p.grad is not None}
-            kept = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        loss = BatchLoss(self.loss_fn)
+        value, gradients = self._compute(loss, [batch], [rows])
+        return value, loss.number, gradients
+
+    def _compute(
+        self, loss: Loss, batches: Sequence[Batch], rows: Sequence[np.ndarray]
+    ) -> tuple[float, list[Tensor]]:
+        """Loss and gradient of a window of probe batches, by the engine that trains."""
+        engine = self._engine(loss)
+        with ExitStack() as stack:
+            for speed_up in self.speed_ups:
+                stack.enter_context(speed_up.trial())
+            stack.enter_context(gradients_apart(self.parameters))
+            result = compute(engine, self._window(batches, rows))
+            named = self.model.named_parameters()
+            self.unused -= {name for name, p in named if p.grad is not None}
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
-        return float(loss.detach()), number, kept
+        return result.loss, gradients
 
-    def _value(self, outputs: Any, call: Call, totals: Counts | None) -> tuple[Tensor, float]:
-        if totals is not None:
-            return torch.as_tensor(self.loss.mean(self.loss.sums(outputs, call)[0], totals)), 0.0
-        return (
-            (head_loss(outputs), 0.0)
-            if self.loss_fn is None
-            else own_loss(self.loss_fn, outputs, call.batch)
-        )
+    def _loss_is_finite(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Whether the head's loss of a batch is a finite number; one forward."""
+        engine = self._engine(BatchLoss(self.loss_fn))
+        engine.begin(self._window([batch], [rows]), training=False)
+        with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
+            loss = engine.mean(engine.forward(on_device))
+        return bool(loss.isfinite())
 
-    def _on_device(self, batch: Batch) -> dict[str, Any]:
-        return {
-            name: at_least_float32(v.to(self.device)) if isinstance(v, Tensor) else v
-            for name, v in batch.items()
-        }
+
+class BatchLoss(Loss):
+    """The loss of a batch as its model (or `loss_fn`) returns it: what a proof compares with.
+
+    Args:
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets). None: the head's loss.
+
+    Attributes:
+        number: The targets that `loss_fn` counted in the last batch; 0.0 without a `loss_fn`.
+    """
+
+    name = "batch"
+
+    def __init__(self, loss_fn: LossFunction | None) -> None:
+        self.loss_fn = loss_fn
+        self.number = 0.0
+
+    def count(self, batch: Batch, num_samples: int) -> Counts:
+        return (1,)
+
+    def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
+        if self.loss_fn is None:
+            return (head_loss(outputs),), (1,)
+        total, self.number = own_loss(self.loss_fn, outputs, call.batch)
+        return (total,), (1,)

@@ -2,18 +2,17 @@
 leave it unchanged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
-from hf_ga.exact.forward import LossFunction, gradients_apart, head_loss
-from hf_ga.exact.hooks import Call, SpeedUp
+from hf_ga.exact.forward import LossFunction
+from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import kind_of
@@ -71,57 +70,51 @@ class Prover(Prober):
         router = Router(self.model)
         if self.loss_fn is not None or not router.owners:
             return
-        with router.patched(), gradients_apart(self.parameters):
-            head_loss(self._outputs(self._call(self._rows_with_targets(), ALL_ROWS))).backward()
+        with router.patched():
+            self._probe(self._rows_with_targets(), ALL_ROWS)
             router.find_coefficients()
-            for parameter in self.parameters:
-                parameter.grad = None
         self.router = router if any(router.coefficients) else None
 
-    @contextmanager
-    def with_speed_ups(self, candidates: Sequence[SpeedUp]) -> Iterator[None]:
-        """Try each speed-up on top of those that passed, and run the block with these, as in
-        training.
+    def choose_speed_ups(self, candidates: Sequence[SpeedUp]) -> None:
+        """Try each speed-up on top of those that passed; those that pass are used from then on.
 
-        It passes if loss and gradient of three samples are the same with it, up to rounding.
+        A speed-up passes if loss and gradient of three samples are the same with it, up to
+        rounding.
         """
         separated = self._separated(self._rows_with_targets())
         batch = take_rows(separated, TRIAL_ROWS, self.entries)
-        with ExitStack() as active:
-            with self._without_router():
-                plain = self._probe(self._call(batch, TRIAL_ROWS))
-                tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
-                for speed_up in candidates:
-                    if reason := self._try(speed_up, batch, plain, tolerance):
-                        self.left_out[speed_up.name] = reason
-                        continue
+        with self._without_router():
+            plain = self._probe(batch, TRIAL_ROWS)
+            tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
+            for speed_up in candidates:
+                reason = self._try(speed_up, batch, plain, tolerance)
+                if reason:
+                    self.left_out[speed_up.name] = reason
+                else:
                     self.speed_ups.append(speed_up)
-                    active.enter_context(speed_up.trial())
-                    active.enter_context(speed_up.scope(self.model))
-            yield
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """The reason why it fails; "" if it passes."""
         reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
         is_routed = self.router is not None
-        if reason := speed_up.attach(
+        reason = speed_up.attach(
             self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed
-        ):
+        )
+        if reason:
             return reason
         self.speed_ups.append(speed_up)
         try:
-            with speed_up.trial(), speed_up.scope(self.model):
-                error = relative_error(self._probe(self._call(batch, TRIAL_ROWS)), plain)
-                reason = speed_up.verdict()
+            error = relative_error(self._probe(batch, TRIAL_ROWS), plain)
+            reason = speed_up.verdict()
         except Exception as failure:  # any error of a forward that does not support it
             return f"{type(failure).__name__}: {failure}"
         finally:
             self.speed_ups.remove(speed_up)
-        return reason or (
-            ""
-            if error <= tolerance
-            else f"it changes loss or gradient (relative error {error:.0e})"
-        )
+        if reason:
+            return reason
+        if not error <= tolerance:
+            return f"it changes loss or gradient (relative error {error:.0e})"
+        return ""
 
     def prove_loss(self) -> float:
         """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative
@@ -133,19 +126,14 @@ class Prover(Prober):
         whole = self._separated(self._rows_with_targets())
         batches = {name: take_rows(whole, rows, self.entries) for name, rows in GROUPS.items()}
         with self._without_router():
-            probes = {
-                name: self._probe(self._call(batch, GROUPS[name]))
-                for name, batch in batches.items()
-            }
+            probes = {name: self._probe(batch, GROUPS[name]) for name, batch in batches.items()}
             self.tolerance = self._tolerance(whole, ALL_ROWS, probes["A+B"])
             self.loss, residual = self._sum_of_means(batches, probes["A+B"]) or self._one_mean(
                 batches, probes
             )
         if self.router is not None:
             self.loss = WithRouter(self.loss, self.router)
-            residual = relative_error(
-                self._added_up(batches), self._probe(self._call(whole, ALL_ROWS))
-            )
+            residual = relative_error(self._added_up(batches), self._probe(whole, ALL_ROWS))
             if not residual <= self.tolerance:
                 raise LossNotAdditive(
                     "the router's auxiliary loss differs from that of Switch Transformer "
@@ -191,22 +179,12 @@ class Prover(Prober):
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
         """Sum of the terms of A and B and of their gradients, computed as in training."""
-        return self._sum_of_terms(
-            [self._counted(batches[name], GROUPS[name]) for name in ("A", "B")]
-        )
+        return self._sum_of_terms([batches["A"], batches["B"]], [GROUPS["A"], GROUPS["B"]])
 
-    def _sum_of_terms(self, calls: list[Call]) -> Probe:
-        totals = tuple(map(sum, zip(*(call.counts for call in calls), strict=True)))
-        with self._without_router():
-            totals = self.loss.prepare(
-                calls, totals, self._outputs, lambda counts: counts, self.device
-            )
-            losses, gradients = [], None
-            for call in calls:
-                loss, _, found = self._probe(call, totals)
-                losses.append(loss)
-                gradients = found if gradients is None else torch._foreach_add(gradients, found)
-        return sum(losses), 0.0, gradients
+    def _sum_of_terms(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> Probe:
+        """Loss and gradient of a window of these micro-batches, by the rule to be proven."""
+        loss, gradients = self._compute(self.loss, batches, rows)
+        return loss, 0.0, gradients
 
     def width_matters(self) -> bool | None:
         """Whether padding short samples to a long one's width changes their loss or gradient; None:
@@ -252,15 +230,12 @@ class Prover(Prober):
         if self.loss_fn is not None or self.collate_draws:
             return
         whole = self.collate([self.by_length[0], self.by_length[-1]])
-        calls = [
-            self._counted(take_rows(whole, np.array([row]), self.entries), np.array([row]))
-            for row in (0, 1)
-        ]
-        if not any(any(call.counts) for call in calls):
+        if not any(self.loss.count(whole, 2)):
             return
-        error = relative_error(
-            self._sum_of_terms(calls), self._sum_of_terms([self._counted(whole, np.arange(2))])
-        )
+        both = np.arange(2)
+        rows = [both[:1], both[1:]]
+        parts = [take_rows(whole, row, self.entries) for row in rows]
+        error = relative_error(self._sum_of_terms(parts, rows), self._sum_of_terms([whole], [both]))
         if not error <= self.tolerance:
             raise LossNotAdditive(
                 "the model treats a batch without padding differently from one with padding "
@@ -288,8 +263,7 @@ class Prover(Prober):
         batch = separating_labels(batch, NUM_PROBE_SAMPLES)
         separated = separating_means(batch, NUM_PROBE_SAMPLES)
         try:
-            with torch.no_grad():
-                is_finite = head_loss(self._outputs(self._call(separated, ALL_ROWS))).isfinite()
+            is_finite = self._loss_is_finite(separated, ALL_ROWS)
         except (IndexError, RuntimeError):  # this head does not support positions beyond the text
             return batch
         return separated if is_finite else batch
@@ -299,17 +273,16 @@ class Prover(Prober):
         terms instead.
         """
         if self.loss.num_means > 1:
-            return self._sum_of_terms([self._counted(batch, np.arange(1))])
-        return self._probe(self._call(batch, np.arange(1)))
+            return self._sum_of_terms([batch], [np.arange(1)])
+        return self._probe(batch, np.arange(1))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
         """The size of rounding errors: the same samples in reverse order have the same mean, summed
         in another order.
         """
         reverse = np.arange(len(rows))[::-1].copy()
-        rounding = relative_error(
-            self._probe(self._call(take_rows(batch, reverse, self.entries), rows[reverse])), probe
-        )
+        reversed_batch = take_rows(batch, reverse, self.entries)
+        rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
         if not rounding <= MAX_ROUNDING:
             cause = (
                 _likely_cause(self.model, None)
@@ -322,9 +295,6 @@ class Prover(Prober):
                 f"{MAX_ROUNDING:.0e}). Likely cause: {cause}. Low precision can be a cause, too."
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
-
-    def _counted(self, batch: Batch, rows: np.ndarray) -> Call:
-        return self._call(batch, rows, self.loss.count(batch, len(rows)))
 
 
 def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:

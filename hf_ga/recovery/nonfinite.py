@@ -9,28 +9,26 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from hf_ga.exact.backend import Backend
-from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import callable_module, restored_buffers
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.hooks import Call
-from hf_ga.exact.loss import Loss
-from hf_ga.exact.step import Forward
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import backend_for, own_name
+from hf_ga.parallel.fsdp import own_name
 
 ON_NONFINITE = ("stop", "skip")
 MAX_NAMED = 8  # samples listed in a message
@@ -56,18 +54,23 @@ class Repeated:
         return bool(self.call.weight) and (not self.is_finite or self.parameter is not None)
 
 
-Found = tuple[
-    list[int], str | None, str | None
-]  # by one rank: sample ids, names of the first module and of a parameter
+@dataclass
+class Found:
+    """What the search of one rank found.
+
+    Attributes:
+        samples: Ids of the bad samples.
+        module: The first module with a non-finite output.
+        parameter: The last parameter of the model with a non-finite gradient.
+    """
+
+    samples: list[int]
+    module: str | None
+    parameter: str | None
 
 
 def find_cause(
-    accelerator: Accelerator,
-    model: nn.Module,
-    window: Window,
-    loss: Loss,
-    dropout: KeyedDropout,
-    mean_loss: float,
+    backend: Backend, model: nn.Module, window: Window, rule: Rule, mean_loss: float
 ) -> str:
     """One line with the samples of the window, and the module or parameter, that gave a non-finite
     number.
@@ -76,105 +79,78 @@ def find_cause(
     random states and modes are unchanged; gradients are removed.
 
     Args:
-        window: as computed. loss: the window's loss. dropout: the model's keyed dropout.
-        mean_loss: of the window. If finite, the gradient is not.
+        backend: How ranks communicate.
+        model: The prepared model.
+        window: The window that was trained on.
+        rule: What was proven about the model. The search does not use its speed-ups.
+        mean_loss: The loss of the window. If it is finite, the gradient is not.
     """
-    backend, backward = backend_for(accelerator), math.isfinite(mean_loss)
-    with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "None of the inputs have requires_grad"
-        )  # checkpointing under no_grad
-        found = _search(
-            backend,
-            model,
-            window if backend.is_sharded else window.fitting(),
-            loss,
-            dropout,
-            backward,
-        )
-    model.zero_grad()
-    return _describe(
-        f"window {window.index} of epoch {window.epoch}",
-        loss.name,
-        mean_loss,
-        gather_object([found]),
+    backward = math.isfinite(mean_loss)
+    engine = Engine(
+        backend, model, replace(rule, speed_ups=()), allow_split_dependent_randomness=True
     )
+    with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
+        # Checkpointing under no_grad.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        found = _search(engine, window, backward)
+    model.zero_grad()
+    name = f"window {window.index} of epoch {window.epoch}"
+    return _describe(name, rule.name, mean_loss, gather_object([found]))
 
 
-def _search(
-    backend: Backend,
-    model: nn.Module,
-    window: Window,
-    loss: Loss,
-    dropout: KeyedDropout,
-    backward: bool,
-) -> Found:
+def _search(engine: Engine, window: Window, backward: bool) -> Found:
     """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where
     forwards are collectives).
     """
-    repeat = partial(_repeat, backend, model, loss, dropout, backward)
-    repeated = repeat(window)
-    if backward and backend.is_sharded:
-        _exchange_parameters(
-            model, repeated
-        )  # a sharded gradient may be non-finite on another rank only
+    repeated = _repeat(engine, window, backward)
+    is_sharded = engine.backend.is_sharded
+    if backward and is_sharded:
+        # A sharded gradient may be non-finite on another rank only.
+        _exchange_parameters(engine.model, repeated)
     bad = [one for one in repeated if one.is_bad]
-    if not backend.is_sharded:
-        offsets = [
-            offset
-            for one in bad
-            for offset in one.call.micro_batch.positions - window.request.positions[0]
-        ]
-        singles = (
-            repeat(window.split([np.array([offset]) for offset in offsets])) if offsets else []
-        )
+    if bad and not is_sharded:
+        computed = engine.window
+        positions = np.concatenate([one.call.micro_batch.positions for one in bad])
+        offsets = positions - computed.request.positions[0]
+        each = computed.split([np.array([offset]) for offset in offsets])
+        singles = _repeat(engine, each, backward)
         repeated += singles
-        bad = [
-            single for single in singles if single.is_bad
-        ] or bad  # if no sample alone is bad, report the micro-batch
+        # If no sample alone is bad, report the micro-batch.
+        bad = [single for single in singles if single.is_bad] or bad
     # A module whose output is non-finite in a good forward too does so on purpose: a mask of -inf.
     healthy = {module for one in repeated if not one.is_bad for module in one.modules}
     samples = [int(i) for one in bad for i in one.call.micro_batch.sample_ids]
-    module = next((module for one in bad for module in one.modules if module not in healthy), None)
-    return samples, module, next((one.parameter for one in bad if one.parameter is not None), None)
+    modules = [module for one in bad for module in one.modules if module not in healthy]
+    parameters = [one.parameter for one in bad if one.parameter is not None]
+    return Found(samples, next(iter(modules), None), next(iter(parameters), None))
 
 
-def _repeat(
-    backend: Backend,
-    model: nn.Module,
-    loss: Loss,
-    dropout: KeyedDropout,
-    backward: bool,
-    window: Window,
-) -> list[Repeated]:
+def _repeat(engine: Engine, window: Window, backward: bool) -> list[Repeated]:
     """Repeat the window's forwards on this rank with the same dropout masks. Leaves gradients."""
-    calls = [Call(m, counts=loss.count(m.batch, len(m))) for m in window.micro_batches]
-    calls = [call for call in calls if loss.contributes(call.counts)]
-    forward, repeated = Forward(backend.accelerator, model, window, (loss, dropout)), []
-    with forward.scope(), _watched(model) as modules, torch.set_grad_enabled(backward):
-        for planned in backend.equalize(window, calls, loss):
+    repeated = []
+    engine.begin(window, training=False)
+    watched = _watched(engine.model)
+    with engine.scope(), watched as modules, torch.set_grad_enabled(backward):
+        for index in range(len(engine.calls)):
             modules.clear()
-            with backend.accelerator.autocast():
-                call, outputs = forward(planned)
-                mean = torch.as_tensor(loss.mean(*loss.sums(outputs, call)))
-            one = Repeated(call, _is_finite(mean), list(modules))
+            with engine.micro_batch(index) as batch:
+                outputs = engine.forward(batch)
+                mean = engine.mean(outputs)
+            one = Repeated(engine.call, _is_finite(mean), list(modules))
             if backward and mean.requires_grad:
-                one.parameter = _bad_gradient(model, mean * call.weight)
+                one.parameter = _bad_gradient(engine, mean)
             repeated.append(one)
     return repeated
 
 
-def _bad_gradient(model: nn.Module, loss: Tensor) -> str | None:
-    model.zero_grad()
-    loss.backward()
-    named = [
-        (name, own_part(p.grad))
-        for name, p in callable_module(model).named_parameters()
-        if p.grad is not None
-    ]
-    return next(
-        (own_name(name) for name, gradient in reversed(named) if not _is_finite(gradient)), None
-    )
+def _bad_gradient(engine: Engine, mean: Tensor) -> str | None:
+    """The name of the last parameter whose gradient is not finite."""
+    engine.model.zero_grad()
+    engine.backend.backward(mean, engine.call.weight)
+    for name, parameter in reversed([*callable_module(engine.model).named_parameters()]):
+        if parameter.grad is not None and not _is_finite(own_part(parameter.grad)):
+            return own_name(name)
+    return None
 
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
@@ -211,9 +187,9 @@ def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) ->
     """The results of all ranks in one line, the same on all ranks."""
     gradient = f"the gradient of {window} is not finite (its loss {loss:.6g} is)"
     parts = [gradient if math.isfinite(loss) else f"the loss of {window} is {loss}"]
-    by_rank, modules, parameters = zip(*gathered, strict=True)
-    samples = [sample for of_rank in by_rank for sample in of_rank]
-    module, parameter = (next(filter(None, names), None) for names in (modules, parameters))
+    samples = [sample for found in gathered for sample in found.samples]
+    module = next((found.module for found in gathered if found.module is not None), None)
+    parameter = next((found.parameter for found in gathered if found.parameter is not None), None)
     if samples:
         named = ", ".join(map(str, samples[:MAX_NAMED])) + (
             ", ..." if len(samples) > MAX_NAMED else ""

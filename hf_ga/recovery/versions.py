@@ -1,7 +1,8 @@
 """Versions of the libraries and properties of the machine, for checkpoints and reports."""
 
 import platform
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -9,8 +10,14 @@ LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, hf_ga and the libraries that results depend on."""
-    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    """Versions of Python, hf_ga and those of the libraries that results depend on that are
+    installed.
+    """
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):  # datasets, which only the fine-tuning command needs
+            found[name] = version(name)
+    return found
 
 
 def machine() -> dict[str, str | int | bool]:

@@ -4,3 +4,33 @@ model on disk.
 A run is built (`build`), trained (`loop`), evaluated (`evaluation`), saved (`saving`, `outputs`)
 and resumed here; the update of a window is in `hf_ga.exact` and `hf_ga.training`.
 """
+
+from importlib.util import find_spec
+
+from hf_ga.errors import MissingPackage
+
+# Packages that every run imports: name of the module -> name of the distribution, in the extra
+# `finetune` of pyproject.toml.
+PACKAGES = {
+    "datasets": "datasets",
+    "evaluate": "evaluate",
+    "jinja2": "jinja2",
+    "matplotlib": "matplotlib",
+    "pyarrow": "pyarrow",
+    "rouge_score": "rouge-score",
+    "seqeval": "seqeval",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
+def _check_packages() -> None:
+    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        raise MissingPackage(
+            f"fine-tuning needs packages that are not installed ({', '.join(missing)}): "
+            'pip install "hf_ga[finetune]".'
+        )
+
+
+_check_packages()

@@ -21,8 +21,7 @@ from hf_ga.data.files import is_pattern
 from hf_ga.data.options import as_list
 from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
-from hf_ga.parallel.prepare import prepare
-from hf_ga.proof.targets import ProvenLoss
+from hf_ga.exact.rule import Rule
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
@@ -40,7 +39,7 @@ from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
 from hf_ga.run.run import Run, Setup
 from hf_ga.run.train_windows import train_windows
-from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
+from hf_ga.training import NUM_PROOF_SAMPLES, prepare, prove_targets
 
 # Flags of which only the last part of a path must be equal on resume.
 LOCATIONS = (
@@ -133,16 +132,23 @@ def build_run(setup: Setup) -> Run:
         data.collate,
         allow_split_dependent_randomness=allowed,
     )
-    head_proven = prove()  # of the head's own loss, for evaluations
-    proven = head_proven if loss_fn is None else prove(loss_fn=loss_fn)
-    windows.state.pad_to_window = proven.pad_to_window
+    head_rule = prove()  # of the head's own loss, for evaluations
+    rule = head_rule if loss_fn is None else prove(loss_fn=loss_fn)
+    windows.state.pad_to_window = rule.pad_to_window
     max_windows = (
         math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
     )
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
     identity = _identity(setup, model, windows.layout.window_size)  # before the weights are sharded
-    model, optimizer = prepare(accelerator, model, optimizer)
+    model, optimizer = prepare(
+        accelerator,
+        model,
+        optimizer,
+        loss_fn=loss_fn,
+        allow_split_dependent_randomness=allowed,
+        rule=rule,
+    )
     once_per_epoch = (
         max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)
     )  # streams have no length
@@ -152,9 +158,8 @@ def build_run(setup: Setup) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         windows=windows,
-        proven=proven,
-        loss_fn=loss_fn,
-        evaluate=partial(evaluate_split, setup, model, head_proven),
+        rule=rule,
+        evaluate=partial(evaluate_split, setup, model, head_rule),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
@@ -230,7 +235,7 @@ def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
 
 
 def evaluate_split(
-    setup: Setup, model: nn.Module, proven: ProvenLoss, split: str = "validation"
+    setup: Setup, model: nn.Module, rule: Rule, split: str = "validation"
 ) -> dict[str, float]:
     """Loss of the head and metrics of a split, as `eval_loss` or `test_loss`, ..."""
     data = setup.data
@@ -240,11 +245,11 @@ def evaluate_split(
         accelerator=setup.accelerator,
         batch_size=setup.config.per_device_eval_batch_size,
         lengths=data.splits[split]["length"][:],
-        proven=proven,
+        rule=rule,
         same_bits=setup.config.same_bits is not None,
     )
     prefix = "eval_" if split == "validation" else f"{split}_"
-    found = evaluate(setup.accelerator, model, windows, proven, make_reader(setup, model, split))
+    found = evaluate(setup.accelerator, model, windows, rule, make_reader(setup, model, split))
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):

@@ -65,7 +65,7 @@ class FinetuneConfig(DataOptions):
     )
     lora_r: int | None = option(
         None,
-        "Rank of LoRA adapters (needs the extra `peft`); other weights are frozen. Default: no "
+        "Rank of LoRA adapters (needs the extra `finetune`); other weights are frozen. Default: no "
         "LoRA.",
     )
     lora_alpha: float | None = option(
@@ -335,12 +335,12 @@ class FinetuneConfig(DataOptions):
                 "load_in_4bit freezes the weights: set lora_r or adapter_name_or_path."
             )
         for is_set, package, extra in (
-            (self.has_adapters, "peft", "peft"),
+            (self.has_adapters, "peft", "finetune"),
             (self.load_in_4bit, "bitsandbytes", "qlora"),
         ):
             if is_set and find_spec(package) is None:
                 raise ConfigError(
-                    f"adapters need the package {package}: pip install 'hf_ga[{extra}]'."
+                    f'adapters need the package {package}: pip install "hf_ga[{extra}]".'
                 )
         if self.has_adapters and self.freeze:
             raise ConfigError(

@@ -17,18 +17,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from hf_ga.exact.backend import Backend
 from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import restored_modes
-from hf_ga.exact.hooks import Call, Hook
+from hf_ga.exact.hooks import Hook
 from hf_ga.exact.loss import Loss, Sums
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.step import Forward
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
@@ -61,7 +60,7 @@ def evaluation_windows(
     accelerator: Accelerator,
     batch_size: int,
     lengths: Sequence[int],
-    proven: ProvenLoss,
+    rule: Rule,
     same_bits: bool = False,
 ) -> WindowLoader:
     """The split in its own order, in batches of samples of similar length (less padding, same
@@ -78,12 +77,12 @@ def evaluation_windows(
         accelerator=accelerator,
         per_device_batch_size=batch_size,
         global_batch_size=EVALUATION_WINDOW
-        if proven.pad_to_window or same_bits
+        if rule.pad_to_window or same_bits
         else max(EVALUATION_WINDOW, busy),
         shuffle=False,
         lengths=lengths,
         planner=partial(plan_by_sizes, sizes=[batch_size]),
-        pad_to_window=proven.pad_to_window,
+        pad_to_window=rule.pad_to_window,
     )
 
 
@@ -92,15 +91,18 @@ def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
     windows: WindowLoader,
-    proven: ProvenLoss,
+    rule: Rule,
     reader: Reader | None = None,
 ) -> dict[str, float]:
     """Evaluate in evaluation mode; the modes of all modules are restored. All ranks must call it,
     and return the same numbers.
 
     Args:
-        windows: see `evaluation_windows`. proven: counts targets as in training. reader: for
-            metrics besides the loss.
+        accelerator: The accelerator of the run.
+        model: The prepared model.
+        windows: See `evaluation_windows`.
+        rule: What was proven about the model: targets are counted as in training.
+        reader: For metrics besides the loss.
 
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the
@@ -108,29 +110,24 @@ def evaluate(
         exp(loss).
     """
     windows.set_epoch(0)
-    loss, useful = (
-        proven.loss,
-        LeanForward if reader else (LeanForward, ChunkedLoss),
-    )  # a reader needs logits
-    hooks = [hook for hook in proven.speed_ups if isinstance(hook, useful)]
+    useful = LeanForward if reader else (LeanForward, ChunkedLoss)  # a reader needs logits
+    speed_ups = tuple(hook for hook in rule.speed_ups if isinstance(hook, useful))
+    without_dropout = replace(rule, dropout=Hook(), speed_ups=speed_ups)
+    engine = Engine(backend_for(accelerator), model, without_dropout)
     with restored_modes(model):
         model.eval()
-        own = [
-            share
-            for window in windows
-            for share in _shares(backend_for(accelerator), model, window, loss, hooks, reader)
-        ]
+        own = [share for window in windows for share in _shares(engine, window, reader)]
         on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
         own = [replace(share, tally=[*map(on_host, share.tally)]) for share in own]
     shares = sorted(gather_object(own), key=lambda share: share.positions[0])
-    results = _mean(loss, shares)
+    results = _mean(rule.loss, shares)
     if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
         samples = [
             entry
-            for s in shares
-            for entry in zip(s.positions, s.predictions, s.references, strict=True)
+            for share in shares
+            for entry in zip(share.positions, share.predictions, share.references, strict=True)
         ]
         _, predictions, references = map(
             list, zip(*sorted(samples, key=itemgetter(0)), strict=True)
@@ -156,29 +153,21 @@ class _Share:
     references: Sequence[Any] = ()
 
 
-def _shares(
-    backend: Backend,
-    model: nn.Module,
-    window: Window,
-    loss: Loss,
-    hooks: Sequence[Hook],
-    reader: Reader | None,
-) -> Iterable[_Share]:
+def _shares(engine: Engine, window: Window, reader: Reader | None) -> Iterable[_Share]:
     """Contributions of this rank's micro-batches. Under FSDP, where forwards are collectives, all
     ranks run equally many.
     """
-    calls = [
-        Call(micro_batch, counts=loss.count(micro_batch.batch, len(micro_batch)))
-        for micro_batch in window.micro_batches
-    ]
-    for call in backend.equalize(window, calls, loss):
-        forward = Forward(backend.accelerator, model, window, (loss, *hooks))
-        with forward.scope():  # excludes a reader's generation
-            call, outputs = forward(call)
-            sums, counts = loss.sums(outputs, call)
+    engine.begin(window, training=False, skip_empty=False)
+    for index in range(len(engine.calls)):
+        with engine.scope(), engine.micro_batch(index) as batch:  # excludes a reader's generation
+            outputs = engine.forward(batch)
+            sums, counts = engine.sums(outputs)
+        call = engine.call
         if call.weight:
-            read = reader.read(outputs, call.batch, call.micro_batch) if reader else ((), ())
-            yield _Share(call.micro_batch.positions, (*sums, *counts), *read)
+            predictions, references = (), ()
+            if reader is not None:
+                predictions, references = reader.read(outputs, batch, call.micro_batch)
+            yield _Share(call.micro_batch.positions, (*sums, *counts), predictions, references)
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:

@@ -143,7 +143,7 @@ def _finetune(
         return _evaluate_only(setup)
     run = build_run(setup)
     check_agreement(
-        accelerator, "count of targets", f"{run.proven.name}, width {run.proven.pad_to_window}"
+        accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}"
     )
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
@@ -169,7 +169,7 @@ def _finetune(
 
 def _print_plan(run: Run) -> None:
     """Print how windows are computed."""
-    proven, sites = run.proven, len(run.proven.dropout.sites)
+    rule, sites = run.rule, len(run.rule.dropout.sites)
     ratio, limit = (
         padding_ratio(run.windows, planned_lengths(run.data)),
         run.windows.splitter.planner.max_tokens,
@@ -177,11 +177,11 @@ def _print_plan(run: Run) -> None:
     padding = (
         f"{ratio:.2f} times the real tokens; at most {limit:,} per micro-batch, padding included"
     )
-    padding += "; every micro-batch as wide as its window" * proven.pad_to_window
+    padding += "; every micro-batch as wide as its window" * rule.pad_to_window
     facts = {
         "layout": run.windows.layout,
-        "targets": f"{TARGETS.get(proven.name, proven.name)}; relative error in the proof "
-        f"{proven.residual:.0e}",
+        "targets": f"{TARGETS.get(rule.name, rule.name)}; relative error in the proof "
+        f"{rule.residual:.0e}",
         "dropout": f"{sites} sites; masks depend only on seed, epoch and sample"
         if sites
         else "none",
@@ -192,7 +192,7 @@ def _print_plan(run: Run) -> None:
             if run.config.same_bits
             else {}
         ),
-        "speed-ups": ", ".join(speed_up.name for speed_up in proven.speed_ups) or "none",
+        "speed-ups": ", ".join(speed_up.name for speed_up in rule.speed_ups) or "none",
     }
     for name, fact in facts.items():
         print_fact(run.accelerator, name, fact)
@@ -285,7 +285,7 @@ def _summary(
         "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: no out-of-memory
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
-        "targets": str(run.proven),
+        "targets": str(run.rule),
         "data": run.data.description,
         "data_facts": run.data.facts,
         "labels": run.data.labels,
@@ -320,8 +320,8 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     )  # FSDP2 needs an optimizer
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-    for split, proven in proofs.items():
-        results |= evaluate_split(setup, model, proven, split)
+    for split, rule in proofs.items():
+        results |= evaluate_split(setup, model, rule, split)
     print_results(accelerator, results)
     write_predictions(setup, model)
     results |= {

@@ -91,9 +91,6 @@ def _train_on(
         window,
         scheduler=run.scheduler,
         max_grad_norm=run.config.max_grad_norm or None,
-        targets=run.proven,
-        loss_fn=run.loss_fn,
-        allow_split_dependent_randomness=run.config.allow_split_dependent_randomness,
         on_nonfinite=run.config.on_nonfinite,
     )
     if result.nonfinite:

@@ -12,9 +12,8 @@ from transformers import EvalPrediction, PretrainedConfig
 
 from hf_ga.data.data import PreparedData, Unlabelled
 from hf_ga.data.stream_loader import StreamLoader
-from hf_ga.exact.forward import LossFunction
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.proof.targets import ProvenLoss
 from hf_ga.run.config import FinetuneConfig
 
 
@@ -78,7 +77,7 @@ class Run(Setup):
     """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
 
     Attributes:
-        proven: proof of the training loss. loss_fn: None for the head's own loss.
+        rule: What was proven about the training loss.
         evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`,
             ...).
         max_windows, max_steps: end of training, whichever comes first.
@@ -90,8 +89,7 @@ class Run(Setup):
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader | StreamLoader
-    proven: ProvenLoss
-    loss_fn: LossFunction | None
+    rule: Rule
     evaluate: Callable[..., dict[str, float]]
     max_windows: int
     max_steps: int

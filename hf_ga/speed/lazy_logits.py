@@ -111,8 +111,8 @@ class ChunkedLoss(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
+        self._rows.clear()  # at the beginning: `verdict` reads them after a trial
         with ExitStack() as stack:
-            stack.callback(self._rows.clear)
             if (layer := self.layer) is not None:
                 stack.enter_context(
                     patch.object(layer, "forward", partial(self._defer, layer, layer.forward))

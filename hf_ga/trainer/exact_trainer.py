@@ -11,13 +11,13 @@ overridden:
     mean loss, not divided again
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from hf_ga.errors import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import RankStatus, added
-from hf_ga.exact.batches import MicroBatch
+from hf_ga.errors import ConfigError, DataError, LossNotAdditive
+from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import callable_module, module_modes
-from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.hooks import Call
 from hf_ga.exact.lengths import find_lengths
+from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.step import Forward
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -51,46 +48,52 @@ BOOKKEEPING = (
 )  # TRL's compute_loss updates them; the proof's forwards must not
 
 
-class WindowLoss:
-    """The proven loss of a trainer: each micro-batch's term of the mean loss over all targets of
-    its window.
+class TrainerWindow:
+    """Drives the engine in Trainer's order of calls: all batches of a window are fetched first,
+    then each of them is trained on.
+
+    Args:
+        trainer: The trainer, whose model is not wrapped yet.
+        windows: The loader of its training samples.
 
     Attributes:
-        forward, batches, totals, status: of the current window. calls: of its batches, with weight
-            0 for one that adds nothing: it has no targets, or repeats samples. num_begun: number of
-            its micro-batches begun; None: no window.
+        rule: What was proven about the trainer's own loss.
+        engine: Of the current window.
+        num_begun: Micro-batches of the window that were begun. None: no window.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
-        self.trainer, self.fetcher, self.device = trainer, windows.fetcher, trainer.args.device
-        self.module, self.backend = TrainerLoss(trainer), backend_for(trainer.accelerator)
+        self.trainer = trainer
+        self.fetcher = windows.fetcher
+        self.module = TrainerLoss(trainer)
+        self.num_begun: int | None = None
+        self._was_checked = False  # comparing once: reading a number waits for the device
         trainer.model.train()  # as in each training step: the proof needs the modes of training
-        samples = windows.fetcher.probe_samples(next(windows.requests()), NUM_PROOF_SAMPLES)
+        samples = windows.probe_samples(NUM_PROOF_SAMPLES)
         with (
             _without_bookkeeping(trainer),
             _accumulation_unseen(trainer),
             full_precision(trainer.model),
         ):
             try:
-                self.proven = prove_targets(self.module, samples, windows.fetcher.collate_fn)
+                self.rule = prove_targets(self.module, samples, windows.collate_fn)
             except LossNotAdditive as error:
                 error.add_note(
                     "ExactTrainer uses compute_loss or compute_loss_func; loss_fn is an argument "
-                    "of hf_ga.train_step only."
+                    "of hf_ga.prepare only."
                 )
                 raise
-        windows.state.pad_to_window = self.proven.pad_to_window
-        self.num_begun: int | None = None
-        self._reaches_backward = (
-            False  # checked once: reading a gradient synchronizes with the device
-        )
+        windows.state.pad_to_window = self.rule.pad_to_window
 
-    def begin_window(self, batches: list[WindowBatch]) -> None:
-        """Count a window's targets on the host.
+    def begin(self, batches: list[WindowBatch]) -> None:
+        """Begin a window: count its targets, and make a first pass if the loss needs one.
+
+        Args:
+            batches: What Trainer fetched for one optimizer step.
 
         Raises:
-            ConfigError: the batches are not one window, or the previous window is incomplete.
-                DataError: no target under fp16.
+            ConfigError: If the batches are not one window, or the previous window is incomplete.
+            DataError: If there is no target under fp16.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError(
@@ -102,36 +105,18 @@ class WindowLoss:
                 "an overridden training_step must call super().training_step once for each "
                 "micro-batch."
             )
-        request, loss = replace(batches[0].request, seed=self.trainer.args.seed), self.proven.loss
+        trainer = self.trainer
+        accelerator = trainer.accelerator
+        request = replace(batches[0].request, seed=trainer.args.seed)
         window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
-        repeated = [
-            MicroBatch(b, request.positions[:1], request.sample_ids[:1])
-            for b in batches[len(request.micro_batches) :]
-        ]
-        calls = [
-            Call(m, counts=loss.count(m.batch, len(m))) for m in (*window.micro_batches, *repeated)
-        ]
-        own = [call.counts for call in calls[: len(request.micro_batches)]]
-        self.status = RankStatus(
-            torch.zeros((), device=self.device), added((0,) * loss.num_means, *own)
-        )
-        self.totals = self.backend.all_reduce_status(self.status).counts
-        adds = [any(self.totals) and loss.contributes(counts) for counts in own] + [False] * len(
-            repeated
-        )
-        planned = [call for call, weight in zip(calls, adds, strict=True) if weight]
-        if any(self.totals):
-            planned = self.backend.equalize(window, planned, loss)
-        rest = [
-            replace(call, weight=0) for call, weight in zip(calls, adds, strict=True) if not weight
-        ]
-        self.calls = [*planned, *rest][: len(batches)]
+        backend = backend_for(accelerator)
+        self.engine = Engine(backend, trainer.model_wrapped, self.rule, module=self.module)
+        trainer.model.train()  # for a first pass; Trainer calls it in each training step only
+        with _without_bookkeeping(trainer):
+            self.engine.begin(window, num_calls=len(batches))
         self.batches = batches
-        self.forward = Forward(
-            self.trainer.accelerator, self.module, window, (loss, *self.proven.hooks)
-        )
         self.num_begun = 0
-        if self.trainer.accelerator.scaler is not None and not any(self.totals):
+        if accelerator.scaler is not None and not any(self.engine.totals):
             raise DataError(
                 "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
             )
@@ -140,7 +125,7 @@ class WindowLoss:
         """The index of the next micro-batch in the window (0-based).
 
         Raises:
-            ConfigError: there is none, it is not `inputs`, or the model is not the proven one.
+            ConfigError: If there is none, it is not `inputs`, or the model is not the proven one.
         """
         index = self.num_begun
         if index == len(self.batches) or inputs is not self.batches[index]:
@@ -154,74 +139,59 @@ class WindowLoss:
                 f"{type(model).__name__}."
             )
         self.num_begun += 1
-        if index == 0:
-            self.backend.begin(model, self.proven.loss)
         return index
 
-    def part(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        *,
-        index: int,
-        num_items_in_batch: None = None,
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: None = None
     ) -> Tensor:
-        """Replaces `compute_loss` in a training step: the term of micro-batch `index` in the
-        window's mean loss.
-        """
-        loss, planned = self.proven.loss, self.calls[index]
-        if index == 0:
-            self._begin_forwards()
-        if not planned.weight and not (self.backend.is_sharded and any(self.totals)):
-            if (
-                self.trainer.args.world_size > 1
-            ):  # compute_loss may be a collective (TRL's gathers metrics)
-                with torch.no_grad():
-                    call, outputs = self.forward(planned)
-                    loss.sums(outputs, call)
-            return torch.zeros((), device=self.device, requires_grad=True)
-        call, outputs = self.forward(planned)
-        term = loss.mean(loss.sums(outputs, call)[0], self.totals)
-        if self.backend.is_sharded:  # FSDP averages over ranks
-            term = term * (planned.weight * self.trainer.args.world_size)
-        if not self._reaches_backward:
-            self._reaches_backward = True
-            term.register_hook(self._check_not_scaled)
-        return term
+        """In place of Trainer's `compute_loss` in a training step.
 
-    def _begin_forwards(self) -> None:
-        """Called after Trainer's own `model.train()`, before the first forward of a window."""
-        if self.proven.modes != module_modes(self.module):
+        Returns:
+            The term of the current micro-batch in the window's mean loss.
+        """
+        engine = self.engine
+        if self.rule.modes != module_modes(self.module):
             raise ConfigError(
                 "the training modes (or the modules) of the model differ from those of the proof: "
                 "a callback or training_step "
                 "put a module into evaluation mode. Do that in the model's own train() method, "
                 "which the proof calls too."
             )
-        if any(self.totals):
-            with _without_bookkeeping(self.trainer), self.trainer.accelerator.autocast():
-                all_reduce = partial(self.backend.all_reduce, status=self.status)
-                self.totals = self.proven.loss.prepare(
-                    self.calls, self.totals, self.forward, all_reduce, self.device
+        self._term = torch.zeros((), device=engine.backend.device, requires_grad=True)
+        self._counts = ()
+        if engine.call.weight or (engine.backend.is_sharded and any(engine.totals)):
+            outputs = engine.forward(engine.call.batch)
+            self._term, self._counts = engine.term(outputs)
+        elif engine.backend.num_processes > 1:
+            # A user's loss may be a collective (TRL's gathers metrics): all ranks compute it.
+            with torch.no_grad():
+                engine.sums(engine.forward(engine.call.batch))
+        return self._term
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """In place of `accelerator.backward` in a training step.
+
+        Raises:
+            ConfigError: If the term was scaled on its way.
+        """
+        if not self._was_checked:
+            self._was_checked = True
+            passed = float(loss.detach())
+            expected = float(self._term.detach())
+            if passed != expected and math.isfinite(expected):
+                raise ConfigError(
+                    "the term of the window's loss must reach backward() unscaled, but was "
+                    f"multiplied by {passed / expected:g}: "
+                    "an overridden training_step scales it again. Remove that scaling."
                 )
+        self.engine.backward_term(self._term, self._counts)
 
-    def end_window(self, model: nn.Module) -> None:
-        """After the last backward: sum the gradients over the ranks."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.status.has_gradient = [p.grad is not None for p in parameters]
-        self.backend.reduce_gradients(
-            model, self.backend.all_reduce_status(self.status), self.proven.unused
-        )
-
-    def _check_not_scaled(self, gradient: Tensor) -> None:
-        scaler = self.trainer.accelerator.scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        if float(gradient) != scale:
-            raise ConfigError(
-                "the term of the window's loss must reach backward() unscaled, but was "
-                f"multiplied by {float(gradient) / scale:g}: "
-                "an overridden training_step scales it again. Remove that scaling."
-            )
+    def logged(self) -> Tensor:
+        """What Trainer adds up over the micro-batches and averages over the processes, to log the
+        window's mean loss.
+        """
+        weight = self.engine.call.weight * self.engine.backend.num_processes
+        return self._term.detach() * weight
 
 
 class ExactTrainerMixin:
@@ -248,7 +218,7 @@ class ExactTrainerMixin:
             pass
     """
 
-    _window_loss: WindowLoss | None = None
+    _window: TrainerWindow | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
@@ -287,9 +257,9 @@ class ExactTrainerMixin:
             ),  # as many micro-batches as Trainer's
             lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
-        self._window_loss = WindowLoss(self, windows)
+        self._window = TrainerWindow(self, windows)
         if self.is_world_process_zero() and not args.disable_tqdm:
-            print(f"ExactTrainer: {windows.layout}; {self._window_loss.proven}")
+            print(f"ExactTrainer: {windows.layout}; {self._window.rule}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(
@@ -299,39 +269,29 @@ class ExactTrainerMixin:
         own targets.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._window_loss.begin_window(batches)
+        self._window.begin(batches)
         return batches, None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Add one micro-batch's gradient; returns its term of the window's mean loss."""
-        loss = self._window_loss
-        index = loss.begin_micro_batch(model, inputs)
+        window = self._window
+        index = window.begin_micro_batch(model, inputs)
         if index == 0:
             model.zero_grad()  # gradients of a window that a callback interrupted
-        before = random_states()
-        part, gather = (
-            partial(loss.part, index=index),
-            partial(gather_uneven, self.accelerator.gather),
-        )
-        replaced = (
-            patch.multiple(self, compute_loss=part),
-            patch.multiple(self.accelerator, gather=gather),
-        )
-        with _accumulation_unseen(self), loss.forward.scope(), replaced[0], replaced[1]:
-            result = super().training_step(model, inputs)
-        if moved := moved_generators(before):
-            raise UnkeyedRandomness(
-                f"the training step drew from {' and '.join(moved)} although the proof's forwards "
-                "did not: this randomness depends "
-                "on the split of the window. Switch it off."
-            )
-        if index == len(loss.batches) - 1:
-            loss.end_window(model)
-        return (
-            result if loss.backend.is_sharded else result * self.args.world_size
-        )  # Trainer logs the mean over processes
+        gather = partial(gather_uneven, self.accelerator.gather)
+        with (
+            _accumulation_unseen(self),
+            window.engine.scope(),
+            window.engine.micro_batch(index),
+            override(self, compute_loss=window.compute_loss),
+            override(self.accelerator, gather=gather, backward=window.backward),
+        ):
+            super().training_step(model, inputs)
+        if index == len(window.batches) - 1:
+            window.engine.end()
+        return window.logged()
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
@@ -344,7 +304,7 @@ def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
     set both to 1 in the block.
     """
     trainer.current_gradient_accumulation_steps = 1  # the loop sets it for each window
-    with patch.object(trainer.args, "gradient_accumulation_steps", 1):
+    with override(trainer.args, gradient_accumulation_steps=1):
         yield
 
 

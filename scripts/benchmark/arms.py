@@ -16,7 +16,7 @@ from benchmark.lap import Lap
 from benchmark.trainers import train
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import plan_window
-from hf_ga.training import default_speed_ups
+from hf_ga.training import Given, default_speed_ups, remember
 
 DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
 TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
@@ -47,7 +47,8 @@ def default(lap: Lap, left_out: str = "") -> None:
         loss = replace(loss, dropout=_NativeDropout(lap.model))
     if left_out == ANY_ORDER:
         loading["canonical_micro_batch"] = setting.micro_batch_size
-    own_loop(lap, loading, targets=loss, allow_split_dependent_randomness=left_out == NATIVE)
+    given = Given(allow_split_dependent_randomness=left_out == NATIVE, rule=loss)
+    own_loop(lap, loading, given)
 
 
 class _NativeDropout(KeyedDropout):
@@ -61,9 +62,13 @@ class _NativeDropout(KeyedDropout):
         return False
 
 
-def own_loop(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> None:
-    """The README's loop: dataset, collate function and batch size only. `default` adds arguments of
-    the loader (loading) and of `train_step` (step).
+def own_loop(lap: Lap, loading: dict[str, Any] | None = None, given: Given | None = None) -> None:
+    """The README's loop: dataset, collate function and batch size only.
+
+    Args:
+        lap: The arm's turn.
+        loading: More arguments of the loader.
+        given: What `prepare` is given about the model.
     """
     setting = lap.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
@@ -77,9 +82,12 @@ def own_loop(lap: Lap, loading: dict[str, Any] | None = None, **step: Any) -> No
         **(loading or {}),
     )
     model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
+    if given is not None:
+        remember(accelerator, model, given)
     while True:  # until the lap ends
         for window in windows:
-            hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0, **step).loss  # noqa: B018 - synchronizes with the device
+            result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+            result.loss  # noqa: B018 - synchronizes with the device
             lap.step_done()
 
 

@@ -18,6 +18,7 @@ from benchmark.report import Bound, Section, ablation_section, speed_section
 from benchmark.setting import SIZES, Setting, build_model
 from benchmark.trainers import PEERS, PLAIN
 from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
+from hf_ga.training import Given, remember
 
 
 def peers(setting: Setting) -> Section:
@@ -110,7 +111,8 @@ def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
         [],
     )
     model = accelerator.prepare(build_model(setting))
-    proven = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
+    rule = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
+    remember(accelerator, model, Given(rule=rule))
     for n, width in shapes:
         samples, sizes = (
             [setting.samples[0] | {"input_ids": [5] * width}] * 2 * n,
@@ -119,12 +121,8 @@ def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
         (window,) = hf_ga.WindowLoader(
             samples, setting.collate, accelerator=accelerator, global_batch_size=2 * n, **sizes
         )
-        times.append(
-            seconds(
-                partial(hf_ga.backward_window, accelerator, model, window, targets=proven), setting
-            )
-            / 2
-        )
+        step = partial(hf_ga.backward_window, accelerator, model, window)
+        times.append(seconds(step, setting) / 2)
     return np.array(times)
 
 

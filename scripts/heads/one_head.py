@@ -22,6 +22,7 @@ from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, WIDTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.training import Given, remember
 
 TOLERANCE = 1e-5  # of the norm of the true gradient, over all parameters together
 DROPOUT = 0.1
@@ -180,9 +181,9 @@ def hf_ga_gradient(
     model: nn.Module,
     samples: list[Sample],
     collate: PaddingCollator,
-    rule: hf_ga.ProvenLoss | None = None,
+    rule: hf_ga.Rule | None = None,
     **layout: Any,
-) -> tuple[Gradient, hf_ga.ProvenLoss]:
+) -> tuple[Gradient, hf_ga.Rule]:
     """hf_ga's gradient of the same samples in a layout, and the proven (or given) rule."""
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(
@@ -194,9 +195,10 @@ def hf_ga_gradient(
         **layout,
     )
     model.zero_grad(set_to_none=True)
+    remember(accelerator, model, Given(rule=rule))
     for window in windows:
-        hf_ga.backward_window(accelerator, model, window, targets=rule)
-    return taken_gradient(model), rule or next(iter(windows.state.proofs.values()))[-1]
+        hf_ga.backward_window(accelerator, model, window)
+    return taken_gradient(model), rule or next(iter(windows.state.rules.values()))
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:

@@ -216,7 +216,7 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
             accelerator=accelerator,
             batch_size=batch_size,
             lengths=lengths,
-            proven=rule,
+            rule=rule,
         )
 
     reference = {

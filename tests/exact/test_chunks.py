@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import backward_window
 from windows import one_window, window_gradient
 
 import hf_ga
@@ -81,7 +82,7 @@ def test_a_window_without_targets_is_skipped():
     samples, model = h.plain_samples(12), h.plain_tagger()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     assert window_gradient(
-        model, chunked_window([h.without_targets(s) for s in samples]), targets=rule
+        model, chunked_window([h.without_targets(s) for s in samples]), rule=rule
     )[1].skipped
 
 
@@ -108,9 +109,7 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="FSDP does not support same_bits"):
-        hf_ga.backward_window(
-            accelerator, model, window, targets=rule, loss_fn=h.weighted_token_loss
-        )
+        backward_window(accelerator, model, window, rule=rule, loss_fn=h.weighted_token_loss)
 
 
 def test_weights_begin_where_torch_begins_tensors():
@@ -137,4 +136,4 @@ def test_a_chunk_that_does_not_fit_is_never_cut():
         model.register_forward_pre_hook(fail, with_kwargs=True),
         pytest.raises(OutOfMemory, match="a chunk of same_bits"),
     ):
-        hf_ga.backward_window(Accelerator(), model, window, targets=rule)
+        backward_window(Accelerator(), model, window, rule=rule)

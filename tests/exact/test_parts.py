@@ -94,9 +94,7 @@ def test_any_split_is_the_full_batch(name):
         model = build()
         rule = hf_ga.prove_targets(model, samples, h.pad_right)
         assert (rule.name, rule.pad_to_window) == (rule_name, one_width)
-        gradients, result = window_gradient(
-            model, one_window(samples, micro_batch_size), targets=rule
-        )
+        gradients, result = window_gradient(model, one_window(samples, micro_batch_size), rule=rule)
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
     naive, whole = build(), h.pad_right(samples)  # one weight for all parts: the samples
@@ -176,7 +174,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
             accelerator=accelerator,
             batch_size=size,
             lengths=lengths,
-            proven=rule,
+            rule=rule,
         )
         losses.append(evaluate(accelerator, model, windows, rule)["loss"])
     whole = h.pad_right(samples)
@@ -226,7 +224,7 @@ def test_one_width_decides_which_positions_are_behind_the_text():
     assert rule.width_matters is False and rule.pad_to_window
     longest = max(len(s["input_ids"]) for s in samples)
     next(s for s in samples if len(s["input_ids"]) < longest)["start_positions"] = longest - 1
-    gradients, _ = window_gradient(model, one_window(samples, 1), targets=rule)
+    gradients, _ = window_gradient(model, one_window(samples, 1), rule=rule)
     full = [
         h.full_batch_gradient(model, h.pad_right(samples), dtype)
         for dtype in (torch.float32, torch.float64)

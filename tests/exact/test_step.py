@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import backward_window, train_step
 from torch import nn
 from windows import one_window, window_gradient
 
@@ -107,7 +108,7 @@ def test_unequal_counts_by_hand():
         window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3]),
         OneWeight(),
     )
-    result = hf_ga.backward_window(Accelerator(), model, window)
+    result = backward_window(Accelerator(), model, window)
     assert (model.weight.grad.item(), result.loss, result.num_targets) == (2.5, 2.5, 4)
     assert (
         h.naive_gradient(model, [m.batch for m in window.micro_batches], 2)["weight"].item() == 3.0
@@ -133,7 +134,7 @@ def test_chunks_are_added_along_their_tree_by_hand():
     for more in (options, {"shuffle": False}):
         model, rule = proven_weight()
         model.zero_grad()
-        hf_ga.backward_window(Accelerator(), model, one_window(samples, 1, **more), targets=rule)
+        backward_window(Accelerator(), model, one_window(samples, 1, **more), rule=rule)
         found.append(model.weight.grad.item())
     assert found == [pytest.approx(1 / 3 + 6), 6.0]
 
@@ -145,7 +146,7 @@ def test_chunks_are_added_along_their_tree_by_hand():
 def test_any_split_of_any_targets_by_hand(values, sizes):
     (model, rule), targets = proven_weight(), [x for x, counted in values if counted]
     model.weight.grad = None
-    result = hf_ga.backward_window(Accelerator(), model, window_of(values, sizes), targets=rule)
+    result = backward_window(Accelerator(), model, window_of(values, sizes), rule=rule)
     found = 0.0 if model.weight.grad is None else model.weight.grad.item()
     expected = sum(targets) / max(1, len(targets))
     assert (found, result.loss, result.num_targets) == (
@@ -247,7 +248,7 @@ def train(
     scheduler = scheduler_of(optimizer.optimizer) if scheduler_of else None
     prepared = accelerator.prepare(scheduler) if prepare_scheduler else scheduler
     results = [
-        hf_ga.train_step(accelerator, model, optimizer, window, scheduler=prepared, **options)
+        train_step(accelerator, model, optimizer, window, scheduler=prepared, **options)
         for window in make_loader(samples, layout)
     ]
     return results, scheduler, optimizer
@@ -331,15 +332,15 @@ def test_an_error_leaves_what_was_there_before(failing):
         return h.weighted_token_loss(outputs, batch)
 
     rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
-    before, _ = window_gradient(model, window, loss_fn=loss_fn, targets=rule)
+    before, _ = window_gradient(model, window, loss_fn=loss_fn, rule=rule)
     left += [False] if failing == 1 else [False, True]
     if failing is None:
         left.clear()
-        hf_ga.backward_window(accelerator, model, window, loss_fn=loss_fn, targets=rule)
+        backward_window(accelerator, model, window, loss_fn=loss_fn, rule=rule)
     else:
         with pytest.raises(ZeroDivisionError):
-            hf_ga.backward_window(
-                accelerator, model, window, loss_fn=loss_fn, targets=rule if failing == 2 else None
+            backward_window(
+                accelerator, model, window, loss_fn=loss_fn, rule=rule if failing == 2 else None
             )
     factor = 1 if failing else 2
     assert h.relative_error(
@@ -359,7 +360,7 @@ def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
         hf_ga.ConfigError,
         match=f"unsupported: {kind.value}.* over targets: use .*accelerate_configs",
     ):
-        hf_ga.backward_window(Accelerator(), model, window)
+        backward_window(Accelerator(), model, window)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -415,7 +416,7 @@ def test_loss_fn_with_a_nan_for_no_targets():
     with torch.no_grad():
         model.weight.fill_(2.0)
     rule = hf_ga.prove_targets(model, samples[2:], h.pad_right, loss_fn=masked_mean_times_count)
-    grads, result = window_gradient(model, window, loss_fn=masked_mean_times_count, targets=rule)
+    grads, result = window_gradient(model, window, loss_fn=masked_mean_times_count, rule=rule)
     expected = sum(2 * (2 * x - 1) * x for x in range(2, 8)) / 6
     assert result.num_targets == 6
     assert grads["weight"].item() == pytest.approx(expected)
@@ -429,13 +430,11 @@ def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
         hf_ga.ConfigError,
         match=r"loss_fn differs from the one of the proof.* pass it to prove_targets",
     ):
-        hf_ga.backward_window(
-            Accelerator(), model, window, targets=rule, loss_fn=h.weighted_token_loss
-        )
+        backward_window(Accelerator(), model, window, rule=rule, loss_fn=h.weighted_token_loss)
     with pytest.raises(hf_ga.ConfigError, match="got a dict: iterate over a WindowLoader"):
-        hf_ga.backward_window(Accelerator(), model, h.pad_right(samples))
+        backward_window(Accelerator(), model, h.pad_right(samples))
     with pytest.raises(hf_ga.ConfigError, match=r"in evaluation mode: call model.train\(\)"):
-        hf_ga.backward_window(Accelerator(), model.eval(), window)
+        backward_window(Accelerator(), model.eval(), window)
 
 
 def test_step_after_an_interrupted_accumulation():
@@ -449,7 +448,7 @@ def test_step_after_an_interrupted_accumulation():
     try:
         with accelerator.accumulate(prepared):
             assert not accelerator.sync_gradients
-        hf_ga.train_step(accelerator, prepared, optimizer, window)
+        train_step(accelerator, prepared, optimizer, window)
     finally:
         accelerator.gradient_state._set_sync_gradients(True)
     assert parameter_distance(model, before) > 1e-4

@@ -30,6 +30,7 @@ from processes import (
     save,
     whole_gradients,
 )
+from steps import backward_window, train_step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -55,7 +56,7 @@ def gradients(folder: Path, kind: str) -> None:
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
             model.zero_grad(set_to_none=True)
-            result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+            result = backward_window(accelerator, model, window, rule=rule)
             name = f"gradients {kind} {window.index} {'each' if each else 'once'}"
             save(
                 accelerator,
@@ -63,7 +64,7 @@ def gradients(folder: Path, kind: str) -> None:
                 name,
                 whole_gradients(model),
                 loss=result.loss,
-                targets=result.num_targets,
+                rule=result.num_targets,
             )
 
 
@@ -75,10 +76,7 @@ def added(folder: Path, kind: str) -> None:
         *make_windows(accelerator, samples),
         *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]]),
     ]
-    skipped = [
-        hf_ga.backward_window(accelerator, model, window, targets=rule).skipped
-        for window in windows
-    ]
+    skipped = [backward_window(accelerator, model, window, rule=rule).skipped for window in windows]
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
@@ -107,7 +105,7 @@ def steps(folder: Path, kind: str) -> None:
     windows, results = make_windows(accelerator, samples), []
     while len(results) < STEPS:
         results += [
-            hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=MAX_NORM)
+            train_step(accelerator, model, optimizer, w, rule=rule, max_grad_norm=MAX_NORM)
             for w in windows
         ]
     weights = {name: tensor.clone() for name, tensor in full_state_dict(accelerator, model).items()}
@@ -162,12 +160,12 @@ def counted(folder: Path, kind: str) -> None:
         )
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
-            hf_ga.backward_window(
-                accelerator, model, window, targets=rule
+            backward_window(
+                accelerator, model, window, rule=rule
             )  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
-                hf_ga.backward_window(accelerator, model, window, targets=rule)
+                backward_window(accelerator, model, window, rule=rule)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
             facts = {
                 "calls": sent.calls,
@@ -208,9 +206,7 @@ def overflow(folder: Path, kind: str) -> None:
         base.classifier.overflows = (
             window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
         )
-        result = hf_ga.train_step(
-            accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0
-        )
+        result = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=1.0)
         skipped.append([result.skipped, result.overflowed])
         scales.append(accelerator.scaler.get_scale())
         digests.append(digest(model))
@@ -245,7 +241,7 @@ def options(folder: Path, kind: str) -> None:
         accelerator = make_accelerator(f"{kind} {option}", "GPT2Block", mixed_precision=precision)
         model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
         (window,) = make_windows(accelerator, samples)
-        hf_ga.backward_window(accelerator, model, window, targets=rule)
+        backward_window(accelerator, model, window, rule=rule)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
         save(
             accelerator,
@@ -259,7 +255,7 @@ def options(folder: Path, kind: str) -> None:
                 accelerator,
                 folder,
                 kind,
-                partial(hf_ga.backward_window, accelerator, model, window, targets=rule),
+                partial(backward_window, accelerator, model, window, rule=rule),
             )
 
 
@@ -279,7 +275,7 @@ def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callabl
         said.append(message_of(backward))
         vars(plugin).update(before)
     if kind == "fsdp1":  # shards cannot be proven on
-        said.append(message_of(partial(backward, targets=None)))
+        said.append(message_of(partial(backward, rule=None)))
     save(
         accelerator,
         folder,
@@ -308,8 +304,7 @@ def subset(folder: Path, kind: str) -> None:
     )
     windows = make_windows(accelerator, samples, global_batch_size=8)
     results = [
-        hf_ga.train_step(accelerator, model, optimizer, w, targets=rule, max_grad_norm=1e-3)
-        for w in windows
+        train_step(accelerator, model, optimizer, w, rule=rule, max_grad_norm=1e-3) for w in windows
     ]
     weights = full_state_dict(accelerator, model)
     facts = {"skipped": [r.skipped for r in results], "losses": [r.loss for r in results]}
@@ -407,9 +402,7 @@ def heads(folder: Path, kind: str) -> None:
         ):  # 18 and 3
             model.zero_grad(set_to_none=True)
             name = f"heads {kind} {head} {window.index}"
-            result = hf_ga.backward_window(
-                accelerator, model, window, targets=rule, loss_fn=loss_fn
-            )
+            result = backward_window(accelerator, model, window, rule=rule, loss_fn=loss_fn)
             never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
             save(
                 accelerator,

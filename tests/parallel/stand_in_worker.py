@@ -17,6 +17,7 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from steps import backward_window, train_step
 
 import hf_ga
 from hf_ga.run import loop
@@ -56,15 +57,13 @@ def computed(device, build, make_samples, loss_fn):
     for window in hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, **sizes):
         model.zero_grad()
         micro_batches += len(window.micro_batches)
-        waits += noted(
-            hf_ga.backward_window, accelerator, model, window, targets=rule, loss_fn=loss_fn
-        )[1]
+        waits += noted(backward_window, accelerator, model, window, rule=rule, loss_fn=loss_fn)[1]
         grads.append(
             {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         )
     lengths = [len(sample["input_ids"]) for sample in samples]
     batches = evaluation_windows(
-        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, proven=rule
+        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, rule=rule
     )
     results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
     forwards = sum(len(window.batches) for window in batches)
@@ -96,7 +95,7 @@ def steps(device):
     windows = hf_ga.WindowLoader(h.token_samples(24), h.pad_right, accelerator=accelerator, seed=0)
     for window, max_grad_norm in zip(windows, (None, 1.0, None), strict=True):
         result, waits = noted(
-            hf_ga.train_step, accelerator, model, optimizer, window, max_grad_norm=max_grad_norm
+            train_step, accelerator, model, optimizer, window, max_grad_norm=max_grad_norm
         )
         found.append(waits + noted(lambda result=result: (result.loss, result.grad_norm))[1])
     return found[1:]

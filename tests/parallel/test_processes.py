@@ -46,7 +46,7 @@ def positions_of(window: int) -> np.ndarray:
 
 
 def full_batch(
-    model: torch.nn.Module, rule: hf_ga.ProvenLoss, samples: list[dict], epoch: int, window: int
+    model: torch.nn.Module, rule: hf_ga.Rule, samples: list[dict], epoch: int, window: int
 ) -> torch.Tensor:
     """The loss of a window in one plain forward, backward done, under the dropout of its
     samples.

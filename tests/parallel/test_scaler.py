@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
-from steps import Training, same
+from steps import Training, backward_window, same, train_step
 from torch import nn
 
 import hf_ga
@@ -201,7 +201,7 @@ def test_a_loss_in_half_precision_is_weighted_in_float32():
     model = accelerator.prepare(HalfLoss())
     samples = [{"x": s["x"]} for s in points(WINDOW)]
     (window,) = loader(samples)
-    hf_ga.backward_window(accelerator, model, window)
+    backward_window(accelerator, model, window)
     by_hand = torch.stack([s["x"] for s in samples]).double().mean(0)
     assert (
         model.linear.weight.grad[0].double() / 2**16 - by_hand
@@ -235,7 +235,7 @@ def test_clipping_comes_after_unscaling():
     accelerator = fp16_accelerator()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     (window,) = loader(samples)
-    result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=max_norm)
+    result = train_step(accelerator, model, optimizer, window, max_grad_norm=max_norm)
     error = h.relative_error(update(before, model), clipped)
     assert h.norm(reference) > 3 * max_norm  # so clipping did something
     assert result.grad_norm == pytest.approx(h.norm(reference), rel=4 * FP16)
@@ -243,7 +243,7 @@ def test_clipping_comes_after_unscaling():
 
     other = copy.deepcopy(before)  # the control: clip, then unscale
     other, optimizer = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=1.0))
-    hf_ga.backward_window(accelerator, other, window)
+    backward_window(accelerator, other, window)
     scaled_norm = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm).item()
     optimizer.step()
     assert scaled_norm != pytest.approx(h.norm(reference), rel=4 * FP16)
@@ -264,7 +264,7 @@ def test_windows_are_added_under_one_scale_and_unscaled_once():
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     (window,) = loader(samples)
     for _ in range(2):
-        hf_ga.backward_window(accelerator, model, window)
+        backward_window(accelerator, model, window)
     twice = {name: 2 * g for name, g in reference.items()}
     assert (
         h.relative_error({n: g / SCALE for n, g in h.gradients(model).items()}, twice) <= 4 * FP16
@@ -287,11 +287,9 @@ def test_an_unprepared_optimizer_is_refused():
     with pytest.raises(
         hf_ga.ConfigError, match=r"SGD does not use the accelerator's scaler.*accelerator\.prepare"
     ):
-        hf_ga.train_step(accelerator, model, optimizer, window)
+        train_step(accelerator, model, optimizer, window)
     assert all(torch.equal(v, before[name]) for name, v in plain.state_dict().items())
-    hf_ga.backward_window(
-        accelerator, model, window
-    )  # the control: what it would have stepped with
+    backward_window(accelerator, model, window)  # the control: what it would have stepped with
     scaled = h.norm(h.gradients(plain))
     accelerator.prepare(optimizer)
     accelerator.unscale_gradients()
@@ -319,7 +317,7 @@ def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
     result = ours.step(window, max_grad_norm=1.0)
     assert not result.skipped and accelerator.scaler.get_scale() == SCALE
     assert torch.equal(other.model.weight.grad, pending)
-    hf_ga.backward_window(accelerator, ours.model, window)  # the control
+    backward_window(accelerator, ours.model, window)  # the control
     accelerator.clip_grad_norm_(ours.model.parameters(), 1.0)
     assert other.model.weight.grad[0, 0] == 3.0 / SCALE
     ours.optimizer.step()
@@ -346,7 +344,7 @@ def test_the_norm_is_of_what_the_optimizer_owns():
     )
     model, head, body = accelerator.prepare(model, head, body)
     (window,) = loader(samples)
-    result = hf_ga.train_step(accelerator, model, body, window, max_grad_norm=1e9)
+    result = train_step(accelerator, model, body, window, max_grad_norm=1e9)
     of_body = h.norm({name: g for name, g in reference.items() if name.startswith("bert")})
     assert result.grad_norm == pytest.approx(of_body, rel=4 * FP16)
     assert of_body < 0.9 * h.norm(reference)
@@ -363,13 +361,13 @@ def test_an_optimizer_without_any_gradient_skips(precision):
     (window,) = loader(points(WINDOW))
     state = accelerator.scaler and accelerator.scaler.state_dict()
     options = {"scheduler": unrelated.scheduler, "max_grad_norm": 1.0}
-    result = hf_ga.train_step(accelerator, model, unrelated.optimizer, window, **options)
+    result = train_step(accelerator, model, unrelated.optimizer, window, **options)
     assert (result.skipped, result.overflowed, result.num_targets) == (True, False, WINDOW)
     assert (
         same(unrelated.snapshot(), before)
         and (accelerator.scaler and accelerator.scaler.state_dict()) == state
     )
     if precision == "fp16":  # the control
-        hf_ga.backward_window(accelerator, model, window)
+        backward_window(accelerator, model, window)
         with pytest.raises(AssertionError, match="No inf checks"):
             unrelated.optimizer.step()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import on_two_ranks, outcome
 from processes import make_accelerator, make_windows, prepare, whole_gradients
+from steps import backward_window, train_step
 from torch import nn
 
 import hf_ga
@@ -90,7 +91,7 @@ def ddp_window(
     )
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    result = backward_window(accelerator, model, window, rule=rule)
     return whole_gradients(model), result
 
 
@@ -168,9 +169,9 @@ def failing_window(where: str) -> tuple[str, float]:
     )
     rule = replace(rule, pad_to_window=where == "collate")
     is_armed = True
-    said = outcome(partial(hf_ga.backward_window, accelerator, model, window, targets=rule))
+    said = outcome(partial(backward_window, accelerator, model, window, rule=rule))
     is_armed = False
-    return said, hf_ga.backward_window(accelerator, model, window, targets=rule).loss
+    return said, backward_window(accelerator, model, window, rule=rule).loss
 
 
 @pytest.mark.parametrize("where", ["collate", "router", "memory"])
@@ -229,11 +230,9 @@ def test_shards_have_the_gradient_of_the_full_batch():
             global_batch_size=5,
             shuffle=False,
         )
-        result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+        result = backward_window(accelerator, model, window, rule=rule)
         gradients = whole_gradients(model)
-        stepped = hf_ga.train_step(
-            accelerator, model, optimizer, window, targets=rule, max_grad_norm=1.0
-        )
+        stepped = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=1.0)
         return gradients, result, stepped.grad_norm
 
     found = on_two_ranks(work)

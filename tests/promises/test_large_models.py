@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from benchmark.gpu import seconds as seconds_of
 from benchmark.report import WORTH_TIME
 from benchmark.setting import Setting, build_model
+from steps import backward_window, train_step
 from torch.nn.utils.rnn import pad_sequence
 
 import hf_ga
@@ -111,7 +112,7 @@ def trained(setting, folder, resumes):
         accelerator.load_state(str(folder))
     hashes = []
     for window in windows:
-        hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+        train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
         hashes.append(state_sha256(model.state_dict()))
         if windows.num_consumed == 2:
             accelerator.save_state(str(folder))
@@ -139,7 +140,7 @@ def test_a_step_waits_for_the_device_at_most_once():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+            train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
             torch.cuda.set_sync_debug_mode("default")
         waits.append(
             Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
@@ -180,7 +181,7 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
         )
         prepared = accelerator.prepare(built)
         seconds[name] = seconds_of(
-            partial(hf_ga.backward_window, accelerator, prepared, window, targets=proven), setting
+            partial(backward_window, accelerator, prepared, window, rule=proven), setting
         )
         print(
             f"{model}, {name}: {1000 * seconds[name]:.1f} ms, left out: "

@@ -16,6 +16,7 @@ import torch
 import two_processes_worker as worker
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from steps import backward_window
 
 import hf_ga
 from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys
@@ -65,7 +66,7 @@ def gradient(accelerator, model, samples, size, speed_ups=None, seed=0):
     }
     (window,) = hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, **sizes)
     assert window.batches[0]["labels"].is_pinned() == (DEVICE.type == "cuda")
-    hf_ga.backward_window(accelerator, prepared, window, targets=proven)
+    backward_window(accelerator, prepared, window, rule=proven)
     return h.divided(
         h.gradients(prepared), h.SCALE if accelerator.mixed_precision == "fp16" else 1.0
     )

@@ -12,6 +12,7 @@ import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
+from steps import backward_window
 
 import hf_ga
 
@@ -35,7 +36,7 @@ def loader(seed=0, **layout):
 
 def gradient(model, proven, window):
     model.zero_grad()
-    hf_ga.backward_window(Accelerator(cpu=True), model, window, targets=proven)
+    backward_window(Accelerator(cpu=True), model, window, rule=proven)
     return h.gradients(model)
 
 

@@ -10,6 +10,7 @@ in float32 is. Negative control: the usual loop, which divides each micro-batch'
 import helpers as h
 import pytest
 from accelerate import Accelerator
+from steps import backward_window
 
 import hf_ga
 
@@ -50,7 +51,7 @@ def test_every_split_is_the_full_batch(name):
     for layout in LAYOUTS.values():
         for window, size in zip(windows_of(samples, **layout), (WINDOW, SHORT), strict=True):
             model.zero_grad()
-            hf_ga.backward_window(Accelerator(cpu=True), model, window, targets=proven)
+            backward_window(Accelerator(cpu=True), model, window, rule=proven)
             full_batch = h.pad_right([samples[i] for i in window.sample_ids])
             assert len(window.sample_ids) == size
             oracle, in_float32 = (

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from helpers import DTYPES, ROUNDING, SCALE, autocast_gradient, divided
+from steps import backward_window
 from torch import nn
 from windows import one_window
 
@@ -39,7 +40,7 @@ def gradient_in(precision, model, window, loss_fn=None):
     """The gradient of a prepared copy, without the loss scale."""
     accelerator = make_accelerator(precision)
     prepared = accelerator.prepare(copy.deepcopy(model))
-    hf_ga.backward_window(accelerator, prepared, window, loss_fn=loss_fn)
+    backward_window(accelerator, prepared, window, loss_fn=loss_fn)
     return divided(h.gradients(prepared), SCALE if precision == "fp16" else 1.0)
 
 
@@ -149,9 +150,7 @@ def test_a_model_that_was_not_prepared_is_not_left_in_float32():
     for prepared in (False, True):
         accelerator = make_accelerator("bf16")
         copied = copy.deepcopy(model)
-        hf_ga.backward_window(
-            accelerator, accelerator.prepare(copied) if prepared else copied, window
-        )
+        backward_window(accelerator, accelerator.prepare(copied) if prepared else copied, window)
         found.append(h.gradients(copied))
     exact = h.full_batch_gradient(model, h.pad_right(samples))
     assert h.relative_error(found[0], found[1]) == 0
@@ -254,7 +253,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     assert proven_exactly(prepared, samples)
     rule = hf_ga.prove_targets(prepared, samples, h.pad_right)
     assert rule.name == "labels"
-    hf_ga.backward_window(accelerator, prepared, window, targets=rule)
+    backward_window(accelerator, prepared, window, rule=rule)
     for name, tensor in frozen_tensors(model).items():
         object_before, address, dtype_before, value = before[name]
         assert (
@@ -374,5 +373,5 @@ def test_refusals(name):
     window = one_window(h.class_samples(8), 4)
     accelerator, model = build_accelerator(), build_model()
     with pytest.raises(hf_ga.ConfigError, match=message):
-        hf_ga.backward_window(accelerator, model, window)
+        backward_window(accelerator, model, window)
     assert all(p.grad is None for p in model.parameters())

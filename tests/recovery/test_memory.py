@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from memory_limits import ERRORS, Device, of_sample
 from runs import lines_of, relative_distance, train
+from steps import backward_window, train_step
 
 import hf_ga
 from hf_ga.errors import OutOfMemory
@@ -68,7 +69,7 @@ def gradient_of_window(
     device, window = Device(model, fits, **how), next(iter(windows_of(accelerator, samples)))
     for parameter in model.parameters():
         parameter.grad = None if earlier is None else torch.full_like(parameter, earlier)
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule, loss_fn=loss_fn)
+    result = backward_window(accelerator, model, window, rule=rule, loss_fn=loss_fn)
     return h.gradients(model), result, device
 
 
@@ -116,7 +117,7 @@ def test_buffers_count_no_sample_twice():
         Device(model, 60, chosen=third_of_three()),
         next(iter(windows_of(accelerator, samples))),
     )
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    result = backward_window(accelerator, model, window, rule=rule)
     assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
 
 
@@ -154,9 +155,7 @@ def run_of_steps(
         windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
     losses, retries, once = [], [], []
     for window in windows:
-        result = hf_ga.train_step(
-            accelerator, model, optimizer, window, targets=rule, max_grad_norm=0.5
-        )
+        result = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=0.5)
         losses.append(result.loss)
         retries.append(result.retries)
         once.append(
@@ -209,13 +208,13 @@ def test_a_single_sample_that_does_not_fit():
         match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of "
         r"process 0.*max_length",
     ):
-        hf_ga.backward_window(accelerator, model, bad, targets=rule)
+        backward_window(accelerator, model, bad, rule=rule)
     assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (
         1,
         30,
     )
     good = next(window for window in windows if window is not bad)
-    assert hf_ga.backward_window(accelerator, model, good, targets=rule).num_targets > 0
+    assert backward_window(accelerator, model, good, rule=rule).num_targets > 0
 
 
 def test_other_errors_are_no_lack_of_memory():
@@ -235,9 +234,9 @@ def small_device(fits: float, **how):
     """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
     prepare, devices = build.prepare, []
 
-    def prepared(accelerator, model, optimizer):
+    def prepared(accelerator, model, optimizer, **given):
         devices.append(Device(model, fits, **how))
-        return prepare(accelerator, model, optimizer)
+        return prepare(accelerator, model, optimizer, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "prepare", prepared)

@@ -119,7 +119,7 @@ def started(case="", precision="no"):
         with torch.no_grad():
             model.embedding.weight[BAD_TOKEN] = math.nan
     training = Training(Accelerator(cpu=True, mixed_precision=precision), model)
-    return training, {"targets": rule, "loss_fn": loss_fn}
+    return training, {"rule": rule, "loss_fn": loss_fn}
 
 
 # name: what goes wrong, and what the message says of it
@@ -280,7 +280,7 @@ def test_models_with_a_router_or_of_one_width(name, build, layer):
     training = Training(Accelerator(cpu=True), model)
     spoil(model, layer)
     first, second, _ = windows_of(data)
-    training.step(first, targets=rule)
+    training.step(first, rule=rule)
     model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -289,7 +289,7 @@ def test_models_with_a_router_or_of_one_width(name, build, layer):
         match=r"comes from samples 10, 13; .* module with a non-finite output is "
         rf"{re.escape(layer)} ",
     ):
-        training.step(second, targets=rule)
+        training.step(second, rule=rule)
     widest = max(len(data[i]["input_ids"]) for i in second.sample_ids)
     assert (widths == {widest}) == (name == "xlnet")
 

@@ -26,6 +26,7 @@ from memory_limits import Device
 from processes import make_accelerator, make_windows, prepare
 from runs import lines_of, small_config, train
 from spoilt import marked, spoil
+from steps import train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -55,7 +56,7 @@ def trained(
     )  # `spoil` knows samples
     spoil(base, LAYER, where)
     options = {
-        "targets": rule,
+        "rule": rule,
         "max_grad_norm": 1.0 if where == "forward" else None,
         "on_nonfinite": on_nonfinite,
     }
@@ -66,7 +67,7 @@ def trained(
         if leave_out and window.index == BAD_WINDOW:
             continue
         try:
-            results.append(hf_ga.train_step(accelerator, model, optimizer, window, **options))
+            results.append(train_step(accelerator, model, optimizer, window, **options))
         except NonFinite as error:
             said = str(error)
             break

@@ -275,7 +275,7 @@ def test_a_new_layer_in_4_bits_is_refused(place, tmp_path):
     message = (
         r"load_in_4bit would freeze .*pooler\.dense"
         if HAS_BITSANDBYTES
-        else r"pip install 'hf_ga\[qlora\]'"
+        else r'pip install "hf_ga\[qlora\]"'
     )
     with pytest.raises(hf_ga.ConfigError, match=message):
         train_job(place, tmp_path / "out", "classes", lora_r=2, load_in_4bit=True)
@@ -303,7 +303,7 @@ def test_an_adapter_is_trained_further(adapted, place, tmp_path):
 def test_without_peft(place, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_ga.run.config.find_spec", lambda name: None)
     with pytest.raises(
-        hf_ga.ConfigError, match=r"adapters need the package peft: pip install 'hf_ga\[peft\]'"
+        hf_ga.ConfigError, match=r'adapters need the package peft: pip install "hf_ga\[finetune\]"'
     ):
         train_job(place, tmp_path / "out", "classes", lora_r=4)
 

@@ -45,7 +45,7 @@ def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
         accelerator=accelerator,
         batch_size=batch_size,
         lengths=lengths,
-        proven=rule,
+        rule=rule,
     )
     return evaluate(accelerator, model, windows, rule, reader)
 

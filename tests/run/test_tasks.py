@@ -14,11 +14,11 @@ import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from runs import COLOURS, JOBS, job_config, learn_job, lines_of
+from steps import backward_window
 
-import hf_ga
 from hf_ga.data.tasks import TASKS
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.run.build import build_run, prepare_setup
+from hf_ga.run.build import build_run, chosen_loss_fn, prepare_setup
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
@@ -100,8 +100,8 @@ class Job:
             self.windows[layout][self.which],
         )
         model.zero_grad()
-        result = hf_ga.backward_window(
-            accelerator, model, window, targets=self.run.proven, loss_fn=self.run.loss_fn
+        result = backward_window(
+            accelerator, model, window, rule=self.run.rule, loss_fn=chosen_loss_fn(self.run.config)
         )
         return result, h.gradients(model)
 
@@ -109,9 +109,11 @@ class Job:
         """With the keyed dropout, in float64."""
         AcceleratorState._reset_state(True)
         window = copy.copy(self.windows["16x1"][self.which])
-        window.batches, window.proofs = [in_float64(self.whole)], []
+        window.batches, window.rules = [in_float64(self.whole)], []
         model = self.plain(torch.float64)
-        hf_ga.backward_window(Accelerator(cpu=True), model, window, loss_fn=self.run.loss_fn)
+        backward_window(
+            Accelerator(cpu=True), model, window, loss_fn=chosen_loss_fn(self.run.config)
+        )
         return h.gradients(model)
 
     def mean_loss(self, model, batch):
@@ -231,7 +233,7 @@ def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place
     if name == "numbers" and h.BEFORE_5_23:
         pytest.skip("a regression head of transformers 5.17 has no float64")
     this = job(place, name, precision, dropout=True)
-    assert this.run.proven.dropout.sites
+    assert this.run.rule.dropout.sites
     _, full = this.gradient("16x1")
     grads64 = this.gradient64()
     allowed = 3 * (2 * h.relative_error(full, grads64) + h.FLOOR)

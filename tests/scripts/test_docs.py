@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from steps import train_step
 from torch import nn
 
 import hf_ga
@@ -48,7 +49,7 @@ def test_every_error_is_explained():
         for name, value in vars(errors).items()
         if isinstance(value, type) and name != "HfGaError"
     ]
-    assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 10
+    assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 11
 
 
 class Net(nn.Module):
@@ -107,9 +108,7 @@ def infinite_sample():
     data[5]["x"] = torch.full((5,), torch.inf)
     sizes = {"per_device_batch_size": 4, "global_batch_size": 16}
     (window,) = hf_ga.WindowLoader(data, collate, accelerator=accelerator, **sizes)
-    hf_ga.train_step(
-        accelerator, model, torch.optim.SGD(model.parameters()), window, targets=targets
-    )
+    train_step(accelerator, model, torch.optim.SGD(model.parameters()), window, rule=targets)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +175,10 @@ def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
         (ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n"
     )
     api = tmp_path / "docs/api.md"
-    api.write_text(api.read_text().replace("::: hf_ga.train_step\n", ""))
+    api.write_text(api.read_text().replace("::: train_step\n", ""))
     result = build(tmp_path, tmp_path / "site")
     assert result.returncode == 1
     assert (
         "missing.md" in result.stderr
-        and "hf_ga.train_step is missing or has no docstring" in result.stderr
+        and "train_step is missing or has no docstring" in result.stderr
     ), result.stderr

@@ -7,6 +7,7 @@ import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
+from steps import backward_window, train_step
 from torch._dynamo.utils import counters
 
 import hf_ga
@@ -43,7 +44,7 @@ def train(model, data, rule, wrong=1.0):
     shapes = set()
     for window in windows_of(data):
         shapes |= {m.batch["input_ids"].shape for m in window.micro_batches}
-        hf_ga.train_step(Accelerator(cpu=True), model, optimizer, window, targets=rule)
+        train_step(Accelerator(cpu=True), model, optimizer, window, rule=rule)
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]), shapes
 
 
@@ -78,4 +79,4 @@ def test_a_compiled_model_with_dropout_is_refused():
     rule, window = hf_ga.prove_targets(model, data, h.pad_right), next(iter(windows_of(data)))
     model.transformer.h[0].compile()
     with pytest.raises(hf_ga.ConfigError, match="compiled and draws dropout"):
-        hf_ga.backward_window(Accelerator(cpu=True), model, window, targets=rule)
+        backward_window(Accelerator(cpu=True), model, window, rule=rule)

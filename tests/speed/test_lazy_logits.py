@@ -367,11 +367,11 @@ def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     rule = proven(model)
     assert rule.speed_ups[0].rows_per_chunk is None, "that of the proof"
     grads, plain = window_gradient(
-        model, one_window(SAMPLES, 5), targets=dataclasses.replace(rule, speed_ups=())
+        model, one_window(SAMPLES, 5), rule=dataclasses.replace(rule, speed_ups=())
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
-        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), targets=rule)
+        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), rule=rule)
         assert result.loss == pytest.approx(plain.loss, rel=1e-6)
         assert h.relative_error(lazy, grads) <= 1e-6
     assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, (

@@ -57,7 +57,7 @@ def test_a_window_has_the_same_gradient_and_keeps_less():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t
         ):
-            gradients, _ = window_gradient(model, one_window(samples, 3), targets=rule)
+            gradients, _ = window_gradient(model, one_window(samples, 3), rule=rule)
         found.append((gradients, sum(kept)))
     assert 0 < h.relative_error(found[0][0], found[1][0]) < 1e-6, (
         "another rounding, or nothing was replaced"

@@ -422,7 +422,7 @@ def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
     found = []
     for packing._gain in (np.inf, 1.0):
         gradients, result = window_gradient(
-            model, one_window(samples, 4), targets=rule, loss_fn=sum_loss
+            model, one_window(samples, 4), rule=rule, loss_fn=sum_loss
         )
         found.append((gradients, result.loss))
     assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, (

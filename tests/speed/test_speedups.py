@@ -9,6 +9,7 @@ import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
+from steps import backward_window
 from windows import one_window
 
 import hf_ga
@@ -135,7 +136,7 @@ def gradient(accelerator, model, rule, samples, plan="one"):
     window = one_window(
         samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples]
     )
-    result = hf_ga.backward_window(accelerator, model, window, targets=rule)
+    result = backward_window(accelerator, model, window, rule=rule)
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
 

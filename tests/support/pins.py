@@ -37,6 +37,7 @@ from helpers import (
     weighted_token_loss,
     xlnet_classifier,
 )
+from steps import backward_window
 
 import hf_ga
 from hf_ga.speed.fused_attention import FusedAttention
@@ -172,9 +173,7 @@ def _gradients(
         }
         windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, **sizes)
         prepared.zero_grad()
-        hf_ga.backward_window(
-            accelerator, prepared, next(iter(windows)), targets=proven, loss_fn=loss_fn
-        )
+        backward_window(accelerator, prepared, next(iter(windows)), rule=proven, loss_fn=loss_fn)
         digests[size] = sha256(*(p.grad for p in model.parameters() if p.grad is not None))
     return digests
 

@@ -1,8 +1,41 @@
 """Steps of a small model on one process, and whether they left everything as it was."""
 
+from typing import Any
+
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 import hf_ga
+from hf_ga.training import Given, remember
+
+
+def backward_window(
+    accelerator: Accelerator, model: nn.Module, window: hf_ga.Window, **given: Any
+) -> hf_ga.StepResult:
+    """`hf_ga.backward_window` of a model that another accelerator may have prepared.
+
+    given: what `hf_ga.prepare` takes: loss_fn, rule, allow_split_dependent_randomness.
+    """
+    remember(accelerator, model, Given(**given))
+    return hf_ga.backward_window(accelerator, model, window)
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    window: hf_ga.Window,
+    *,
+    rule: hf_ga.Rule | None = None,
+    loss_fn: Any = None,
+    allow_split_dependent_randomness: bool = False,
+    **options: Any,
+) -> hf_ga.StepResult:
+    """`hf_ga.train_step` of a model that another accelerator may have prepared."""
+    given = Given(loss_fn, allow_split_dependent_randomness, rule)
+    remember(accelerator, model, given)
+    return hf_ga.train_step(accelerator, model, optimizer, window, **options)
 
 
 class Training:
@@ -15,7 +48,7 @@ class Training:
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
 
     def step(self, window, **options):
-        return hf_ga.train_step(
+        return train_step(
             self.accelerator,
             self.model,
             self.optimizer,

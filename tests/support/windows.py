@@ -5,6 +5,7 @@ from typing import Any
 
 import helpers as h
 from accelerate import Accelerator
+from steps import backward_window
 from torch import nn
 
 import hf_ga
@@ -26,7 +27,5 @@ def window_gradient(
 ) -> tuple[h.Gradients, hf_ga.StepResult]:
     """Of this window alone. options: of `backward_window`."""
     model.zero_grad()
-    result = hf_ga.backward_window(
-        Accelerator(gradient_accumulation_steps=4), model, window, **options
-    )
+    result = backward_window(Accelerator(gradient_accumulation_steps=4), model, window, **options)
     return h.gradients(model), result

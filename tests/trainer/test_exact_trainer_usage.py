@@ -118,7 +118,7 @@ def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     )
     assert sorted(i for batch in batches[:4] for i in positions(batch)) == list(range(WINDOW))
     assert {"lean forward", "packing"} <= {
-        speed_up.name for speed_up in trainer._window_loss.proven.speed_ups
+        speed_up.name for speed_up in trainer._window.rule.speed_ups
     }
     assert trainer.model(**batches[0]).loss.item() > 0
 
@@ -430,7 +430,7 @@ class MakesNoise(tf.TrainerCallback):
 
 def test_randomness_that_begins_after_the_proof_is_found(case):
     with pytest.raises(
-        UnkeyedRandomness, match="drew from torch although the proof's forwards did not"
+        UnkeyedRandomness, match="drew from torch although the probing forward did not"
     ):
         prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
 

@@ -1,0 +1,333 @@
+"""The engine: turns the micro-batches of a window into the gradient of the window's mean loss.
+
+Every loop drives it: `train_step`, Accelerate's own loop with `hf_ga.Accelerator`, Trainer's in
+`ExactTrainer`, evaluation, the search for non-finite numbers, and the proof.
+
+    loss of the window = sum over all micro-batches of (sum of the loss) / (targets of the window)
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+from hf_ga.errors import ProcessFailed, UnkeyedRandomness
+from hf_ga.exact.backend import Backend, RankStatus, added
+from hf_ga.exact.forward import argument_filter, callable_module
+from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.loss import Loss, Sums
+from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
+from hf_ga.exact.precision import sum_dtype
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.update import StepResult
+from hf_ga.exact.window import Window
+
+
+class Engine:
+    """Computes windows of one model.
+
+    Args:
+        backend: How ranks communicate, from `hf_ga.parallel.fsdp.backend_for`.
+        model: The prepared model.
+        rule: What was proven about the model.
+        module: What computes the outputs and the loss of a batch, if it is not the model itself.
+        allow_split_dependent_randomness: Do not check that no random generator moved.
+
+    Attributes:
+        window: The window that was begun.
+        calls: The forwards of this rank in this window, in their order.
+        call: The last call that was begun, with its batch on the device.
+        totals: The targets of the window over all ranks.
+        status: What this rank computed so far.
+
+    Example:
+        engine.begin(window)
+        with engine.scope():
+            for index in range(len(engine.calls)):
+                with engine.micro_batch(index) as batch:
+                    engine.backward(engine.forward(batch))
+        result = engine.end()
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        rule: Rule,
+        *,
+        module: nn.Module | None = None,
+        allow_split_dependent_randomness: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.model = model
+        self.rule = rule
+        self.loss = rule.loss
+        self.hooks = (rule.loss, *rule.hooks)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.allow_split_dependent_randomness = allow_split_dependent_randomness
+        self.calls: list[Call] = []
+        self.call: Call | None = None
+        self.totals: Counts = ()
+        self._is_training = True
+        self._module = callable_module(model) if module is None else module
+        self._accepted = argument_filter(self._module)
+
+    # The order of calls: begin, then for each micro-batch forward and backward, then end.
+
+    def begin(
+        self,
+        window: Window,
+        *,
+        training: bool = True,
+        skip_empty: bool = True,
+        num_calls: int | None = None,
+    ) -> None:
+        """Count the targets of a window, and plan the forwards of this rank.
+
+        Args:
+            window: The window; its micro-batches are those of this rank.
+            training: False for forwards only, as in an evaluation: ranks exchange nothing.
+            skip_empty: Leave out micro-batches without targets, whose own mean would be 0 / 0.
+            num_calls: Plan exactly this many calls, for a loop that makes one forward for each
+                batch of a loader of known length. Those beyond this rank's micro-batches repeat a
+                sample and have weight 0.
+
+        Raises:
+            ConfigError: If a setting makes exact gradients impossible.
+            ProcessFailed: If another rank failed.
+        """
+        self.window = window
+        self.calls = []
+        self.call = None
+        self._is_training = training
+        self.status = self._empty_status()
+        if training:
+            self.backend.begin(self.model, self.loss)
+        with self.keeping_failures():
+            self._plan(window, skip_empty, num_calls)
+        if self.status.failure is not None:
+            self.backend.all_reduce_status(self.status)  # raises on all ranks
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around forwards and backwards: keyed dropout and speed-ups are in effect."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.scope(self._module))
+            yield
+
+    @contextmanager
+    def micro_batch(self, index: int) -> Iterator[dict[str, Any]]:
+        """Around one forward and backward. Gives the batch on the device.
+
+        Args:
+            index: Which of the planned `calls`.
+
+        Raises:
+            UnkeyedRandomness: If the block drew from a random generator.
+        """
+        planned = self.calls[index]
+        is_last = index == len(self.calls) - 1
+        before = random_states() if self._is_training else {}
+        with self.backend.sync(self.model, is_last or not self._is_training):
+            self._start(planned)
+            yield self.call.batch
+            moved = moved_generators(before)
+            if moved and not self.allow_split_dependent_randomness:
+                raise UnkeyedRandomness(
+                    f"window {self.window.index} of epoch {self.window.epoch} drew from "
+                    f"{' and '.join(moved)} although the probing forward did not: this randomness "
+                    "depends on the split of the window. Switch it off, or accept it with "
+                    "allow_split_dependent_randomness."
+                )
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        """The model's outputs for a batch on the device, under autocast."""
+        # A prepared model has autocast of its own; another one must not be left in float32.
+        with self.backend.autocast():
+            return self._module(**self._accepted(batch))
+
+    def sums(self, outputs: Any) -> tuple[Sums, Counts]:
+        """The loss of the current micro-batch summed over its targets, and their number.
+
+        Args:
+            outputs: What the model returned for it, or its loss alone.
+        """
+        return self.loss.sums(outputs, self.call)
+
+    def mean(self, outputs: Any) -> Tensor:
+        """The mean loss over the targets of the current micro-batch alone."""
+        return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
+
+    def term(self, outputs: Any) -> tuple[Tensor | float, Counts]:
+        """What the current micro-batch adds to the window's mean loss, and its targets."""
+        sums, counts = self.sums(outputs)
+        return self.loss.mean(sums, self.totals), counts
+
+    def backward(self, outputs: Any) -> None:
+        """Backward of the current micro-batch's term.
+
+        Args:
+            outputs: What the model returned for it, or its loss alone.
+        """
+        with self.backend.autocast():
+            term, counts = self.term(outputs)
+        self.backward_term(term, counts)
+
+    def backward_term(self, term: Tensor | float, counts: Counts) -> None:
+        """Backward of a term of the window's mean loss.
+
+        Args:
+            term: A scalar, already divided by the targets of the window.
+            counts: The targets of the micro-batch, one number for each mean of the loss.
+        """
+        weight = self.call.weight * self.loss.contributes(counts)
+        self.backend.backward(term, weight)
+        if weight:
+            found = counts if self.loss.counts_in_forward else ()
+            self.backend.collect(self.call, term.detach(), found, self.status)
+
+    def end(self) -> StepResult:
+        """After the last backward: one status of all ranks, one sum of their gradients.
+
+        Returns:
+            The window's mean loss and its number of targets; `.grad` has the window's gradient.
+
+        Raises:
+            Exception: A failure of this rank that was kept (see `keeping_failures`).
+            ProcessFailed: If another rank failed. Nothing was updated on any rank.
+        """
+        self.status.has_gradient = [p.grad is not None for p in self.parameters]
+        status = self.backend.all_reduce_status(self.status)
+        self.backend.reduce_gradients(self.model, status, self.rule.unused)
+        total = sum(status.counts)
+        num_targets = int(total) if float(total).is_integer() else total
+        result = StepResult(status.loss, num_targets, skipped=total == 0)
+        if self.loss.counts_in_forward:  # until now the divisor was the number of samples
+            factor = self.window.num_samples / (total or 1.0)
+            result.loss_tensor = result.loss_tensor * factor
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+        return result
+
+    @contextmanager
+    def keeping_failures(self) -> Iterator[None]:
+        """Keep an error of the block for the exchange of status, in which all ranks raise.
+
+        So no rank waits for one that is gone. Under FSDP, where every forward is a collective, a
+        rank that fails ends at once.
+        """
+        try:
+            yield
+        except (ProcessFailed, TooLarge):
+            raise
+        except Exception as error:
+            self.status.failure = self._described(error)
+            if self.backend.is_sharded:
+                raise self.status.failure from error
+
+    def _described(self, error: Exception) -> Exception:
+        """The error, or where memory ran out what can be done about it."""
+        if not is_out_of_memory(error) or self.call is None:
+            return error
+        micro_batch = self.call.micro_batch
+        reason_not_to_cut = self.backend.reason_not_to_cut
+        if len(micro_batch) > 1 and not reason_not_to_cut:
+            return TooLarge(num_elements(micro_batch))
+        return too_large_for(self.backend.process_index, micro_batch, reason_not_to_cut)
+
+    def _empty_status(self) -> RankStatus:
+        return RankStatus(
+            loss=torch.zeros((), dtype=sum_dtype(self.backend.device), device=self.backend.device),
+            counts=(0,) * self.loss.num_means,
+            has_gradient=(False,) * len(self.parameters),
+        )
+
+    def _plan(self, window: Window, skip_empty: bool, num_calls: int | None) -> None:
+        """Count targets, exchange the counts, make a first pass if the loss needs one."""
+        if self.rule.pad_to_window:
+            window = window.padded_to_window()
+        if not self.backend.reason_not_to_cut:
+            window = window.fitting()
+        self.window = window
+        calls = [
+            Call(m, index=i, counts=self.loss.count(m.batch, len(m)))
+            for i, m in enumerate(window.micro_batches)
+        ]
+        if self._is_training:
+            self.totals = self._count(window, calls)
+            if any(self.totals):
+                self._equalize(calls, skip_empty)
+        else:
+            self._equalize(calls, skip_empty)
+        if num_calls is not None:
+            planned = {call.index for call in self.calls if call.weight}
+            others = [replace(c, weight=0) for c in calls if c.index not in planned]
+            self.calls = [*self.calls, *others][:num_calls]
+            if len(self.calls) < num_calls:
+                first = self.calls[0] if self.calls else stand_in(window, self.loss)
+                self.calls += [replace(first, weight=0)] * (num_calls - len(self.calls))
+        if self.loss.needs_first_pass and any(self.totals):
+            all_reduce = partial(self.backend.all_reduce, status=self.status)
+            with self.scope(), self.backend.autocast():
+                self.totals = self.loss.prepare(
+                    self.calls, self.totals, self._first_forward, all_reduce, self.backend.device
+                )
+
+    def _equalize(self, calls: list[Call], skip_empty: bool) -> None:
+        """Keep the calls to make; where forwards are collectives, as many as on other ranks."""
+        if skip_empty:
+            calls = [call for call in calls if self.loss.contributes(call.counts)]
+        self.calls = self.backend.equalize(self.window, calls, self.loss)
+
+    def _count(self, window: Window, calls: list[Call]) -> Counts:
+        """The targets of the window over all ranks.
+
+        Where only the forwards can count them, it is the number of samples for now, which keeps
+        the size of the gradients.
+        """
+        if self.loss.counts_in_forward:
+            return (window.num_samples,)
+        self.status.counts = added(self.status.counts, *(call.counts for call in calls))
+        return self.backend.all_reduce_status(self.status).counts
+
+    def _first_forward(self, call: Call) -> Any:
+        self._start(call)
+        return self.forward(self.call.batch)
+
+    def _start(self, planned: Call) -> None:
+        """Bring a call's batch and keys to the device, and tell the hooks."""
+        self.call = planned  # for an error on the way
+        request = self.window.request
+        keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
+        shared = window_key(request.seed, request.epoch, request.index)
+        batch, keys, shared = send_to_device(
+            [planned.micro_batch.batch, keys, shared], self.backend.device, non_blocking=True
+        )
+        self.call = replace(planned, batch=batch, keys=keys, window_key=shared)
+        for hook in self.hooks:
+            hook.before(self.call)
+
+
+def stand_in(window: Window, loss: Loss) -> Call:
+    """A call for a rank without micro-batches where it must make one.
+
+    Returns:
+        The window's first sample with targets (its loss is finite), or the last sample if none has
+        targets.
+    """
+    for offset in range(window.num_samples):
+        micro_batch = window.split([np.array([offset])]).micro_batches[0]
+        call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))
+        if not call.counts or any(call.counts):
+            break
+    return call

@@ -1,0 +1,162 @@
+"""The library is light: `import hf_ga` imports nothing, and the engine, ExactTrainer and the checker
+need no package of the extra `finetune`.
+"""
+
+import ast
+import importlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from not_installed import FINETUNE
+
+import hf_ga
+from hf_ga.run import PACKAGES
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {*FINETUNE, "pandas"}
+SUBMODULES = {"datasets", "pyarrow", "sklearn", "evaluate"}
+# transformers.Trainer imports datasets and peft by itself where they are installed.
+LIGHT = ("WindowLoader", "StreamLoader", "prepare", "train_step", "plan_batch", "check_equivalence")
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code, *arguments]
+    paths = [str(ROOT), str(ROOT / "tests/support")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def imported_after(*names: str) -> set[str]:
+    """Modules in a new process that touches these public names."""
+    code = (
+        "import json, sys, hf_ga\n"
+        "for name in sys.argv[1:]: getattr(hf_ga, name)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = run(code, *names)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_import_alone_loads_nothing():
+    loaded = imported_after()
+    assert "hf_ga" in loaded
+    assert {name for name in loaded if name.startswith("hf_ga.")} == set()
+    assert loaded & {*HEAVY, "torch", "transformers", "transformers.trainer"} == set()
+
+
+def test_the_library_loads_no_package_of_the_command():
+    loaded = imported_after(*LIGHT)
+    assert {"hf_ga.training", "hf_ga.check.check", "accelerate"} <= loaded
+    assert loaded & {*HEAVY, "transformers.trainer"} == set()
+    assert {name for name in loaded if name.startswith("hf_ga.run")} == set()
+
+
+def test_the_command_does_load_them():
+    """Otherwise the tests above would pass whatever happens."""
+    assert {*PACKAGES} - {"jinja2", "matplotlib", "yaml"} <= imported_after("finetune")
+
+
+def test_the_library_works_without_them():
+    done = run(
+        "import not_installed; not_installed.hide(); import runpy; runpy.run_module('light_smoke', run_name='__main__')"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("train_step", "ExactTrainer", "check_equivalence: passed", "no plot in report"):
+        assert name in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("hidden", [("datasets",), ("sklearn", "rouge_score")])
+def test_the_command_says_what_to_install(hidden):
+    code = (
+        f"import not_installed, runpy; not_installed.hide({hidden})\n"
+        "runpy.run_path('scripts/finetune.py', run_name='__main__')"
+    )
+    done = run(code)
+    packages = ", ".join(sorted(PACKAGES[name] for name in hidden))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: fine-tuning needs packages that are not installed ({packages}): "
+        'pip install "hf_ga[finetune]".\n'
+    )
+
+
+def test_every_public_name_is_in_both_lists_and_loads():
+    """A name that is missing in one of them works in Python, but not in an editor, or vice versa."""
+    tree = ast.parse((ROOT / "hf_ga/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    for_editors = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert for_editors == hf_ga._MODULES
+    assert {*hf_ga.__all__} == {*for_editors} <= {*dir(hf_ga)}
+    for name, module in hf_ga._MODULES.items():
+        assert getattr(hf_ga, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'hf_ga' has no attribute 'train'"):
+        hf_ga.train  # noqa: B018
+
+
+def test_the_extra_has_what_the_command_imports():
+    """And the library's own requirements have none of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"]["finetune"]}
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert extra == {*PACKAGES.values(), "peft", "submitit"}
+    assert needed & extra == set()
+    assert any("finetune" in line for line in project["optional-dependencies"]["test"])
+
+
+def test_the_library_imports_only_what_it_requires():
+    """Also where an import is inside a function, which no other test may reach."""
+    allowed = {*sys.stdlib_module_names, "accelerate", "filelock", "hf_ga", "numpy", "safetensors"}
+    allowed |= {"torch", "tqdm", "transformers"}
+    optional = {  # where they are used, the user has imported the package, or gets MissingPackage
+        "hf_ga/check/report.py": {"matplotlib"},
+        "hf_ga/exact/lengths.py": {"datasets", "pyarrow"},
+    }
+    for path in sorted((ROOT / "hf_ga").rglob("*.py")):
+        room = path.relative_to(ROOT).as_posix()
+        if room.startswith(("hf_ga/run/", "hf_ga/data/")):
+            continue
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module.partition(".")[0])
+        assert found - allowed == optional.get(room, set()), room
+
+
+@pytest.mark.slow("starts Python many times")
+def test_the_import_is_as_fast_as_that_of_accelerate_and_transformers():
+    """The three in turn, so that all have the same load of the machine; the medians of nine.
+    Importing every public name at once, as hf_ga did before, takes 3.8 times as long.
+    """
+    codes = {
+        "base": "import accelerate, transformers",
+        "both": "import accelerate, transformers, hf_ga",
+        "hf_ga": "import hf_ga",
+    }
+    seconds = {name: [] for name in codes}
+    for _ in range(9):
+        for name, code in codes.items():
+            start = time.perf_counter()
+            assert run(code).returncode == 0
+            seconds[name].append(time.perf_counter() - start)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    assert median["hf_ga"] < 1.15 * median["base"], seconds
+    assert median["both"] < 1.15 * median["base"], seconds
