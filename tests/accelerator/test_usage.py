@@ -591,6 +591,21 @@ def test_accumulation_steps_that_are_set_later(when):
     assert distance(trained_weights(model), two_epochs(FULL_BATCH).weights) < CLOSE
 
 
+def test_accumulation_steps_follow_from_the_global_batch():
+    """Known as soon as the loader is prepared: scripts compute their numbers of steps from it."""
+    accelerator = Training(UNEVEN).accelerator
+    assert accelerator.gradient_accumulation_steps == 6
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS], ids=str)
+def test_samplers_of_accelerate_do_not_make_the_same_updates(layout):
+    """The control: the windows are the same, what is learnt is not."""
+    training = two_epochs(layout, in_order, accelerator_class=accelerate.Accelerator)
+    reference = two_epochs(FULL_BATCH, in_order)
+    assert as_sets(training.windows) == as_sets(reference.windows)
+    assert distance(training.weights, reference.weights) > 1e-3
+
+
 def test_training_again_after_free_memory():
     """As `find_executable_batch_size` does: a smaller batch, everything else anew."""
     reference = two_epochs(FULL_BATCH).weights
