@@ -597,11 +597,12 @@ def test_accumulation_steps_follow_from_the_global_batch():
     assert accelerator.gradient_accumulation_steps == 6
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS], ids=str)
-def test_samplers_of_accelerate_do_not_make_the_same_updates(layout):
+def test_samplers_of_accelerate_do_not_make_the_same_updates():
     """The control: the windows are the same, what is learnt is not."""
-    training = two_epochs(layout, in_order, accelerator_class=accelerate.Accelerator)
-    reference = two_epochs(FULL_BATCH, in_order)
+    reference, training = (
+        two_epochs(layout, in_order, accelerator_class=accelerate.Accelerator)
+        for layout in (FULL_BATCH, TWO_STEPS)
+    )
     assert as_sets(training.windows) == as_sets(reference.windows)
     assert distance(training.weights, reference.weights) > 1e-3
 
