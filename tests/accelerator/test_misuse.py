@@ -537,6 +537,12 @@ def test_loops_that_are_right_or_refused(loop):
     assert_right_or_refused(Attempt(loop))
 
 
+@pytest.mark.parametrize("loop", [zero_grad_first, zero_grad_of_the_model])
+def test_gradients_may_be_zeroed_first_where_a_window_is_one_batch(loop):
+    """The order of most PyTorch loops."""
+    assert_right(Attempt(loop), FULL_BATCH)
+
+
 def test_an_epoch_that_ends_within_a_window():
     """Its first micro-batches are no part of the next window."""
     attempt = Attempt(left_in_a_window)
