@@ -35,11 +35,12 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import configure_fsdp, enable_fp16_on_cpu
+from hf_ga.parallel.processes import gather_uneven
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
 from hf_ga.trainer.loss import TrainerLoss
-from hf_ga.trainer.pairs import collate_pairs, gather_uneven, has_pairs
+from hf_ga.trainer.pairs import collate_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = (
