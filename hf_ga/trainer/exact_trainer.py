@@ -6,9 +6,10 @@ overridden:
 
     train                  checks that training can be made exact
     get_train_dataloader   proves how the trainer's own loss counts its targets; batches come from
-    hf_ga's windows get_batch_samples      counts the targets of the window before any forward
+                           hf_ga's windows
+    get_batch_samples      counts the targets of the window before any forward
     training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's
-    mean loss, not divided again
+                           mean loss, not divided again
 """
 
 import math
@@ -212,8 +213,7 @@ class ExactTrainerMixin:
             UnkeyedRandomness: see `hf_ga.prove_targets`.
 
     Example:
-        from hf_ga import ExactTrainer as Trainer              # instead of: from transformers
-        import Trainer
+        from hf_ga import ExactTrainer as Trainer  # instead of: from transformers import Trainer
 
         class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):  # TRL's, or your own
             pass
