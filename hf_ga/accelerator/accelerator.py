@@ -33,7 +33,14 @@ from hf_ga.parallel.prepare import (
     exact_sharding,
 )
 from hf_ga.parallel.processes import gather_uneven
-from hf_ga.training import NUM_PROOF_SAMPLES, Given, engine_for, prove_targets, remember
+from hf_ga.training import (
+    NUM_PROOF_SAMPLES,
+    Given,
+    default_speed_ups,
+    engine_for,
+    prove_targets,
+    remember,
+)
 
 BY_HAND = (
     "This loop accumulates by hand: pass gradient_accumulation_steps to Accelerator, put the "
@@ -541,7 +548,11 @@ class Accelerator(accelerate.Accelerator):
             samples = [dataset[i] for i in range(0, len(dataset), step)]
             allowed = self.allow_split_dependent_randomness
             rule = prove_targets(
-                model, samples, collate_fn, allow_split_dependent_randomness=allowed
+                model,
+                samples,
+                collate_fn,
+                allow_split_dependent_randomness=allowed,
+                speed_ups=default_speed_ups(model, self),
             )
             given = Given(allow_split_dependent_randomness=allowed, rule=rule)
             remember(self, model, given)
