@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 # The same names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
 if TYPE_CHECKING:
+    from hf_ga.accelerator.accelerator import Accelerator as Accelerator
     from hf_ga.check.check import check_equivalence as check_equivalence
     from hf_ga.check.report import EquivalenceReport as EquivalenceReport
     from hf_ga.data.stream_loader import StreamLoader as StreamLoader
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # public name -> its module: a new name is one line here, and its import above.
 _MODULES = {
+    "Accelerator": "hf_ga.accelerator.accelerator",
     "BatchPlan": "hf_ga.exact.plan_batch",
     "CheckpointError": "hf_ga.errors",
     "ConfigError": "hf_ga.errors",

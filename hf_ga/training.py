@@ -22,7 +22,7 @@ from hf_ga.exact.step import add_gradients
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.window import LoaderState, Window
 from hf_ga.parallel import prepare as parallel
-from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.proof.targets import prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
@@ -33,20 +33,24 @@ from hf_ga.speed.packing import Packing
 NUM_PROOF_SAMPLES = 64  # spread over the whole dataset
 
 
-def default_speed_ups(model: nn.Module) -> list[SpeedUp]:
-    """The speed-ups to try on a model. Packing and fused attention pay off on a CPU only
-    (docs/performance.md).
+def default_speed_ups(model: nn.Module, accelerator: Accelerator | None = None) -> list[SpeedUp]:
+    """The speed-ups to try on a model.
+
+    Packing and fused attention pay off on a CPU only (docs/performance.md), and sharded or
+    compiled layers do not support them.
+
+    Args:
+        model: The model, wrapped or not.
+        accelerator: Where the model will train, if it is not prepared yet. Default: where it is.
     """
     everywhere = [LeanForward(), ChunkedLoss()]
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    sharded = isinstance(model, FullyShardedDataParallel) or hasattr(
-        model, "set_requires_gradient_sync"
-    )
-    return (
-        [*everywhere, Packing(), FusedAttention()]
-        if on_cpu and not sharded and not is_compiled(model)
-        else everywhere
-    )
+    device = next(model.parameters()).device if accelerator is None else accelerator.device
+    sharded = isinstance(model, FullyShardedDataParallel)
+    sharded |= hasattr(model, "set_requires_gradient_sync")
+    sharded |= accelerator is not None and is_sharded(accelerator)
+    if device.type != "cpu" or sharded or is_compiled(model):
+        return everywhere
+    return [*everywhere, Packing(), FusedAttention()]
 
 
 def prove_targets(
@@ -147,8 +151,11 @@ def prepare(
     given = Given(loss_fn, allow_split_dependent_randomness, rule)
     remember(accelerator, base, given)
     if windows is not None and rule is None:
+        if accelerator.device_placement and not is_sharded(accelerator):
+            base.to(accelerator.device)
         samples = windows.probe_samples(NUM_PROOF_SAMPLES)
-        _prove(base, samples, windows.collate_fn, windows.state, given)
+        speed_ups = default_speed_ups(base, accelerator)
+        _prove(base, samples, windows.collate_fn, windows.state, given, speed_ups)
     return parallel.prepare(accelerator, model, optimizer)
 
 
@@ -336,6 +343,7 @@ def _prove(
     collate_fn: Callable[[list[Any]], Any],
     state: LoaderState,
     given: Given,
+    speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
     """Prove a model and keep the result in the state of the loader."""
     rule = prove_targets(
@@ -344,6 +352,7 @@ def _prove(
         collate_fn,
         loss_fn=given.loss_fn,
         allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+        speed_ups=speed_ups,
     )
     state.rules[base] = rule
     state.pad_to_window |= rule.pad_to_window

@@ -3,7 +3,7 @@ iteration.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,11 @@ class BaseLoader:
             planner,
             self.canonical_micro_batch,
         )
+
+    def use_seed(self, seed: int) -> None:
+        """Take over the seed of a saved position."""
+        self.seed = seed
+        self.splitter = replace(self.splitter, seed=seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""

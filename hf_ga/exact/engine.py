@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, added
 from hf_ga.exact.forward import argument_filter, callable_module
 from hf_ga.exact.generators import moved_generators, random_states
@@ -29,6 +29,8 @@ from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
+
+FILLER = -1  # the index of a call that repeats a sample because a loop needs one more batch
 
 
 class Engine:
@@ -46,6 +48,7 @@ class Engine:
         calls: The forwards of this rank in this window, in their order.
         call: The last call that was begun, with its batch on the device.
         totals: The targets of the window over all ranks.
+        has_targets: Whether there are any.
         status: What this rank computed so far.
 
     Example:
@@ -76,6 +79,7 @@ class Engine:
         self.calls: list[Call] = []
         self.call: Call | None = None
         self.totals: Counts = ()
+        self.has_targets = True
         self._is_training = True
         self._module = callable_module(model) if module is None else module
         self._accepted = argument_filter(self._module)
@@ -108,6 +112,7 @@ class Engine:
         self.calls = []
         self.call = None
         self._is_training = training
+        self.loss = self.rule.loss
         self.status = self._empty_status()
         if training:
             self.backend.begin(self.model, self.loss)
@@ -115,6 +120,31 @@ class Engine:
             self._plan(window, skip_empty, num_calls)
         if self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
+
+    def count_in_forward(self, loss: Loss) -> None:
+        """Before the first backward: the loop passes other sums than the proven loss has, and
+        counts their targets itself.
+
+        Args:
+            loss: Takes what is passed to `backward`; it counts in the forward.
+
+        Raises:
+            ConfigError: Under FSDP, if micro-batches were left out because they have no labels.
+        """
+        own = {call.index for call in self.calls if call.weight}
+        if self.backend.is_sharded and len(own) < len(self.window.micro_batches):
+            raise ConfigError(
+                "under FSDP a micro-batch without labels is left out, so its num_targets cannot be "
+                "counted: use DDP, or leave samples without labels out."
+            )
+        self.loss = loss
+        self.totals = (self.window.num_samples,)
+        self.has_targets = True
+        self.status.counts = (0,)
+        self.calls = [
+            call if call.index == FILLER else replace(call, weight=1) for call in self.calls
+        ]
+        self.call = replace(self.call, weight=int(self.call.index != FILLER))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -189,6 +219,8 @@ class Engine:
             term: A scalar, already divided by the targets of the window.
             counts: The targets of the micro-batch, one number for each mean of the loss.
         """
+        if not self.has_targets:
+            return
         weight = self.call.weight * self.loss.contributes(counts)
         self.backend.backward(term, weight)
         if weight:
@@ -265,7 +297,8 @@ class Engine:
         ]
         if self._is_training:
             self.totals = self._count(window, calls)
-            if any(self.totals):
+            self.has_targets = any(self.totals)
+            if self.has_targets:
                 self._equalize(calls, skip_empty)
         else:
             self._equalize(calls, skip_empty)
@@ -275,8 +308,9 @@ class Engine:
             self.calls = [*self.calls, *others][:num_calls]
             if len(self.calls) < num_calls:
                 first = self.calls[0] if self.calls else stand_in(window, self.loss)
-                self.calls += [replace(first, weight=0)] * (num_calls - len(self.calls))
-        if self.loss.needs_first_pass and any(self.totals):
+                filler = replace(first, weight=0, index=FILLER)
+                self.calls += [filler] * (num_calls - len(self.calls))
+        if self.loss.needs_first_pass and self.has_targets:
             all_reduce = partial(self.backend.all_reduce, status=self.status)
             with self.scope(), self.backend.autocast():
                 self.totals = self.loss.prepare(

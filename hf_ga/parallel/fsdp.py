@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
-from hf_ga.exact.engine import stand_in
+from hf_ga.exact.engine import FILLER, stand_in
 from hf_ga.exact.forward import gradients_apart
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
@@ -129,7 +129,7 @@ class ShardedBackend(Backend):
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
         if missing := window.request.most_micro_batches - len(calls):
             calls = [
-                *[replace(calls[0] if calls else stand_in(window, loss), weight=0)] * missing,
+                *[_filler(window, calls, loss)] * missing,
                 *calls,
             ]
         return calls
@@ -174,6 +174,12 @@ class ShardedBackend(Backend):
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
         """All-reduce: each rank sees its own shards only."""
         return not sum_over_ranks(self.accelerator, [float(not value)])[0]
+
+
+def _filler(window: Window, calls: list[Call], loss: Loss) -> Call:
+    """A call that is made only because other ranks make one."""
+    first = calls[0] if calls else stand_in(window, loss)
+    return replace(first, weight=0, index=FILLER)
 
 
 def own_name(name: str) -> str:

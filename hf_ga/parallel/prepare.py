@@ -3,8 +3,8 @@ full weights from shards.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -87,22 +87,36 @@ def prepare(
     """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that
     FSDP2 can wrap.
     """
-    if not is_sharded(accelerator):
+    with exact_sharding(accelerator, [model]):
         model, optimizer = accelerator.prepare(model, optimizer)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            keep_process_group_alive(model)
-        return model, optimizer
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        keep_process_group_alive(model)
+    return model, optimizer
+
+
+@contextmanager
+def exact_sharding(accelerator: Accelerator, models: Sequence[nn.Module]) -> Iterator[None]:
+    """Around `accelerator.prepare`: under FSDP, reduction in float32 and units that FSDP2 can wrap.
+
+    Args:
+        accelerator: The accelerator that prepares.
+        models: What it prepares, not wrapped yet.
+    """
+    if not is_sharded(accelerator):
+        yield
+        return
     plugin = accelerator.state.fsdp_plugin
-    configure_fsdp(plugin, model)
-    if plugin.activation_checkpointing and getattr(
-        getattr(model, "config", None), "use_cache", False
-    ):
-        model.config.use_cache = False  # recomputed keys would be appended to the cache
-    if plugin.fsdp_version == 1:
-        plugin.use_orig_params = True  # keeps the optimizer's parameters valid
-        return accelerator.prepare(model, optimizer)
-    with _one_name_each(model):
-        return accelerator.prepare(model, optimizer)
+    with ExitStack() as stack:
+        for model in models:
+            configure_fsdp(plugin, model)
+            uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
+            if plugin.activation_checkpointing and uses_cache:
+                model.config.use_cache = False  # recomputed keys would be appended to the cache
+            if plugin.fsdp_version == 1:
+                plugin.use_orig_params = True  # keeps the optimizer's parameters valid
+            else:
+                stack.enter_context(_one_name_each(model))
+        yield
 
 
 def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:

@@ -4,13 +4,14 @@ cores, shutdown.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
+from torch import Tensor
 
 from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.exact.backend import sum_over_ranks
@@ -106,3 +107,16 @@ def share_cores(accelerator: Accelerator) -> None:
         accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ
     ):  # set by its launcher only
         torch.set_num_threads(threads)
+
+
+def gather_uneven(gather: Callable, values: Any) -> Any:
+    """`accelerator.gather` for a tensor that may have fewer rows on some ranks: TRL gathers a value
+    per pair for its metrics.
+    """
+    if not isinstance(values, Tensor) or values.dim() == 0:
+        return gather(values)
+    sizes = gather(torch.tensor(len(values), device=values.device)).flatten().tolist()
+    padded = torch.cat([values, values.new_zeros(max(sizes) - len(values), *values.shape[1:])])
+    return torch.cat(
+        [rows[:size] for rows, size in zip(gather(padded).chunk(len(sizes)), sizes, strict=True)]
+    )

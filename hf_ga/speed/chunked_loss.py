@@ -92,8 +92,8 @@ def cross_entropy(
 class _InChunks(torch.autograd.Function):
     """Sum of the losses of the chunks. Their gradients are computed along with the losses and
     scaled in the backward; in fp16 the backward computes them with the loss scale, so that small
-    ones do not underflow. Gradients of weight and bias are accumulated in float32. Supports one
-    backward only.
+    ones do not underflow. Gradients of weight and bias are accumulated in float32. A
+    second backward computes them again.
     """
 
     @staticmethod
@@ -108,12 +108,12 @@ class _InChunks(torch.autograd.Function):
         needs_grad: Sequence[bool],
     ) -> Tensor:
         ctx.head, ctx.rows, ctx.needs_grad, ctx.gradients = head, rows, needs_grad, None
+        ctx.save_for_backward(hidden, weight, bias, target)
         if any(needs_grad) and head.dtype != torch.float16:
             loss, ctx.gradients = _with_gradients(
                 (hidden, weight, bias), target, head, rows, needs_grad, None
             )
             return loss
-        ctx.save_for_backward(hidden, weight, bias, target)
         return torch.stack(
             [head.loss(*chunk) for chunk in _chunks((hidden, weight, bias), target, head, rows)]
         ).sum()

@@ -6,9 +6,10 @@ overridden:
 
     train                  checks that training can be made exact
     get_train_dataloader   proves how the trainer's own loss counts its targets; batches come from
-    hf_ga's windows get_batch_samples      counts the targets of the window before any forward
+                           hf_ga's windows
+    get_batch_samples      counts the targets of the window before any forward
     training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's
-    mean loss, not divided again
+                           mean loss, not divided again
 """
 
 import math
@@ -35,11 +36,12 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import configure_fsdp, enable_fp16_on_cpu
+from hf_ga.parallel.processes import gather_uneven
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
 from hf_ga.trainer.loss import TrainerLoss
-from hf_ga.trainer.pairs import collate_pairs, gather_uneven, has_pairs
+from hf_ga.trainer.pairs import collate_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
 BOOKKEEPING = (
@@ -211,8 +213,7 @@ class ExactTrainerMixin:
             UnkeyedRandomness: see `hf_ga.prove_targets`.
 
     Example:
-        from hf_ga import ExactTrainer as Trainer              # instead of: from transformers
-        import Trainer
+        from hf_ga import ExactTrainer as Trainer  # instead of: from transformers import Trainer
 
         class ExactSFTTrainer(ExactTrainerMixin, SFTTrainer):  # TRL's, or your own
             pass

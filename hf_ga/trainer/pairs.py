@@ -9,7 +9,6 @@ their dropout masks are keyed; the trainer's loss sees its own order.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_ga.exact.batches import Batch
@@ -60,16 +59,3 @@ def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
     for name, value in reordered(outputs, (-1, 2)).items():
         outputs[name] = value
     return outputs
-
-
-def gather_uneven(gather: Callable, values: Any) -> Any:
-    """`accelerator.gather` for a tensor that may have fewer rows on some ranks: TRL gathers a value
-    per pair for its metrics.
-    """
-    if not isinstance(values, Tensor) or values.dim() == 0:
-        return gather(values)
-    sizes = gather(torch.tensor(len(values), device=values.device)).flatten().tolist()
-    padded = torch.cat([values, values.new_zeros(max(sizes) - len(values), *values.shape[1:])])
-    return torch.cat(
-        [rows[:size] for rows, size in zip(gather(padded).chunk(len(sizes)), sizes, strict=True)]
-    )

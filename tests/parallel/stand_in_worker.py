@@ -22,7 +22,7 @@ from steps import backward_window, train_step
 import hf_ga
 from hf_ga.run import loop
 from hf_ga.run.evaluation import evaluate, evaluation_windows
-from hf_ga.trainer.exact_trainer import WindowLoss
+from hf_ga.trainer.exact_trainer import TrainerWindow
 
 CPU, DROPOUT = torch.device("cpu"), 0.3
 CASES = {  # model, samples, own loss
@@ -114,7 +114,7 @@ def usual_loop(device):
 
 def trainers(device, folder):
     """Losses of ExactTrainer with two sizes of micro-batches, and what its forwards waited for."""
-    losses, waits, part, own = {}, [], WindowLoss.part, tf.TrainingArguments.device.fget
+    losses, waits, part, own = {}, [], TrainerWindow.compute_loss, tf.TrainingArguments.device.fget
 
     def watched(self, *args, **kwargs):
         term, of_part = noted(part, self, *args, **kwargs)
@@ -124,7 +124,7 @@ def trainers(device, folder):
     there = property(lambda self: (own(self), device)[1])
     with (
         mock.patch.object(tf.TrainingArguments, "device", there),
-        mock.patch.object(WindowLoss, "part", watched),
+        mock.patch.object(TrainerWindow, "compute_loss", watched),
     ):
         for size in (2, 4):
             accelerator_on(device)

@@ -186,7 +186,9 @@ def test_batch_norm_is_found_where_draws_are_allowed_to_depend_on_the_split():
 
 
 def test_another_loss_function_is_proven_anew():
-    """`prepare` may be called again with another loss; the loader's rule is of the earlier one."""
+    """`prepare` may be called again with another loss; the loader's rule is of the earlier one.
+    With the same loss, the rule is kept.
+    """
 
     def summed(outputs, batch):
         loss = F.cross_entropy(outputs, batch["labels"], reduction="sum")
@@ -198,6 +200,9 @@ def test_another_loss_function_is_proven_anew():
     model = two_classes()
     window = window_of(features())
     backward_window(Accelerator(), model, window, loss_fn=summed)
+    rule = window.state.rules[model]
+    backward_window(Accelerator(), model, window, loss_fn=summed)
+    assert window.state.rules[model] is rule
     with pytest.raises(hf_ga.LossNotAdditive):
         backward_window(Accelerator(), model, window, loss_fn=averaged)
 

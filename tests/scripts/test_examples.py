@@ -291,7 +291,7 @@ def test_published_line(name, tmp_path, monkeypatch):
             ]
             seen.extend([type(model)(copy.deepcopy(model.config)), groups, window])
             seen[0].load_state_dict(model.state_dict())
-        return train_step(accelerator, model, optimizer, window, **more)
+        return hf_ga.train_step(accelerator, model, optimizer, window, **more)
 
     monkeypatch.setattr(loop, "train_step", train_step)
     hf_ga.finetune(config)

@@ -1,0 +1,602 @@
+"""`hf_ga.Accelerator`: Accelerate's own loop, in which any split of a window is the full batch."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hf_ga.accelerator.loader import WindowedDataLoader, windowed
+from hf_ga.accelerator.losses import GivenSum, check_loss
+from hf_ga.accelerator.outputs import ForwardWatch, loss_of
+from hf_ga.accelerator.state import SavedState, ScheduleStart
+from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive
+from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.engine import Engine
+from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.layout import Layout
+from hf_ga.exact.loss import HeadMean, WithRouter
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.prepare import (
+    enable_fp16_on_cpu,
+    enable_fsdp_on_cpu,
+    exact_sharding,
+)
+from hf_ga.parallel.processes import gather_uneven
+from hf_ga.training import (
+    NUM_PROOF_SAMPLES,
+    Given,
+    default_speed_ups,
+    engine_for,
+    prove_targets,
+    remember,
+)
+
+BY_HAND = (
+    "This loop accumulates by hand: pass gradient_accumulation_steps to Accelerator, put the "
+    "forward and backward into `with accelerator.accumulate(model):`, and pass the undivided loss "
+    "to accelerator.backward."
+)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` with exact gradient accumulation.
+
+    A prepared DataLoader hands out the micro-batches of windows while its model is in training
+    mode: one window is the samples of one optimizer step over all processes. `backward` takes the
+    model's own loss of a micro-batch and adds its part of the mean loss over all targets of the
+    window. Dropout and the order of samples depend on the seed, the epoch and the sample only. So
+    every split of a window makes the same update. In evaluation mode everything is Accelerate's.
+
+    Args:
+        *args: See `accelerate.Accelerator`.
+        global_batch_size: Samples in one window over all processes. Accumulation steps follow from
+            it, and sizes that do not divide give uneven micro-batches. Default: processes x batch
+            size of the DataLoader x gradient accumulation steps.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        **kwargs: See `accelerate.Accelerator`.
+
+    Raises:
+        ConfigError: If the loop or a setting makes exact accumulation impossible.
+        LossNotAdditive: If the loss is not one that is proven to add up.
+        UnkeyedRandomness: If the model or the loop draws random numbers that cannot be tied to a
+            sample.
+
+    Example:
+        from hf_ga import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        global_batch_size: int | None = None,
+        allow_split_dependent_randomness: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.global_batch_size = global_batch_size
+        self.allow_split_dependent_randomness = allow_split_dependent_randomness
+        self._forget()
+        enable_fsdp_on_cpu(self)
+        enable_fp16_on_cpu(self)
+
+    def _forget(self) -> None:
+        """Forget everything that was prepared."""
+        self._watches: dict[nn.Module, ForwardWatch] = {}
+        self._schedules: list[ScheduleStart] = []
+        self._engine: Engine | None = None
+        self._open = ExitStack()  # of the micro-batch that was handed out
+        self._is_waiting = False  # for the backward of that micro-batch
+        self._index = 0  # of that micro-batch in its window
+        self._num_windows = 0
+        self._is_complete = True  # all backwards of the window were made
+        self._last_kind: tuple | None = None  # of a loss that was checked
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As `accelerate.Accelerator.prepare`; under FSDP, gradients are reduced in float32."""
+        models = [value for value in args if isinstance(value, nn.Module)]
+        loaders = [value for value in args if isinstance(value, DataLoader)]
+        if models and is_sharded(self) and not self.is_fsdp2:
+            self._prove_before_sharding(models, loaders)
+        with exact_sharding(self, models):
+            return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """See `accelerate.Accelerator.prepare_model`."""
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if isinstance(prepared, nn.parallel.DistributedDataParallel):
+            keep_process_group_alive(prepared)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+        """As `accelerate.Accelerator.prepare_data_loader`; the loader hands out windows while its
+        model trains.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        return windowed(self, data_loader, prepared)
+
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+        """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window."""
+        prepared = super().prepare_optimizer(*args, **kwargs)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = WindowOptimizer
+            prepared.owner = self
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """See `accelerate.Accelerator.prepare_scheduler`."""
+        is_new = not getattr(scheduler, "_is_accelerate_prepared", False)
+        prepared = super().prepare_scheduler(scheduler)
+        if is_new and isinstance(prepared, AcceleratedScheduler):
+            self._schedules.append(ScheduleStart(prepared))
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """See `accelerate.Accelerator.free_memory`."""
+        self._close()
+        self._forget()
+        return super().free_memory(*objects)
+
+    clear = free_memory
+
+    # The loop
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Around a forward, a backward and the optimizer's step, as in Accelerate.
+
+        The loader has already set `sync_gradients`: it is true for the last micro-batch of a
+        window.
+        """
+        yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Not for use by hand: gradients are summed once per window.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "accelerator.no_sync (which LocalSGD uses, too) leaves gradients unsynchronised by "
+            f"hand, but hf_ga sums them once per window by itself. {BY_HAND}"
+        )
+
+    def backward(
+        self, loss: Tensor, *, num_targets: float | Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Add the gradient of a micro-batch's part of the window's mean loss.
+
+        Args:
+            loss: The model's own loss of this micro-batch, neither divided nor scaled. A criterion
+                with the same mean, and a penalty on the weights, are recognised. With
+                `num_targets`, any sum over targets, a scalar.
+            num_targets: What `loss` is summed over: targets, or a sum of weights.
+            **kwargs: Of `accelerate.Accelerator.backward`; `retain_graph` and others are refused.
+
+        Raises:
+            ConfigError: If the loop does not follow the order of calls of `accumulate`.
+            LossNotAdditive: If the loss is another than the one that was proven.
+
+        Example:
+            losses = F.cross_entropy(outputs.logits, labels, weight=weight, reduction="sum")
+            accelerator.backward(losses, num_targets=weight[labels].sum())
+        """
+        if kwargs:
+            raise ConfigError(
+                f"accelerator.backward got {', '.join(kwargs)}: one backward per micro-batch is "
+                "all that a window needs. Leave it out."
+            )
+        if not self._is_waiting:
+            raise ConfigError(self._why_nothing_waits())
+        try:
+            with self._failing_on_all_ranks():
+                self._backward(loss, num_targets)
+        finally:
+            self._is_waiting = False
+        with self._failing_on_all_ranks():
+            self._open.close()
+        if self._index == len(self._engine.calls) - 1:
+            self._engine.end()
+            self._is_complete = True
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `accelerate.Accelerator.gather_for_metrics`. In a training loop, the values of a
+        micro-batch that only fills up the loader's length are left out, so no sample counts twice.
+        """
+        engine = self._engine
+        if engine is None or engine.call is None or not self._in_windows:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        number = len(engine.call.micro_batch) if engine.call.weight else 0
+        if use_gather_object or not _all_tensors(input_data):
+            values = list(input_data)[:number]
+            return gather_object(values)
+        return accelerate.utils.operations.recursively_apply(
+            lambda value: gather_uneven(self.gather, value[:number] if value.dim() else value),
+            input_data,
+        )
+
+    def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+        """As `accelerate.Accelerator.skip_first_batches`.
+
+        After `load_state`, a training loader continues at its own saved position, which other
+        processes and batch sizes share, whatever `num_batches` says. Otherwise whole windows can
+        be skipped.
+        """
+        if not isinstance(dataloader, WindowedDataLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        dataloader.num_to_skip = num_batches
+        return dataloader
+
+    # Checkpoints
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """As `accelerate.Accelerator.save_state`, and the position of the loaders.
+
+        Raises:
+            ConfigError: If the window is not complete: its gradients would be lost.
+        """
+        if not self._is_complete:
+            raise ConfigError(
+                "save_state within a window would lose the gradients of its first micro-batches: "
+                "save after optimizer.step(), when accelerator.sync_gradients is true."
+            )
+        location = super().save_state(output_dir, *args, **kwargs)
+        loaders = [
+            loader.state() if isinstance(loader, WindowedDataLoader) and loader.has_begun else None
+            for loader in self._dataloaders
+        ]
+        if self.is_main_process:
+            SavedState(self.num_processes, loaders).write(Path(location))
+        self.wait_for_everyone()
+        return location
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.load_state`, and the position of the loaders. Schedules are
+        where they are after as many updates on this number of processes.
+        """
+        folder = self._folder_to_load(input_dir)
+        super().load_state(input_dir, *args, **kwargs)
+        self._close()
+        self._is_complete = True
+        saved = SavedState.read(folder)
+        if saved is None:
+            return
+        for loader, state in zip(self._dataloaders, saved.loaders, strict=False):
+            if state is not None and isinstance(loader, WindowedDataLoader):
+                loader.restore(state)
+        if saved.num_processes != self.num_processes:
+            for schedule in self._schedules:
+                self._step_again(schedule, saved.num_processes)
+
+    # What the loaders call
+
+    @property
+    def _in_windows(self) -> bool:
+        """Whether the active loader hands out windows."""
+        return isinstance(self.gradient_state.active_dataloader, WindowedDataLoader) and (
+            self.gradient_state.active_dataloader.in_windows
+        )
+
+    def training_model(self) -> nn.Module | None:
+        """The prepared model that is in training mode and has something to train.
+
+        Raises:
+            ConfigError: If there are several.
+        """
+        found = [model for model in self._models if model.training and _is_trainable(model)]
+        if len(found) > 1:
+            names = ", ".join(type(unwrapped(model)).__name__ for model in found)
+            raise ConfigError(
+                f"{len(found)} prepared models are in training mode ({names}), but a window is "
+                "that of one model: put them into one nn.Module and prepare that, or call eval() "
+                "or requires_grad_(False) on those that are not trained."
+            )
+        return found[0] if found else None
+
+    def begin_window(
+        self, model: nn.Module, window: Window
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Hand out the micro-batches of a window: each batch, and whether it is the last one."""
+        self._check_order()
+        self._check_no_gradients(model)
+        if self.allow_split_dependent_randomness:
+            given = vars(self).get("_hf_ga_given", {}).get(unwrapped(model))
+            if given is None:
+                remember(self, model, Given(allow_split_dependent_randomness=True))
+        if model not in self._watches:
+            self._watches[model] = ForwardWatch(model, lambda: self._is_waiting)
+        engine = engine_for(self, model, window)
+        self._engine = engine
+        engine.begin(window, num_calls=window.request.most_micro_batches)
+        if self.scaler is not None and not engine.has_targets:
+            raise DataError(
+                f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "
+                "for fp16 to scale: remove such samples."
+            )
+        self._num_windows += 1
+        self._is_complete = False
+        for index in range(len(engine.calls)):
+            if index:
+                self._check_order()
+            is_last = index == len(engine.calls) - 1
+            self._open = ExitStack()
+            self._open.enter_context(engine.scope())
+            batch = self._open.enter_context(engine.micro_batch(index))
+            self._index = index
+            self._is_waiting = True
+            self._watches[model].start()
+            self.step = index + 1
+            self.gradient_state._set_sync_gradients(is_last)
+            yield batch, is_last
+
+    def same_on_all_ranks(self, value: Any) -> Any:
+        """The main process's value."""
+        return broadcast_object_list([value])[0] if self.num_processes > 1 else value
+
+    def set_accumulation_steps(self, layout: Layout) -> None:
+        """The accumulation steps that follow from `global_batch_size`.
+
+        Raises:
+            ConfigError: If others were asked for.
+        """
+        steps = self.gradient_accumulation_steps
+        if steps not in (1, layout.accumulation_steps):
+            raise ConfigError(
+                f"gradient_accumulation_steps {steps} does not fit a {layout}: leave it out, or "
+                "leave global_batch_size out."
+            )
+        self.gradient_accumulation_steps = layout.accumulation_steps
+
+    def load_position(self, windows: WindowLoader, state: dict[str, Any]) -> None:
+        """Continue at a saved position, which any layout of the same windows shares."""
+        windows.use_seed(state["seed"])
+        windows.load_state_dict(state)
+        if windows.num_consumed >= len(windows):
+            windows.set_epoch(windows.epoch + 1)
+
+    def check_complete(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer's step: all micro-batches of the window had their backward.
+
+        Raises:
+            ConfigError: If not, and there are gradients.
+        """
+        if self._engine is not None and self._is_complete:
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if all(p.grad is None for p in parameters):
+            return
+        raise ConfigError(
+            "optimizer.step() came before accelerator.backward of every micro-batch of the window "
+            "(loss.backward() bypasses the accelerator, and so does a DataLoader that was not "
+            f"prepared). {BY_HAND}"
+        )
+
+    # Details
+
+    def _backward(self, loss: Tensor, num_targets: float | Tensor | None) -> None:
+        engine = self._engine
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise LossNotAdditive(
+                "accelerator.backward needs one number, the loss of the micro-batch, got "
+                f"{_described(loss)}."
+            )
+        if num_targets is not None:
+            self._count_in_forward()
+            engine.backward((loss.reshape(()), float(num_targets)))
+            return
+        if isinstance(engine.loss, GivenSum):
+            raise ConfigError(
+                "num_targets was passed for some micro-batches of a window only: pass it for all."
+            )
+        outputs = self._watches[engine.model].outputs
+        head = loss_of(outputs)
+        if engine.call.weight and loss is not head and self._must_check(loss):
+            check_loss(loss, outputs, self.gradient_accumulation_steps)
+        inner = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
+        if isinstance(inner, HeadMean):
+            engine.backward(loss.reshape(()))
+            return
+        # A sum of means is computed from the outputs; a penalty on the weights is in the loss only.
+        term, counts = engine.term(outputs)
+        if loss is not head and head is not None:
+            share = len(engine.call.micro_batch) / engine.window.num_samples
+            term = term + (loss - head).reshape(()) * share
+        engine.backward_term(term, counts)
+
+    def _count_in_forward(self) -> None:
+        """This window's loss is a sum that the loop passes with its number of targets."""
+        engine = self._engine
+        if isinstance(engine.loss, GivenSum):
+            return
+        if self._index:
+            raise ConfigError(
+                "num_targets was passed for some micro-batches of a window only: pass it for all."
+            )
+        if isinstance(engine.loss, WithRouter):
+            raise ConfigError(
+                "num_targets: the loss of this model has a router's balancing loss, which would be "
+                "lost. Pass the model's own loss, or set output_router_logits=False."
+            )
+        engine.count_in_forward(GivenSum())
+
+    def _must_check(self, loss: Tensor) -> bool:
+        """Whether to look at a loss: the first of its kind, and in windows 1, 2, 4, 8, ..."""
+        node = loss.grad_fn
+        if node is None:
+            return True
+        kind = (type(node).__name__, *(type(n).__name__ for n, _ in node.next_functions))
+        is_due = self._num_windows & (self._num_windows - 1) == 0
+        is_new = kind != self._last_kind
+        self._last_kind = kind
+        return is_due or is_new
+
+    @contextmanager
+    def _failing_on_all_ranks(self) -> Iterator[None]:
+        """An error of hf_ga on one of several ranks is raised on all, at the end of the window."""
+        try:
+            yield
+        except HfGaError as error:
+            if self.num_processes == 1 or self._engine.backend.is_sharded:
+                self._close()
+                raise
+            if self._engine.status.failure is None:
+                self._engine.status.failure = error
+
+    def _close(self) -> None:
+        """Leave the micro-batch that was handed out, without its backward."""
+        self._is_waiting = False
+        stack = self._open
+        self._open = ExitStack()
+        with contextlib.suppress(HfGaError):  # what it checks does not matter any more
+            stack.close()
+
+    def _check_order(self) -> None:
+        """Before a batch is handed out: the one before had its backward."""
+        if not self._is_waiting:
+            return
+        self._close()
+        raise ConfigError(
+            "a batch was fetched before accelerator.backward of the one before it. If this is an "
+            "evaluation, call model.eval() before it. If the loop collects several batches, or "
+            f"calls loss.backward() itself: {BY_HAND}"
+        )
+
+    def _check_no_gradients(self, model: nn.Module) -> None:
+        """Before a window: no gradients of another one are left.
+
+        Raises:
+            ConfigError: If there are some.
+        """
+        left = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+        if not left:
+            return
+        if any(bool(p.grad.any()) for p in left):
+            raise ConfigError(
+                "gradients of an earlier window are left: its optimizer.step() or zero_grad() did "
+                f"not come. {BY_HAND}"
+            )
+        for parameter in left:  # zero_grad(set_to_none=False)
+            parameter.grad = None
+
+    def _why_nothing_waits(self) -> str:
+        if self._engine is not None and not self._is_complete:
+            return (
+                "accelerator.backward was called twice for one batch: add the losses up and call "
+                "it once."
+            )
+        if self.training_model() is None:
+            return (
+                "accelerator.backward needs a batch of a training window, but the model was in "
+                "evaluation mode when the loader began (from_pretrained returns it so): call "
+                "model.train() before the training loop. To train without dropout, set its "
+                "probabilities to 0."
+            )
+        return (
+            "accelerator.backward needs a batch of a prepared DataLoader that was not used yet: "
+            "pass the training DataLoader to accelerator.prepare, and call backward once for each "
+            "of its batches."
+        )
+
+    def _prove_before_sharding(self, models: list[nn.Module], loaders: list[DataLoader]) -> None:
+        """FSDP1 shards a model so that it cannot be proven afterwards: prove it on the first
+        loader's samples now.
+        """
+        if not loaders:
+            raise ConfigError(
+                "under FSDP1 the model must be tested before it is sharded: pass model, optimizer "
+                "and the training DataLoader in one call of accelerator.prepare."
+            )
+        for model in models:
+            if not _is_trainable(model):
+                continue
+            collate_fn = loaders[0].collate_fn
+            dataset = loaders[0].dataset
+            step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
+            samples = [dataset[i] for i in range(0, len(dataset), step)]
+            allowed = self.allow_split_dependent_randomness
+            rule = prove_targets(
+                model,
+                samples,
+                collate_fn,
+                allow_split_dependent_randomness=allowed,
+                speed_ups=default_speed_ups(model, self),
+            )
+            given = Given(allow_split_dependent_randomness=allowed, rule=rule)
+            remember(self, model, given)
+
+    def _folder_to_load(self, input_dir: str | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        folder = Path(self.project_dir, "checkpoints")
+        newest = max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
+        return newest
+
+    def _step_again(self, schedule: ScheduleStart, saved_processes: int) -> None:
+        prepared = schedule.prepared
+        if prepared.split_batches or not prepared.step_with_optimizer:
+            return
+        num_updates = prepared.scheduler.last_epoch // saved_processes
+        schedule.step_again(num_updates * self.num_processes)
+
+
+class WindowOptimizer(AcceleratedOptimizer):
+    """A prepared optimizer that steps on complete windows only."""
+
+    owner: Accelerator
+
+    def step(self, closure: Any = None) -> None:
+        """See `accelerate.optimizer.AcceleratedOptimizer.step`."""
+        if self.gradient_state.sync_gradients:
+            self.owner.check_complete(self)
+        super().step(closure)
+
+
+def _is_trainable(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
+
+
+def _all_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, dict):
+        return all(map(_all_tensors, value.values()))
+    return isinstance(value, list | tuple) and bool(value) and all(map(_all_tensors, value))
+
+
+def _described(loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return f"a tensor of shape {list(loss.shape)}"
+    return f"a {type(loss).__name__}"

@@ -1,0 +1,151 @@
+"""Whether the loss that a loop passes to `accelerator.backward` is the one that was proven.
+
+A loop may pass anything: the head's own loss, a criterion of its own on the logits, a loss that it
+has divided already. What it passes is exact if its gradient with respect to the model's outputs is
+that of the head's proven loss; then both differ by something without data only (a penalty on the
+weights), which the shares of the micro-batches, which sum to 1, count once a window.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hf_ga.accelerator.outputs import loss_of, tensors_of
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.loss import Loss, Sums
+
+FACTOR_TOLERANCE = 1e-4  # a factor is averaged over many elements
+SHAPE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of single elements
+HALF_TOLERANCE = 2e-2
+
+REMEDY = (
+    "Pass the model's own loss to accelerator.backward, undivided, or pass a sum and what it is "
+    "summed over: accelerator.backward(loss_sum, num_targets=n)."
+)
+
+
+class GivenSum(Loss):
+    """The sums and numbers of targets that a loop passes to `accelerator.backward`."""
+
+    name = "num_targets"
+    counts_in_forward = True
+
+    def count(self, batch: Any, num_samples: int) -> Counts:
+        return ()
+
+    def sums(self, outputs: tuple[Tensor, float], call: Call) -> tuple[Sums, Counts]:
+        """outputs: (sum of the loss, number of targets)."""
+        total, number = outputs
+        return (total,), (number,)
+
+
+def check_loss(loss: Tensor, outputs: Any, num_steps: int) -> None:
+    """Check that a loss is the head's own, up to something that does not depend on the data.
+
+    Args:
+        loss: What the loop passed to `backward`.
+        outputs: What the model returned for this micro-batch.
+        num_steps: Gradient accumulation steps, to recognise a division by hand.
+
+    Raises:
+        LossNotAdditive: If it is another loss, or the head's multiplied by a number.
+    """
+    if outputs is None:
+        raise LossNotAdditive(
+            "the loss does not come from a training forward of the prepared model on this batch. "
+            f"{REMEDY}"
+        )
+    head = loss_of(outputs)
+    if loss is head:
+        return
+    if not loss.requires_grad:
+        raise LossNotAdditive("the loss has no gradient: it was detached, or nothing is trained.")
+    if head is None:
+        raise LossNotAdditive(
+            "the model returned no loss to compare with, so hf_ga cannot know what the loss of "
+            f"this loop averages over. {REMEDY}"
+        )
+    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
+    through_head = _gradients(loss, [get_gradient_edge(head)])[0]
+    if through_head is not None:
+        factor = float(through_head)
+        rest = _gradients(loss - head * factor, edges) if edges else []
+        if _is_zero(rest, _gradients(head, edges) if edges else []):
+            _check_factor(factor, num_steps)
+            return
+    if not edges:
+        raise LossNotAdditive(f"the loss of this loop is not the model's own. {REMEDY}")
+    own = _gradients(loss, edges)
+    proven = _gradients(head, edges)
+    factor = _factor(own, proven)
+    if factor is None or not _is_close(own, proven, factor):
+        raise LossNotAdditive(
+            "the loss of this loop is not the mean that was proven for the model's own loss "
+            "(class weights, label smoothing, another mean, more than one term): hf_ga cannot "
+            f"know what it averages over. {REMEDY}"
+        )
+    _check_factor(factor, num_steps)
+
+
+def _check_factor(factor: float, num_steps: int) -> None:
+    if abs(factor - 1) <= FACTOR_TOLERANCE:
+        return
+    by_hand = num_steps > 1 and abs(factor * num_steps - 1) <= FACTOR_TOLERANCE
+    division = f" (1 / gradient_accumulation_steps = 1 / {num_steps})" if by_hand else ""
+    raise LossNotAdditive(
+        f"the loss of this loop is {factor:.6g} times the model's own{division}, but "
+        "accelerator.backward already divides by the targets of the whole window. Pass the "
+        "undivided loss; if the loop accumulates by hand, pass gradient_accumulation_steps to "
+        "Accelerator and use `with accelerator.accumulate(model)` instead."
+    )
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Where a tensor's gradient arrives, before Accelerate's conversion to float32."""
+    edge = get_gradient_edge(tensor)
+    if edge.node.name() == "ToCopyBackward0" and edge.node.next_functions[0][0] is not None:
+        return GradientEdge(*edge.node.next_functions[0])
+    return edge
+
+
+def _gradients(value: Tensor, edges: list[GradientEdge]) -> list[Tensor | None]:
+    if not value.requires_grad:
+        return [None] * len(edges)
+    found = torch.autograd.grad(value, edges, retain_graph=True, allow_unused=True)
+    return list(found)
+
+
+def _is_zero(gradients: list[Tensor | None], scale: list[Tensor | None]) -> bool:
+    """Whether gradients vanish, beside those of the head."""
+    size = sum(float(g.detach().float().norm()) for g in scale if g is not None)
+    rest = sum(float(g.detach().float().norm()) for g in gradients if g is not None)
+    return rest <= FACTOR_TOLERANCE * size
+
+
+def _factor(own: list[Tensor | None], proven: list[Tensor | None]) -> float | None:
+    """The number c for which own = c x proven fits best; None without a common tensor."""
+    product = 0.0
+    square = 0.0
+    for a, b in zip(own, proven, strict=True):
+        if (a is None) != (b is None):
+            return None
+        if a is not None and b is not None:
+            product += float((a.double() * b.double()).sum())
+            square += float((b.double() * b.double()).sum())
+    return product / square if square else None
+
+
+def _is_close(own: list[Tensor | None], proven: list[Tensor | None], factor: float) -> bool:
+    """Whether own = factor x proven in every element, up to rounding."""
+    for a, b in zip(own, proven, strict=True):
+        if a is None or b is None:
+            continue
+        tolerance = SHAPE_TOLERANCE.get(b.dtype, HALF_TOLERANCE)
+        expected = b.double() * factor
+        error = float((a.double() - expected).abs().max())
+        if error > tolerance * float(expected.abs().max()):
+            return False
+    return True

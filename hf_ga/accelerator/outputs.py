@@ -1,0 +1,184 @@
+"""What a model's forwards returned during one micro-batch of a user's loop."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.exact.forward import output_of, unwrapped
+from hf_ga.speed.lazy_logits import LazyLogits
+
+# Where outputs keep (logits, hidden states that they were computed from).
+COMPUTED_FROM = "_hf_ga_computed_from"
+
+
+class ForwardWatch:
+    """Watches the training forwards of a prepared model.
+
+    Args:
+        model: The prepared model.
+        is_open: Whether a micro-batch was handed out and its backward is still to come.
+
+    Attributes:
+        outputs: What the last watched forward returned. None: there was none in this micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, is_open: Callable[[], bool]) -> None:
+        self.model = model
+        self.is_open = is_open
+        self.outputs: Any = None
+        base = unwrapped(model)
+        base.register_forward_pre_hook(self._before, with_kwargs=True)
+        base.register_forward_hook(self._after)
+        if base is not model:
+            # A wrapper may return other tensors than the model that it wraps.
+            model.register_forward_hook(self._note)
+
+    def start(self) -> None:
+        """Forget the outputs of the last micro-batch."""
+        self.outputs = None
+
+    def _is_watched(self, model: nn.Module) -> bool:
+        return model.training and torch.is_grad_enabled() and self.is_open()
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._is_watched(model):
+            return
+        if kwargs.get("num_items_in_batch") is not None:
+            raise ConfigError(
+                "num_items_in_batch: the loop normalises its loss by a count of its own, but "
+                "accelerator.backward already divides by the targets of the whole window: leave "
+                "num_items_in_batch out and pass the model's plain loss."
+            )
+        if self.outputs is not None:
+            raise ConfigError(
+                "the model ran twice on one batch in training mode, and both runs would draw the "
+                "same dropout: compute the loss from one forward, or call model.eval() or "
+                "torch.no_grad() around the other one."
+            )
+
+    def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        if not self.is_open():
+            return None
+        output = readable(output)
+        if self._is_watched(model):
+            self.outputs = output
+        return output
+
+    def _note(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if self._is_watched(model):
+            self.outputs = output
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The loss of a model's own head: `outputs.loss`, a tuple's first entry if it is one number,
+    or a scalar. None if there is none.
+    """
+    if isinstance(outputs, _ComputedWhenRead):
+        loss = dict.get(outputs, "loss")
+    else:
+        first = outputs[0] if type(outputs) is tuple and outputs else outputs
+        loss = first if isinstance(first, Tensor) else output_of(first, "loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    return None
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """All tensors in a model's outputs with a gradient, except its loss. Logits that are not
+    computed yet are replaced by what they will be computed from.
+    """
+    loss = loss_of(outputs)
+    found: list[Tensor] = []
+    if isinstance(outputs, _ComputedWhenRead):
+        _collect(list(dict.values(outputs)), found)
+    else:
+        _collect(outputs, found)
+    computed_from = getattr(outputs, "__dict__", {}).get(COMPUTED_FROM, [])
+    for made, hidden in computed_from:
+        found = [hidden if tensor is made else tensor for tensor in found]
+    return [tensor for tensor in found if tensor is not loss and tensor.requires_grad]
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, LazyLogits):
+        found.append(value.hidden)
+    elif isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            _collect(entry, found)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _collect(entry, found)
+
+
+def readable(outputs: Any) -> Any:
+    """Outputs whose logits are computed only when somebody reads them; then they are plain tensors.
+
+    Args:
+        outputs: What a model returned. A `ModelOutput` with lazy logits becomes one whose class
+            changes back when anything but its loss is read. Of another mapping or a tuple the
+            lazy logits are computed at once.
+    """
+    if isinstance(outputs, LazyLogits):
+        return outputs.values()
+    if isinstance(outputs, tuple) and any(isinstance(v, LazyLogits) for v in outputs):
+        return type(outputs)(readable(value) for value in outputs)
+    if not isinstance(outputs, dict) or not any(
+        isinstance(value, LazyLogits) for value in dict.values(outputs)
+    ):
+        return outputs
+    if type(outputs) is dict:
+        return {name: readable(value) for name, value in outputs.items()}
+    outputs.__class__ = _computed_when_read(type(outputs))
+    return outputs
+
+
+@lru_cache(None)  # making a class registers it with torch's pytrees
+def _computed_when_read(kind: type) -> type:
+    return type(kind.__name__, (_ComputedWhenRead, kind), {"_kind": kind})
+
+
+class _ComputedWhenRead:
+    """Mixed into the class of a model's outputs while their logits are not computed."""
+
+    _kind: type
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("loss", "__class__", "__dict__"):
+            _compute(self)
+        return object.__getattribute__(self, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "loss":
+            return dict.__getitem__(self, key)
+        if key == 0 and next(iter(dict.keys(self)), None) == "loss":
+            return dict.__getitem__(self, "loss")
+        return _compute(self)[key]
+
+    def __iter__(self) -> Any:
+        return iter(_compute(self))
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __reduce__(self) -> Any:
+        return _compute(self).__reduce__()
+
+
+def _compute(outputs: Any) -> Any:
+    """Compute the logits and give the outputs their own class back."""
+    outputs.__class__ = type(outputs)._kind
+    computed_from = []
+    for name, value in list(dict.items(outputs)):
+        if isinstance(value, LazyLogits):
+            made = value.values()
+            dict.__setitem__(outputs, name, made)
+            vars(outputs)[name] = made
+            computed_from.append((made, value.hidden))
+    vars(outputs)[COMPUTED_FROM] = computed_from
+    return outputs
