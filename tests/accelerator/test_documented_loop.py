@@ -19,8 +19,9 @@ from documented_loop import (
     reset_states,
     train,
 )
-from door import Accelerator
 from forked import on_ranks
+
+from hf_ga import Accelerator
 
 CLOSE = 1e-6  # relative: norm of the difference over norm of the weights
 FAR = 1e-3

@@ -19,11 +19,11 @@ from documented_loop import (
     reset_states,
     trained_weights,
 )
-from door import Accelerator
 from forked import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
+from hf_ga import Accelerator
 from hf_ga.errors import HfGaError, UnkeyedRandomness
 
 CLOSE = 1e-6

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from documented_loop import CASES, FULL_BATCH, LAYOUTS, TWO_STEPS, UNEVEN, distance, reset_states
-from door import Accelerator
 from forked import on_ranks
 from resumable_loop import train_with_states
 
+from hf_ga import Accelerator
 from hf_ga.errors import HfGaError
 
 NUM_SAMPLES = 37  # windows of 16, 16 and 5 samples: three updates in each of two epochs

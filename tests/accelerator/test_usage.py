@@ -29,7 +29,6 @@ from documented_loop import (
     reset_states,
     trained_weights,
 )
-from door import Accelerator
 from forked import on_ranks
 from torch.utils.data import (
     BatchSampler,
@@ -41,6 +40,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hf_ga import Accelerator
 from hf_ga.errors import HfGaError
 
 NUM_SAMPLES = 37

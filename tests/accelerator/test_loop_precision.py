@@ -22,10 +22,11 @@ from documented_loop import (
     reset_states,
     train,
 )
-from door import Accelerator
 from forked import on_ranks
 from processes import assert_wrapped, whole_gradients
 from torch.utils.data import DataLoader
+
+from hf_ga import Accelerator
 
 MODELS = {
     "GPT-2": (h.gpt2, h.token_samples),
