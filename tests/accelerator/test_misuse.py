@@ -120,14 +120,27 @@ def penalty_on_logits(accelerator, model, batch):
     accelerator.backward(outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean())
 
 
-def penalty_on_hidden_states(accelerator, model, batch):
-    """Of data, but not by way of the model's outputs."""
+def hidden_states_of(accelerator, model, batch):
+    """Outputs of the model, and of its encoder by a hook."""
     hidden = []
     encoder = accelerator.unwrap_model(model).bert
     handle = encoder.register_forward_hook(lambda m, inputs, outputs: hidden.append(outputs[0]))
-    loss = model(**batch).loss
+    outputs = model(**batch)
     handle.remove()
-    accelerator.backward(loss + (hidden[0] - 1).square().mean())
+    return outputs, hidden[0]
+
+
+def penalty_on_hidden_states(accelerator, model, batch):
+    """Of data, but not by way of the model's outputs."""
+    outputs, hidden = hidden_states_of(accelerator, model, batch)
+    attended = hidden[batch["attention_mask"].bool()]
+    accelerator.backward(outputs.loss + (attended - 1).square().mean())
+
+
+def penalty_on_padding(accelerator, model, batch):
+    """Of hidden states that a speed-up might leave out."""
+    outputs, hidden = hidden_states_of(accelerator, model, batch)
+    accelerator.backward(outputs.loss + (hidden - 1).square().mean())
 
 
 def penalty_on_embeddings(accelerator, model, batch):
@@ -196,6 +209,7 @@ def test_losses_that_are_right(step, layout):
         label_smoothing,
         penalty_on_logits,
         penalty_on_hidden_states,
+        penalty_on_padding,
         penalty_on_embeddings,
     ],
 )
@@ -239,6 +253,7 @@ def test_num_items_in_batch_is_refused():
         label_smoothing,
         penalty_on_logits,
         penalty_on_hidden_states,
+        penalty_on_padding,
         penalty_on_embeddings,
     ],
 )
@@ -701,12 +716,16 @@ def test_losses_that_are_right_on_two_ranks(step):
 )
 def test_losses_that_are_refused_on_two_ranks(step):
     """By both, in the same window: none is left waiting."""
-    found = on_ranks(partial(on_rank, step), 2)
-    assert all(isinstance(one, str) for one in found), found
-    assert all(one.split(":")[0] in ERRORS for one in found), found
+    assert_refused_by_all(on_ranks(partial(on_rank, step), 2))
 
 
 ERRORS = {"ConfigError", "LossNotAdditive", "ProcessFailed", "UnkeyedRandomness"}
+
+
+def assert_refused_by_all(found):
+    for one in found:
+        assert isinstance(one, str)
+        assert one.split(":")[0] in ERRORS, one
 
 
 def refused_on_one_rank():
@@ -721,6 +740,4 @@ def refused_on_one_rank():
 
 @pytest.mark.slow("starts processes")
 def test_a_loss_that_one_rank_refuses_ends_all():
-    found = on_ranks(refused_on_one_rank, 2)
-    assert all(isinstance(one, str) for one in found), found
-    assert all(one.split(":")[0] in ERRORS for one in found), found
+    assert_refused_by_all(on_ranks(refused_on_one_rank, 2))
