@@ -3,6 +3,7 @@ one error before the first update. Accelerate's Accelerator is wrong in them wit
 """
 
 import contextlib
+import re
 from functools import partial
 
 import accelerate
@@ -49,10 +50,11 @@ def assert_refused(attempt, words, error=HfGaError, layout=TWO_STEPS):
     assert not attempt.moved()
 
 
-def assert_right_or_refused(attempt, layout=TWO_STEPS):
+def assert_right_or_refused(attempt, layout=TWO_STEPS, words=""):
     try:
         weights = attempt.run(Accelerator, layout)
-    except HfGaError:
+    except HfGaError as error:
+        assert re.search(f"(?is){words}", str(error))
         assert not attempt.moved()
         return
     assert distance(weights, attempt.full_batch()) < CLOSE
@@ -226,8 +228,6 @@ REMEDY = r"backward\(loss_sum, num_targets"
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (class_weights, REMEDY),
-        (over_positives, REMEDY),
         (divided_by_hand, "divide|scale|num_targets"),
         (scaled_by_hand, "divide|scale|num_targets"),
         (backward_of_the_loss, r"accelerator\.backward"),
@@ -235,6 +235,14 @@ REMEDY = r"backward\(loss_sum, num_targets"
 )
 def test_losses_that_are_refused(step, words):
     assert_refused(Attempt(documented(step)), words)
+
+
+@pytest.mark.parametrize("layout", [TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize(
+    "step", [criterion_without_labels, class_weights, over_positives, label_smoothing]
+)
+def test_other_means_are_right_or_name_the_remedy(step, layout):
+    assert_right_or_refused(Attempt(documented(step)), layout, REMEDY)
 
 
 def test_num_items_in_batch_is_refused():
@@ -245,12 +253,10 @@ def test_num_items_in_batch_is_refused():
 @pytest.mark.parametrize(
     "step",
     [
-        criterion_without_labels,
         two_backwards_of_one_loss,
         two_forwards,
         two_forwards_and_one_backward,
         two_losses,
-        label_smoothing,
         penalty_on_logits,
         penalty_on_hidden_states,
         penalty_on_padding,
@@ -712,7 +718,7 @@ def test_losses_that_are_right_on_two_ranks(step):
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
-    "step", [class_weights, divided_by_hand, num_items_in_batch, backward_of_the_loss]
+    "step", [divided_by_hand, num_items_in_batch, backward_of_the_loss, noise_before_backward]
 )
 def test_losses_that_are_refused_on_two_ranks(step):
     """By both, in the same window: none is left waiting."""
@@ -722,6 +728,19 @@ def test_losses_that_are_refused_on_two_ranks(step):
 ERRORS = {"ConfigError", "LossNotAdditive", "ProcessFailed", "UnkeyedRandomness"}
 
 
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("step", [class_weights, over_positives])
+def test_other_means_on_two_ranks(step):
+    """Right, or refused by both."""
+    found = on_ranks(partial(on_rank, step), 2)
+    if all(isinstance(one, str) for one in found):
+        assert_refused_by_all(found)
+        return
+    right = Attempt(documented(step)).full_batch()
+    for weights in found:
+        assert distance(weights, right) < CLOSE
+
+
 def assert_refused_by_all(found):
     for one in found:
         assert isinstance(one, str)
@@ -729,10 +748,10 @@ def assert_refused_by_all(found):
 
 
 def refused_on_one_rank():
-    """Rank 1 has a loss of its own."""
+    """Rank 1 divides its loss."""
 
     def step(accelerator, model, batch):
-        step = class_weights if accelerator.process_index else own_loss
+        step = divided_by_hand if accelerator.process_index else own_loss
         step(accelerator, model, batch)
 
     return on_rank(step)
