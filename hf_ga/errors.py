@@ -19,6 +19,10 @@ class LossNotAdditive(HfGaError, RuntimeError):
     """
 
 
+class NoLoss(LossNotAdditive):
+    """The model returns no loss of its own."""
+
+
 class UnkeyedRandomness(HfGaError, RuntimeError):
     """A training forward draws random numbers that are not a function of the sample."""
 

@@ -3,27 +3,39 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hf_ga.accelerator.criteria import CriteriaWatch
+from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, windowed
-from hf_ga.accelerator.losses import GivenSum, check_loss
+from hf_ga.accelerator.losses import GivenSum, check_loss, mean_of
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
-from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive
+from hf_ga.errors import (
+    ConfigError,
+    DataError,
+    HfGaError,
+    LossNotAdditive,
+    NoLoss,
+    UnkeyedRandomness,
+)
 from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.layout import Layout
-from hf_ga.exact.loss import HeadMean, WithRouter
+from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
@@ -111,10 +123,14 @@ class Accelerator(accelerate.Accelerator):
         self._engine: Engine | None = None
         self._open = ExitStack()  # of the micro-batch that was handed out
         self._is_waiting = False  # for the backward of that micro-batch
+        self._had_backward = False  # that micro-batch
         self._index = 0  # of that micro-batch in its window
         self._num_windows = 0
         self._is_complete = True  # all backwards of the window were made
         self._last_kind: tuple | None = None  # of a loss that was checked
+        self._criteria = CriteriaWatch()  # of the micro-batch
+        self._source: str | None = None  # where the losses of the window come from
+        self._head: Loss | None = None  # counts the targets of a model proven in its first forward
 
     # Preparing
 
@@ -226,6 +242,7 @@ class Accelerator(accelerate.Accelerator):
                 self._backward(loss, num_targets)
         finally:
             self._is_waiting = False
+            self._had_backward = True
         with self._failing_on_all_ranks():
             self._open.close()
         if self._index == len(self._engine.calls) - 1:
@@ -327,40 +344,146 @@ class Accelerator(accelerate.Accelerator):
         return found[0] if found else None
 
     def begin_window(
-        self, model: nn.Module, window: Window
+        self, model: nn.Module, window: Window, *, has_names: bool
     ) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Hand out the micro-batches of a window: each batch, and whether it is the last one."""
+        """Hand out the micro-batches of a window: each batch, and whether it is the last one.
+
+        Args:
+            model: The prepared model that is trained.
+            window: The window.
+            has_names: Whether the user's collate function returns named entries, so that the model
+                can be called with them for its proof.
+        """
         self._check_order()
         self._check_no_gradients(model)
-        if self.allow_split_dependent_randomness:
-            given = vars(self).get("_hf_ga_given", {}).get(unwrapped(model))
-            if given is None:
-                remember(self, model, Given(allow_split_dependent_randomness=True))
-        if model not in self._watches:
-            self._watches[model] = ForwardWatch(model, lambda: self._is_waiting)
-        engine = engine_for(self, model, window)
-        self._engine = engine
+        self._keep_given(model)
+        num_calls = window.request.most_micro_batches
+        self._num_windows += 1
+        self._is_complete = False
+        self._source = None
+        self._engine = self._engine_if_known(model, window, has_names)
+        if self._engine is not None:
+            self._begin(self._engine, window)
+        for index in range(num_calls):
+            if index:
+                self._check_order()
+            self._index = index
+            self._is_waiting = True
+            self._had_backward = False
+            is_last = index == num_calls - 1
+            self.step = index + 1
+            self.gradient_state._set_sync_gradients(is_last)
+            if self._engine is None:
+                batch = self._first_batch(model, window)
+            else:
+                batch = self._enter(model, index)
+            yield batch, is_last
+
+    def _keep_given(self, model: nn.Module) -> None:
+        known = vars(self).get("_hf_ga_given", {})
+        if unwrapped(model) not in known:
+            allowed = self.allow_split_dependent_randomness
+            remember(self, model, Given(allow_split_dependent_randomness=allowed))
+
+    def _engine_if_known(self, model: nn.Module, window: Window, has_names: bool) -> Engine | None:
+        """The engine of a window. None if only the first forward of the loop will show how the
+        model is called, and what its loss is.
+        """
+        base = unwrapped(model)
+        is_proven = base in window.state.rules or vars(self)["_hf_ga_given"][base].rule is not None
+        if not is_proven and not has_names:
+            return None
+        try:
+            return engine_for(self, model, window)
+        except NoLoss:
+            return None
+        except HfGaError:
+            raise
+        except Exception:
+            if is_proven:
+                raise
+            return None  # the loop calls the model in another way, or its own call fails, too
+
+    def _begin(self, engine: Engine, window: Window) -> None:
         engine.begin(window, num_calls=window.request.most_micro_batches)
         if self.scaler is not None and not engine.has_targets:
             raise DataError(
                 f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "
                 "for fp16 to scale: remove such samples."
             )
-        self._num_windows += 1
-        self._is_complete = False
-        for index in range(len(engine.calls)):
-            if index:
-                self._check_order()
-            is_last = index == len(engine.calls) - 1
-            self._open = ExitStack()
-            self._open.enter_context(engine.scope())
-            batch = self._open.enter_context(engine.micro_batch(index))
-            self._index = index
-            self._is_waiting = True
-            self._watches[model].start()
-            self.step = index + 1
-            self.gradient_state._set_sync_gradients(is_last)
-            yield batch, is_last
+
+    def _enter(self, model: nn.Module, index: int) -> dict[str, Any]:
+        """Put the state of a micro-batch into effect until its backward. Gives its batch."""
+        watch = self._watch_of(model)
+        watch.start()
+        self._open = ExitStack()
+        self._watch_criteria()
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._open.enter_context(model.no_sync())  # gradients are summed once, at the end
+        self._open.enter_context(self._engine.scope())
+        return self._open.enter_context(self._engine.micro_batch(index))
+
+    def _watch_criteria(self) -> None:
+        """Until the backward, note the loss functions that the loop calls."""
+        self._criteria.found.clear()
+        self._criteria.turn_on()
+        self._open.callback(self._criteria.turn_off)
+
+    def _watch_of(self, model: nn.Module) -> ForwardWatch:
+        if model not in self._watches:
+            self._watches[model] = ForwardWatch(
+                model,
+                is_open=lambda: self._is_waiting,
+                criteria=self._criteria,
+            )
+        return self._watches[model]
+
+    def _first_batch(self, model: nn.Module, window: Window) -> dict[str, Any]:
+        """The first batch of a model that is proven in its first forward."""
+        window = window.padded_to_window()
+        own = window.micro_batches or window.split([np.array([0])]).micro_batches
+        watch = self._watch_of(model)
+        watch.start()
+        watch.learn = partial(self._learn, model, window, len(own[0]))
+        self._open = ExitStack()
+        self._watch_criteria()
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._open.enter_context(model.no_sync())
+        self._random_states = random_states()
+        return send_to_device(own[0].batch, self.device)
+
+    def _learn(
+        self,
+        model: nn.Module,
+        window: Window,
+        num_samples: int,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """At the start of the first forward: prove the model on its arguments, begin the window."""
+        base = unwrapped(model)
+        moved = moved_generators(self._random_states)
+        if moved and not self.allow_split_dependent_randomness:
+            raise UnkeyedRandomness(
+                f"the loop drew from {' and '.join(moved)} between fetching a batch and its "
+                "forward: this randomness depends on the split of the window. Draw it in the "
+                "dataset or the collate function, where it is seeded for each sample, or accept it "
+                "with Accelerator(allow_split_dependent_randomness=True)."
+            )
+        rule, self._head = prove_first_forward(
+            base,
+            args,
+            kwargs,
+            num_samples,
+            allow_split_dependent_randomness=self.allow_split_dependent_randomness,
+        )
+        window.state.rules[base] = rule
+        window.state.pad_to_window = True
+        self._engine = engine_for(self, model, window)
+        self._begin(self._engine, window)
+        self._open.close()
+        self._enter(model, 0)
+        rule.dropout.join_forward(args, kwargs)
 
     def same_on_all_ranks(self, value: Any) -> Any:
         """The main process's value."""
@@ -408,46 +531,98 @@ class Accelerator(accelerate.Accelerator):
 
     def _backward(self, loss: Tensor, num_targets: float | Tensor | None) -> None:
         engine = self._engine
+        if engine is None:
+            raise LossNotAdditive(
+                "the loss does not come from a training forward of the prepared model on this "
+                "batch: call the model that accelerator.prepare returned."
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise LossNotAdditive(
                 "accelerator.backward needs one number, the loss of the micro-batch, got "
                 f"{_described(loss)}."
             )
+        loss = loss.reshape(()) if loss.dim() else loss
         if num_targets is not None:
-            self._count_in_forward()
-            engine.backward((loss.reshape(()), float(num_targets)))
-            return
-        if isinstance(engine.loss, GivenSum):
-            raise ConfigError(
-                "num_targets was passed for some micro-batches of a window only: pass it for all."
-            )
-        outputs = self._watches[engine.model].outputs
+            self._count_in_forward("num_targets")
+            engine.backward((loss, float(num_targets)))
+        elif self._is_head(loss):
+            self._backward_of_head(loss)
+        else:
+            outputs = self._watch_of(engine.model).outputs
+            mean = mean_of(loss, outputs, self._criteria.found, self.gradient_accumulation_steps)
+            self._count_in_forward("a criterion")
+            self._backward_of_mean(loss, mean.number())
+
+    def _is_head(self, loss: Tensor) -> bool:
+        """Whether a loss is the model's own, up to something that does not depend on the data.
+
+        Raises:
+            LossNotAdditive: If it is neither that nor a mean of torch's loss functions.
+        """
+        outputs = self._watch_of(self._engine.model).outputs
         head = loss_of(outputs)
-        if engine.call.weight and loss is not head and self._must_check(loss):
-            check_loss(loss, outputs, self.gradient_accumulation_steps)
+        if head is None:
+            return False
+        if loss is head or not self._engine.call.weight or not self._must_check(loss):
+            return self._source in (None, "the model's loss")
+        num_steps = self.gradient_accumulation_steps
+        try:
+            check_loss(loss, outputs, num_steps)
+        except LossNotAdditive:
+            self._last_kind = None  # look at the next one, too
+            if not self._criteria.found:
+                raise
+            mean_of(loss, outputs, self._criteria.found, num_steps)
+            return False
+        return True
+
+    def _backward_of_head(self, loss: Tensor) -> None:
+        """Backward of the model's own loss, or of one that differs by a penalty only."""
+        engine = self._engine
+        self._use("the model's loss")
+        watch = self._watch_of(engine.model)
+        if isinstance(engine.loss, GivenSum):  # of a model that was proven in its first forward
+            self._backward_of_mean(loss, self._head.count(watch.arguments, watch.num_samples)[0])
+            return
         inner = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
         if isinstance(inner, HeadMean):
-            engine.backward(loss.reshape(()))
+            engine.backward(loss)
             return
         # A sum of means is computed from the outputs; a penalty on the weights is in the loss only.
-        term, counts = engine.term(outputs)
+        term, counts = engine.term(watch.outputs)
+        head = loss_of(watch.outputs)
         if loss is not head and head is not None:
             share = len(engine.call.micro_batch) / engine.window.num_samples
-            term = term + (loss - head).reshape(()) * share
+            term = term + (loss - head) * share
         engine.backward_term(term, counts)
 
-    def _count_in_forward(self) -> None:
-        """This window's loss is a sum that the loop passes with its number of targets."""
+    def _backward_of_mean(self, loss: Tensor, number: float) -> None:
+        """Backward of a mean over `number` targets; without targets it is 0 / 0 and left out."""
+        total = loss * number if number else 0.0
+        self._engine.backward((total, number))
+
+    def _use(self, source: str) -> None:
+        """Note where the loss of this micro-batch comes from.
+
+        Raises:
+            ConfigError: If it is another source than in the window's other micro-batches.
+        """
+        if self._index and self._source != source:
+            raise ConfigError(
+                f"the losses of one window come from {self._source} and from {source}: use one of "
+                "them for all micro-batches."
+            )
+        self._source = source
+
+    def _count_in_forward(self, source: str) -> None:
+        """This window's loss is a sum whose targets are counted after the forwards."""
         engine = self._engine
+        self._use(source)
         if isinstance(engine.loss, GivenSum):
             return
-        if self._index:
-            raise ConfigError(
-                "num_targets was passed for some micro-batches of a window only: pass it for all."
-            )
         if isinstance(engine.loss, WithRouter):
             raise ConfigError(
-                "num_targets: the loss of this model has a router's balancing loss, which would be "
+                f"{source}: the loss of this model has a router's balancing loss, which would be "
                 "lost. Pass the model's own loss, or set output_router_logits=False."
             )
         engine.count_in_forward(GivenSum())
@@ -469,7 +644,8 @@ class Accelerator(accelerate.Accelerator):
         try:
             yield
         except HfGaError as error:
-            if self.num_processes == 1 or self._engine.backend.is_sharded:
+            is_alone = self.num_processes == 1 or self._engine is None
+            if is_alone or self._engine.backend.is_sharded:
                 self._close()
                 raise
             if self._engine.status.failure is None:
@@ -512,7 +688,7 @@ class Accelerator(accelerate.Accelerator):
             parameter.grad = None
 
     def _why_nothing_waits(self) -> str:
-        if self._engine is not None and not self._is_complete:
+        if self._had_backward:
             return (
                 "accelerator.backward was called twice for one batch: add the losses up and call "
                 "it once."

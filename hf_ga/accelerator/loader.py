@@ -61,6 +61,7 @@ class NamedEntries:
     @staticmethod
     def restore(batch: dict[str, Any], kind: type) -> Any:
         """A batch in the type of the user's collate function."""
+        batch = dict(batch)  # a loop may take entries out
         if kind is dict:
             return batch
         if issubclass(kind, Mapping):
@@ -301,7 +302,8 @@ class WindowedDataLoader:
                         "of the window with it: change it between two epochs."
                     )
                 is_last_window = window.index == num_windows - 1
-                for batch, is_last in self.owner.begin_window(model, window):
+                has_names = issubclass(self._kind, Mapping)
+                for batch, is_last in self.owner.begin_window(model, window, has_names=has_names):
                     self.end_of_dataloader = is_last_window and is_last
                     yield NamedEntries.restore(batch, self._kind)
             self._was_left = False

@@ -2,16 +2,19 @@
 
 A loop may pass anything: the head's own loss, a criterion of its own on the logits, a loss that it
 has divided already. What it passes is exact if its gradient with respect to the model's outputs is
-that of the head's proven loss; then both differ by something without data only (a penalty on the
-weights), which the shares of the micro-batches, which sum to 1, count once a window.
+that of the head's proven loss, or of one mean of a loss function of torch, whose divisor is known.
+Then both differ by something without data only (a penalty on the weights). The shares of the
+micro-batches sum to 1, so it counts once a window.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hf_ga.accelerator.criteria import Mean
 from hf_ga.accelerator.outputs import loss_of, tensors_of
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.hooks import Call, Counts
@@ -28,7 +31,9 @@ REMEDY = (
 
 
 class GivenSum(Loss):
-    """The sums and numbers of targets that a loop passes to `accelerator.backward`."""
+    """The sums and numbers of targets that a loop passes to `accelerator.backward`, or the means of
+    its own criterion with what they divide by.
+    """
 
     name = "num_targets"
     counts_in_forward = True
@@ -36,10 +41,41 @@ class GivenSum(Loss):
     def count(self, batch: Any, num_samples: int) -> Counts:
         return ()
 
-    def sums(self, outputs: tuple[Tensor, float], call: Call) -> tuple[Sums, Counts]:
+    def contributes(self, counts: Counts) -> bool:
+        return True  # a sum may have a gradient although its number is 0
+
+    def sums(self, outputs: tuple[Tensor | float, float], call: Call) -> tuple[Sums, Counts]:
         """outputs: (sum of the loss, number of targets)."""
         total, number = outputs
         return (total,), (number,)
+
+
+def mean_of(loss: Tensor, outputs: Any, means: Sequence[Mean], num_steps: int) -> Mean:
+    """The mean of one of torch's loss functions that a loop's own loss is.
+
+    Args:
+        loss: What the loop passed to `backward`.
+        outputs: What the model returned for this micro-batch.
+        means: What torch's loss functions returned since the micro-batch was handed out.
+        num_steps: Gradient accumulation steps, to recognise a division by hand.
+
+    Raises:
+        LossNotAdditive: If it is none, or one multiplied by a number.
+    """
+    for mean in means:
+        if loss is mean.value:
+            return mean
+    _check_origin(loss, outputs)
+    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
+    for mean in means:
+        factor = _factor_through(loss, mean.value, edges)
+        if factor is not None:
+            _check_factor(factor, num_steps)
+            return mean
+    raise LossNotAdditive(
+        "the loss of this loop is neither the model's own nor one mean of a loss function of torch "
+        f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
+    )
 
 
 def check_loss(loss: Tensor, outputs: Any, num_steps: int) -> None:
@@ -47,47 +83,52 @@ def check_loss(loss: Tensor, outputs: Any, num_steps: int) -> None:
 
     Args:
         loss: What the loop passed to `backward`.
-        outputs: What the model returned for this micro-batch.
+        outputs: What the model returned for this micro-batch; it has a loss.
         num_steps: Gradient accumulation steps, to recognise a division by hand.
 
     Raises:
         LossNotAdditive: If it is another loss, or the head's multiplied by a number.
     """
+    head = loss_of(outputs)
+    _check_origin(loss, outputs)
+    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
+    factor = _factor_through(loss, head, edges)
+    if factor is None and edges:
+        own = _gradients(loss, edges)
+        proven = _gradients(head, edges)
+        factor = _factor(own, proven)
+        if factor is not None and not _is_close(own, proven, factor):
+            factor = None
+    if factor is None:
+        raise LossNotAdditive(
+            "the loss of this loop is not the mean that was proven for the model's own loss "
+            f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
+        )
+    _check_factor(factor, num_steps)
+
+
+def _check_origin(loss: Tensor, outputs: Any) -> None:
     if outputs is None:
         raise LossNotAdditive(
             "the loss does not come from a training forward of the prepared model on this batch. "
             f"{REMEDY}"
         )
-    head = loss_of(outputs)
-    if loss is head:
-        return
     if not loss.requires_grad:
         raise LossNotAdditive("the loss has no gradient: it was detached, or nothing is trained.")
-    if head is None:
-        raise LossNotAdditive(
-            "the model returned no loss to compare with, so hf_ga cannot know what the loss of "
-            f"this loop averages over. {REMEDY}"
-        )
-    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
-    through_head = _gradients(loss, [get_gradient_edge(head)])[0]
-    if through_head is not None:
-        factor = float(through_head)
-        rest = _gradients(loss - head * factor, edges) if edges else []
-        if _is_zero(rest, _gradients(head, edges) if edges else []):
-            _check_factor(factor, num_steps)
-            return
-    if not edges:
-        raise LossNotAdditive(f"the loss of this loop is not the model's own. {REMEDY}")
-    own = _gradients(loss, edges)
-    proven = _gradients(head, edges)
-    factor = _factor(own, proven)
-    if factor is None or not _is_close(own, proven, factor):
-        raise LossNotAdditive(
-            "the loss of this loop is not the mean that was proven for the model's own loss "
-            "(class weights, label smoothing, another mean, more than one term): hf_ga cannot "
-            f"know what it averages over. {REMEDY}"
-        )
-    _check_factor(factor, num_steps)
+
+
+def _factor_through(loss: Tensor, mean: Tensor, edges: list[GradientEdge]) -> float | None:
+    """The number c for which loss = c x mean + something that does not depend on the outputs.
+
+    None if there is no such number.
+    """
+    through = _gradients(loss, [get_gradient_edge(mean)])[0]
+    if through is None:
+        return None
+    factor = float(through)
+    if edges and not _is_zero(_gradients(loss - mean * factor, edges), _gradients(mean, edges)):
+        return None
+    return factor
 
 
 def _check_factor(factor: float, num_steps: int) -> None:

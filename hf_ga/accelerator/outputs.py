@@ -1,5 +1,6 @@
 """What a model's forwards returned during one micro-batch of a user's loop."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_ga.accelerator.criteria import CriteriaWatch
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import output_of, unwrapped
 from hf_ga.speed.lazy_logits import LazyLogits
@@ -21,15 +23,23 @@ class ForwardWatch:
     Args:
         model: The prepared model.
         is_open: Whether a micro-batch was handed out and its backward is still to come.
+        criteria: Notes the loss functions that the loop calls outside of the model.
 
     Attributes:
         outputs: What the last watched forward returned. None: there was none in this micro-batch.
     """
 
-    def __init__(self, model: nn.Module, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: nn.Module, is_open: Callable[[], bool], criteria: CriteriaWatch
+    ) -> None:
         self.model = model
         self.is_open = is_open
+        self.criteria = criteria
+        self._given: tuple[tuple, dict[str, Any]] = (), {}
         self.outputs: Any = None
+        # Called once with the arguments of the next training forward, before it runs.
+        self.learn: Callable[[tuple, dict[str, Any]], None] | None = None
+        self._is_learning = False
         base = unwrapped(model)
         base.register_forward_pre_hook(self._before, with_kwargs=True)
         base.register_forward_hook(self._after)
@@ -37,12 +47,24 @@ class ForwardWatch:
             # A wrapper may return other tensors than the model that it wraps.
             model.register_forward_hook(self._note)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The named arguments of the last watched forward."""
+        return named_arguments(unwrapped(self.model), *self._given)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the first tensor among the arguments of the last watched forward."""
+        tensors = (v for v in self.arguments.values() if isinstance(v, Tensor) and v.dim())
+        return len(next(tensors))
+
     def start(self) -> None:
         """Forget the outputs of the last micro-batch."""
         self.outputs = None
 
     def _is_watched(self, model: nn.Module) -> bool:
-        return model.training and torch.is_grad_enabled() and self.is_open()
+        is_training = model.training and torch.is_grad_enabled()
+        return is_training and self.is_open() and not self._is_learning
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._is_watched(model):
@@ -59,13 +81,24 @@ class ForwardWatch:
                 "same dropout: compute the loss from one forward, or call model.eval() or "
                 "torch.no_grad() around the other one."
             )
+        self._given = args, kwargs
+        self.criteria.turn_off()
+        if self.learn is not None:
+            learn = self.learn
+            self.learn = None
+            self._is_learning = True
+            try:
+                learn(args, kwargs)
+            finally:
+                self._is_learning = False
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        if not self.is_open():
+        if not self.is_open() or self._is_learning:
             return None
         output = readable(output)
         if self._is_watched(model):
             self.outputs = output
+            self.criteria.turn_on()
         return output
 
     def _note(self, model: nn.Module, args: tuple, output: Any) -> None:
@@ -182,3 +215,26 @@ def _compute(outputs: Any) -> Any:
             computed_from.append((made, value.hidden))
     vars(outputs)[COMPUTED_FROM] = computed_from
     return outputs
+
+
+def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by their names."""
+    forward = getattr(model, "_original_forward", model.forward)
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"the model cannot be called so: {error}.") from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes *{name}, so hf_ga cannot call it "
+                "with other samples: give its arguments names."
+            )
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
+    return named

@@ -98,7 +98,7 @@ class Backend:
         Not `accelerator.backward`: it divides by gradient_accumulation_steps, but terms are already
         divided by targets.
         """
-        if weight:
+        if weight and isinstance(term, Tensor) and term.requires_grad:  # else it is a constant
             scaler = self.accelerator.scaler
             (term if scaler is None else scaler.scale(term)).backward()
 

@@ -151,6 +151,13 @@ class KeyedDropout(Hook):
             stack.callback(self._calls.clear)
             yield
 
+    def join_forward(self, args: tuple, kwargs: dict) -> None:
+        """For a scope that is entered while the model's forward begins: the hook that starts a
+        forward was not registered yet.
+        """
+        if self.model in self.hooked and self.sites:
+            self._enter(self.model, args, kwargs)
+
     @property
     def running(self) -> nn.Module | None:
         """The innermost module whose forward is running; None outside of the model."""

@@ -225,7 +225,7 @@ class Engine:
         self.backend.backward(term, weight)
         if weight:
             found = counts if self.loss.counts_in_forward else ()
-            self.backend.collect(self.call, term.detach(), found, self.status)
+            self.backend.collect(self.call, torch.as_tensor(term).detach(), found, self.status)
 
     def end(self) -> StepResult:
         """After the last backward: one status of all ranks, one sum of their gradients.

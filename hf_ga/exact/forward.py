@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from hf_ga.errors import ConfigError, LossNotAdditive
+from hf_ga.errors import ConfigError, NoLoss
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
@@ -78,7 +78,7 @@ def head_loss(outputs: Any) -> Tensor:
             if loss is None
             else f"shape {list(loss.shape)}"
         )
-        raise LossNotAdditive(
+        raise NoLoss(
             f"the model's loss must be one number, got {found}. Let it return a dict with a loss, "
             "give it labels, or pass "
             "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."

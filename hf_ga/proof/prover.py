@@ -285,7 +285,7 @@ class Prover(Prober):
         rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
         if not rounding <= MAX_ROUNDING:
             cause = (
-                _likely_cause(self.model, None)
+                likely_cause(self.model, None)
                 if probe[0] == probe[0]
                 else "the loss is NaN, a mean over no targets"
             )
@@ -297,7 +297,7 @@ class Prover(Prober):
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
 
-def _likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
+def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     """The most likely cause of a loss that is not additive."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
@@ -346,7 +346,7 @@ def _no_single_rule(
     )
     return (
         "the loss of a batch is not the mean over its targets by any counting rule. Likely "
-        f"cause: {_likely_cause(model, losses)}. "
+        f"cause: {likely_cause(model, losses)}. "
         f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; "
         f"{numbers}.)"
     )

@@ -1,0 +1,124 @@
+"""What torch's loss functions average over, noted while a loop computes its own loss.
+
+A mean of `torch.nn.functional` is a sum over targets divided by a number that follows from its
+arguments: the targets, or the sum of their class weights. With this number, the mean of a
+micro-batch becomes its exact part of the window's mean, class weights included.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that a loss function of torch returned.
+
+    Attributes:
+        value: The mean, a scalar.
+        number: Computes what was divided by.
+    """
+
+    value: Tensor
+    number: Callable[[], float]
+
+
+def _classes(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> float:
+    """For `cross_entropy` and `nll_loss`: the targets, or the sum of their class weights."""
+    if target.is_floating_point():  # probabilities of the classes
+        return input.numel() / input.shape[1 if input.dim() > 1 else 0]
+    counted = target != ignore_index
+    if weight is None:
+        return float(counted.sum())
+    return float(weight[target[counted]].double().sum())
+
+
+def _elements(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> float:
+    """For means over all elements."""
+    return float(torch.broadcast_shapes(input.shape, target.shape).numel())
+
+
+def _kl_divergence(
+    input: Tensor,
+    target: Tensor,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> float:
+    """For `kl_div`: elements, or samples with `batchmean`."""
+    if reduction == "batchmean":
+        return float(input.shape[0])
+    return _elements(input, target)
+
+
+# Loss functions of torch, and what their means divide by.
+DIVISORS: dict[str, Callable[..., float]] = {
+    "cross_entropy": _classes,
+    "nll_loss": _classes,
+    "binary_cross_entropy": _elements,
+    "binary_cross_entropy_with_logits": _elements,
+    "mse_loss": _elements,
+    "l1_loss": _elements,
+    "smooth_l1_loss": _elements,
+    "huber_loss": _elements,
+    "soft_margin_loss": _elements,
+    "kl_div": _kl_divergence,
+}
+
+
+class CriteriaWatch:
+    """Notes the means that torch's loss functions return to the code of a loop.
+
+    Functions of `torch.nn.functional` are replaced while it is on. It is off while a model's
+    forward runs: what happens there is the model's own business.
+
+    Attributes:
+        found: The means, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Mean] = []
+        self._originals: dict[str, Callable[..., Tensor]] = {}
+
+    def turn_on(self) -> None:
+        """Replace the functions."""
+        for name, divisor in DIVISORS.items():
+            if name not in self._originals:
+                original = getattr(F, name)
+                self._originals[name] = original
+                setattr(F, name, partial(self._call, original, divisor))
+
+    def turn_off(self) -> None:
+        """Put torch's functions back."""
+        for name, original in self._originals.items():
+            setattr(F, name, original)
+        self._originals.clear()
+
+    def _call(
+        self,
+        original: Callable[..., Tensor],
+        divisor: Callable[..., float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        value = original(*args, **kwargs)
+        is_old_style = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+        is_mean = kwargs.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
+        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad and is_mean:
+            self.found.append(Mean(value, partial(divisor, *args, **kwargs)))
+        return value
