@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hf_ga.accelerator.accelerator import Accelerator as Accelerator
     from hf_ga.check.check import check_equivalence as check_equivalence
     from hf_ga.check.report import EquivalenceReport as EquivalenceReport
-    from hf_ga.data.stream_loader import StreamLoader as StreamLoader
     from hf_ga.errors import CheckpointError as CheckpointError
     from hf_ga.errors import ConfigError as ConfigError
     from hf_ga.errors import DataError as DataError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from hf_ga.exact.plan_batch import BatchPlan as BatchPlan
     from hf_ga.exact.plan_batch import plan_batch as plan_batch
     from hf_ga.exact.rule import Rule as Rule
+    from hf_ga.exact.stream_loader import StreamLoader as StreamLoader
     from hf_ga.exact.update import StepResult as StepResult
     from hf_ga.exact.window import Window as Window
     from hf_ga.exact.window_loader import WindowLoader as WindowLoader
@@ -59,7 +59,7 @@ _MODULES = {
     "Rule": "hf_ga.exact.rule",
     "RunStopped": "hf_ga.errors",
     "StepResult": "hf_ga.exact.update",
-    "StreamLoader": "hf_ga.data.stream_loader",
+    "StreamLoader": "hf_ga.exact.stream_loader",
     "UnkeyedRandomness": "hf_ga.errors",
     "Window": "hf_ga.exact.window",
     "WindowLoader": "hf_ga.exact.window_loader",

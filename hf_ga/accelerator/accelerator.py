@@ -31,13 +31,13 @@ from hf_ga.errors import (
     UnkeyedRandomness,
 )
 from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import (
     enable_fp16_on_cpu,
@@ -503,11 +503,11 @@ class Accelerator(accelerate.Accelerator):
             )
         self.gradient_accumulation_steps = layout.accumulation_steps
 
-    def load_position(self, windows: WindowLoader, state: dict[str, Any]) -> None:
+    def load_position(self, windows: BaseLoader, state: dict[str, Any]) -> None:
         """Continue at a saved position, which any layout of the same windows shares."""
         windows.use_seed(state["seed"])
         windows.load_state_dict(state)
-        if windows.num_consumed >= len(windows):
+        if hasattr(windows, "__len__") and windows.num_consumed >= len(windows):
             windows.set_epoch(windows.epoch + 1)
 
     def check_complete(self, optimizer: torch.optim.Optimizer) -> None:

@@ -25,6 +25,7 @@ from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.exact.window_loader import WindowLoader
 
 if TYPE_CHECKING:
@@ -51,12 +52,13 @@ class NamedEntries:
         entries = collated if isinstance(collated, tuple | list) else (collated,)
         return {str(i): entry for i, entry in enumerate(entries)}
 
-    def find_type(self, dataset: Any, index: int) -> "type | None":
+    def find_type(self, dataset: Any) -> type:
         """The type that the user's function returns, found on one sample."""
         with preserved_random_states():
             seed_generators(0)
-            collated = self.collate_fn([copy.copy(dataset[index])])
-        return type(collated)
+            is_stream = isinstance(dataset, IterableDataset)
+            sample = next(iter(dataset)) if is_stream else dataset[0]
+            return type(self.collate_fn([copy.copy(sample)]))
 
     @staticmethod
     def restore(batch: dict[str, Any], kind: type) -> Any:
@@ -152,7 +154,7 @@ class WindowedDataLoader:
         self.given = given
         self.position: dict[str, Any] | None = None  # from a checkpoint, not used yet
         self.num_to_skip = 0  # batches, from `skip_first_batches`
-        self._windows: WindowLoader | None = None
+        self._windows: WindowLoader | StreamLoader | None = None
         self._num_steps = 0
         self._was_left = False
         self.has_begun = False
@@ -164,7 +166,7 @@ class WindowedDataLoader:
         self.seed = seed % (1 << 31)
 
     @property
-    def windows(self) -> WindowLoader:
+    def windows(self) -> WindowLoader | StreamLoader:
         """The windows of the training samples, made for the accelerator's accumulation steps."""
         num_steps = self.owner.gradient_accumulation_steps
         if self._windows is None or self._num_steps != num_steps:
@@ -226,22 +228,22 @@ class WindowedDataLoader:
             return True
         return self.owner.training_model() is not None
 
-    def _make_windows(self) -> WindowLoader:
+    def _make_windows(self) -> WindowLoader | StreamLoader:
         owner = self.owner
         given = self.given
         dataset = given.dataset
-        if isinstance(self, DataLoaderDispatcher) or isinstance(dataset, IterableDataset):
+        is_stream = isinstance(dataset, IterableDataset)
+        if isinstance(self, DataLoaderDispatcher) and not is_stream:
             raise ConfigError(
-                "a streaming dataset, or dispatch_batches=True, has no order that is the same for "
-                "every layout: load the dataset without streaming, or use hf_ga.StreamLoader with "
-                "hf_ga.train_step."
+                "dispatch_batches=True reads the data on the main process only, but every process "
+                "reads its own part of a window: leave dispatch_batches out."
             )
-        batch_sampler = given.batch_sampler
+        batch_sampler = given if is_stream else given.batch_sampler
         size = getattr(batch_sampler, "batch_size", None)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(
-                f"the batch_sampler {type(batch_sampler).__name__} has no batch_size, from which "
-                "the window of an optimizer step follows: give it this attribute, or pass "
+                f"the {type(batch_sampler).__name__} has no batch_size, from which the window of "
+                "an optimizer step follows: give the batch_sampler this attribute, or pass "
                 "batch_size to the DataLoader."
             )
         if isinstance(given.sampler, DistributedSampler):
@@ -261,11 +263,14 @@ class WindowedDataLoader:
             "per_device_batch_size": size,
             "global_batch_size": window_size,
             "seed": owner.same_on_all_ranks(self.seed),
-            "lengths": find_lengths(dataset, self._collate) if _has_items(dataset) else None,
             "planner": partial(plan_by_sizes, sizes=[size]),  # as many as Accelerate's
             "drop_last_window": bool(getattr(batch_sampler, "drop_last", False)),
             "num_workers": given.num_workers,
         }
+        if is_stream:
+            settings["num_workers"] = min(1, given.num_workers)  # a stream is read in order
+            return StreamLoader(dataset, self._collate, shuffle_buffer_size=0, **settings)
+        settings["lengths"] = find_lengths(dataset, self._collate) if len(dataset) else None
         sampler = given.sampler
         is_plain = type(batch_sampler) is BatchSampler
         if is_plain and _is_shuffle(sampler):
@@ -286,9 +291,9 @@ class WindowedDataLoader:
         windows = self.windows
         self._begin_at_the_right_window(windows)
         if self._kind is None:
-            self._kind = self._collate.find_type(windows.fetcher.dataset, 0)
+            self._kind = self._collate.find_type(self.given.dataset)
         num_steps = self.owner.gradient_accumulation_steps
-        num_windows = len(windows)
+        num_windows = len(windows) if hasattr(windows, "__len__") else None
         self._was_left = True
         self.has_begun = True
         self.in_windows = True
@@ -301,7 +306,7 @@ class WindowedDataLoader:
                         f"{self.owner.gradient_accumulation_steps} within an epoch, and the size "
                         "of the window with it: change it between two epochs."
                     )
-                is_last_window = window.index == num_windows - 1
+                is_last_window = num_windows is not None and window.index == num_windows - 1
                 has_names = issubclass(self._kind, Mapping)
                 for batch, is_last in self.owner.begin_window(model, window, has_names=has_names):
                     self.end_of_dataloader = is_last_window and is_last
@@ -312,7 +317,7 @@ class WindowedDataLoader:
             self.end()
         self.iteration += 1
 
-    def _begin_at_the_right_window(self, windows: WindowLoader) -> None:
+    def _begin_at_the_right_window(self, windows: WindowLoader | StreamLoader) -> None:
         """After a restored position, after skipped batches, or in the next epoch if the last one
         was left by `break`.
         """
@@ -330,7 +335,7 @@ class WindowedDataLoader:
                     f"skip_first_batches({num_to_skip}) ends within a window of {num_steps} "
                     "micro-batches: skip whole windows, or restore the position with load_state."
                 )
-            windows.num_consumed = min(num_to_skip // num_steps, len(windows))
+            windows.num_consumed = num_to_skip // num_steps
 
 
 def windowed(owner: "Accelerator", given: DataLoader, prepared: Any) -> Any:
@@ -351,7 +356,3 @@ def _is_shuffle(sampler: Any) -> bool:
     if type(sampler) not in (RandomSampler, SeedableRandomSampler):
         return False
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-
-
-def _has_items(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and len(dataset) > 0

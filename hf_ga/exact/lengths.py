@@ -40,12 +40,11 @@ def _is_hf_dataset(dataset: Any) -> bool:
 
 
 def _of_list(samples: Any) -> np.ndarray | None:
+    is_list_of_dicts = isinstance(samples, list | tuple) and isinstance(samples[0], Mapping)
+    if not is_list_of_dicts:
+        return None
     try:
-        return (
-            np.array([len(sample["input_ids"]) for sample in samples], np.int64)
-            if isinstance(samples, list | tuple)
-            else None
-        )
+        return np.array([len(sample["input_ids"]) for sample in samples], np.int64)
     except (KeyError, TypeError, IndexError):
         return None
 

@@ -19,9 +19,9 @@ from transformers import get_scheduler
 from hf_ga.data.data import PreparedData, prepare_data
 from hf_ga.data.files import is_pattern
 from hf_ga.data.options import as_list
-from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.exact.rule import Rule
+from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig

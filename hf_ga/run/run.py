@@ -11,8 +11,8 @@ from torch import nn
 from transformers import EvalPrediction, PretrainedConfig
 
 from hf_ga.data.data import PreparedData, Unlabelled
-from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.rule import Rule
+from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.config import FinetuneConfig
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from hf_ga.data.data import PreparedData
-from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.base_loader import check_limit
 from hf_ga.exact.length_plan import padded_tokens
 from hf_ga.exact.order import epoch_order
+from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.run.run import Setup
 

@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import hf_ga
-from hf_ga.data.shuffle_buffer import shuffled
-from hf_ga.data.stream_loader import StreamLoader
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.shuffle_buffer import shuffled
+from hf_ga.exact.stream_loader import StreamLoader
 
 
 class Numbers(IterableDataset):
@@ -389,7 +389,7 @@ class Counted(dict):
 
 @pytest.mark.parametrize("buffer_size", [0, 20])
 def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
-    monkeypatch.setattr("hf_ga.data.stream_reader.NUM_FOR_PROOF", 4)
+    monkeypatch.setattr("hf_ga.exact.stream_reader.NUM_FOR_PROOF", 4)
     held = []
 
     class Watched(Numbers):

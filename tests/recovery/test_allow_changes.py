@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from stops import content
 
 import hf_ga
-from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.exact.order import epoch_order
+from hf_ga.exact.shuffle_buffer import shuffled
 from hf_ga.run import finetune, loop
 from hf_ga.run.saving import resume
 

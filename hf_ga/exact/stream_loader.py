@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_ga.data.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.plan import Planner
+from hf_ga.exact.stream_reader import HeldSamples, StreamFetcher, WindowReader
 from hf_ga.exact.window import Window
 from hf_ga.exact.workers import load_items
 
@@ -111,6 +111,11 @@ class StreamLoader(BaseLoader):
         self.reader = WindowReader(
             dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
         )
+
+    def use_seed(self, seed: int) -> None:
+        """Take over the seed of a saved position."""
+        super().use_seed(seed)
+        self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
         """About `count` samples from the beginning of the stream, for a proof. Reads a window."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 
-from hf_ga.data.shuffle_buffer import shuffled
 from hf_ga.errors import DataError
 from hf_ga.exact.base_loader import Splitter
 from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.shuffle_buffer import shuffled
 
 Numbered = tuple[int, Any]  # a sample with its 0-based index in the stream
 NUM_FOR_PROOF = 128  # first samples of the stream, kept for the proof
