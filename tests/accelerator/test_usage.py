@@ -29,7 +29,7 @@ from documented_loop import (
     reset_states,
     trained_weights,
 )
-from forked import on_ranks
+from forked import on_ranks, without_errors
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -473,8 +473,8 @@ def test_metrics_while_training_count_each_sample_once(layout):
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_metrics_while_training_on_several_ranks(num_processes):
     for layout in LAYOUTS[num_processes]:
-        for found in on_ranks(partial(metrics_while_training, layout), num_processes):
-            assert not isinstance(found, str), found
+        work = partial(metrics_while_training, layout)
+        for found in without_errors(on_ranks(work, num_processes)):
             counted, types = found
             assert sorted(counted) == [*range(NUM_SAMPLES)]
             assert types == {torch.Tensor}
@@ -683,9 +683,8 @@ def over_ranks(found):
 def test_samplers_on_two_ranks(make_loader):
     """The ranks share each window; no rank ignores the sampler."""
     reference = two_epochs(FULL_BATCH, make_loader)
-    found = on_ranks(partial(weights_and_windows, Layout(4, 2), make_loader), 2)
-    for one in found:
-        assert not isinstance(one, str), one
+    work = partial(weights_and_windows, Layout(4, 2), make_loader)
+    found = without_errors(on_ranks(work, 2))
     assert as_sets(over_ranks(found)) == as_sets(reference.windows)
     for weights, _ in found:
         assert distance(weights, reference.weights) < CLOSE
@@ -695,11 +694,8 @@ def test_samplers_on_two_ranks(make_loader):
 @pytest.mark.parametrize("make_loader", LOADERS)
 def test_ranks_with_seeds_of_their_own_visit_one_order(make_loader):
     """`set_seed(seed, device_specific=True)` seeds each rank differently; the first one's counts."""
-    found = on_ranks(
-        partial(weights_and_windows, Layout(4, 2), make_loader, device_specific=True), 2
-    )
-    for one in found:
-        assert not isinstance(one, str), one
+    work = partial(weights_and_windows, Layout(4, 2), make_loader, device_specific=True)
+    found = without_errors(on_ranks(work, 2))
     reference = two_epochs(FULL_BATCH, make_loader)
     assert as_sets(over_ranks(found)) == as_sets(reference.windows)
     for weights, _ in found:
@@ -755,7 +751,6 @@ def test_evaluations_on_two_ranks_count_each_sample_once():
         training.epoch()
         return evaluate(training, loader)
 
-    for found in on_ranks(work, 2):
-        assert not isinstance(found, str), found
+    for found in without_errors(on_ranks(work, 2)):
         _, counted = found
         assert Counter(counted) == Counter(range(NUM_SAMPLES))

@@ -179,6 +179,13 @@ def on_ranks(
             process.kill()  # what waits for a rank that is gone
 
 
+def without_errors(found: list[Any]) -> list[Any]:
+    """What ranks returned, if none of them raised anything."""
+    errors = [one for one in found if isinstance(one, str)]
+    assert not errors, "\n".join(errors)
+    return found
+
+
 def _received(end: Connection) -> Any:
     try:
         return pickle.loads(end.recv_bytes())
