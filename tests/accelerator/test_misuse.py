@@ -669,7 +669,7 @@ def test_two_models_are_right_or_refused(backward):
 
 def noise_before_backward(accelerator, model, batch):
     """As NEFTune by hand, or mixup."""
-    embedded = model.get_input_embeddings()(batch["input_ids"])
+    embedded = accelerator.unwrap_model(model).get_input_embeddings()(batch["input_ids"])
     inputs = {
         "inputs_embeds": embedded + 0.1 * torch.randn_like(embedded),
         "attention_mask": batch["attention_mask"],
