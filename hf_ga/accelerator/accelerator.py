@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object, send_to_devic
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_ga.accelerator.criteria import CriteriaWatch
+from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, windowed
 from hf_ga.accelerator.losses import GivenSum, check_loss, mean_of
@@ -548,8 +548,7 @@ class Accelerator(accelerate.Accelerator):
         elif self._is_head(loss):
             self._backward_of_head(loss)
         else:
-            outputs = self._watch_of(engine.model).outputs
-            mean = mean_of(loss, outputs, self._criteria.found, self.gradient_accumulation_steps)
+            mean = self._mean_of(loss)
             self._count_in_forward("a criterion")
             self._backward_of_mean(loss, mean.number())
 
@@ -572,9 +571,20 @@ class Accelerator(accelerate.Accelerator):
             self._last_kind = None  # look at the next one, too
             if not self._criteria.found:
                 raise
-            mean_of(loss, outputs, self._criteria.found, num_steps)
+            self._mean_of(loss)
             return False
         return True
+
+    def _mean_of(self, loss: Tensor) -> Mean:
+        """The mean of one of torch's loss functions that a loss is."""
+        found = self._criteria.found
+        if not self._must_check(loss):
+            for mean in found:
+                if mean.value is loss:
+                    return mean
+        outputs = self._watch_of(self._engine.model).outputs
+        num_samples = len(self._engine.call.micro_batch)
+        return mean_of(loss, outputs, found, num_samples, self.gradient_accumulation_steps)
 
     def _backward_of_head(self, loss: Tensor) -> None:
         """Backward of the model's own loss, or of one that differs by a penalty only."""

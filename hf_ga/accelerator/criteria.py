@@ -21,10 +21,12 @@ class Mean:
 
     Attributes:
         value: The mean, a scalar.
+        input: What the loss function compared with the targets.
         number: Computes what was divided by.
     """
 
     value: Tensor
+    input: Tensor
     number: Callable[[], float]
 
 
@@ -120,5 +122,6 @@ class CriteriaWatch:
         is_old_style = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
         is_mean = kwargs.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
         if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad and is_mean:
-            self.found.append(Mean(value, partial(divisor, *args, **kwargs)))
+            compared = args[0] if args else kwargs["input"]
+            self.found.append(Mean(value, compared, partial(divisor, *args, **kwargs)))
         return value

@@ -50,27 +50,30 @@ class GivenSum(Loss):
         return (total,), (number,)
 
 
-def mean_of(loss: Tensor, outputs: Any, means: Sequence[Mean], num_steps: int) -> Mean:
+def mean_of(
+    loss: Tensor, outputs: Any, means: Sequence[Mean], num_samples: int, num_steps: int
+) -> Mean:
     """The mean of one of torch's loss functions that a loop's own loss is.
 
     Args:
         loss: What the loop passed to `backward`.
         outputs: What the model returned for this micro-batch.
         means: What torch's loss functions returned since the micro-batch was handed out.
+        num_samples: Samples in the micro-batch.
         num_steps: Gradient accumulation steps, to recognise a division by hand.
 
     Raises:
-        LossNotAdditive: If it is none, or one multiplied by a number.
+        LossNotAdditive: If it is none, one multiplied by a number, or one that compares samples
+            with each other.
     """
-    for mean in means:
-        if loss is mean.value:
-            return mean
     _check_origin(loss, outputs)
-    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
+    tensors = tensors_of(outputs)
+    edges = [_edge(tensor) for tensor in tensors]
     for mean in means:
-        factor = _factor_through(loss, mean.value, edges)
+        factor = 1.0 if loss is mean.value else _factor_through(loss, mean.value, edges)
         if factor is not None:
             _check_factor(factor, num_steps)
+            _check_rows(mean, tensors, num_samples)
             return mean
     raise LossNotAdditive(
         "the loss of this loop is neither the model's own nor one mean of a loss function of torch "
@@ -105,6 +108,39 @@ def check_loss(loss: Tensor, outputs: Any, num_steps: int) -> None:
             f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
         )
     _check_factor(factor, num_steps)
+
+
+def _check_rows(mean: Mean, tensors: list[Tensor], num_samples: int) -> None:
+    """Check that what a loss function compares with one target depends on one sample only, in three
+    rows of its input.
+    """
+    if num_samples == 1 or not mean.input.requires_grad:
+        return
+    # A loss of one row for all samples is looked at element by element.
+    compared = mean.input if len(mean.input) > 1 else mean.input.reshape(-1)
+    by_sample = [tensor for tensor in tensors if tensor.dim() and len(tensor) % num_samples == 0]
+    for row in sorted({0, len(compared) // 2, len(compared) - 1}):
+        direction = torch.zeros_like(compared)
+        direction[row] = torch.rand(
+            compared[row].shape, generator=_generator(compared), device=compared.device
+        )
+        found = torch.autograd.grad(
+            compared, by_sample, direction, retain_graph=True, allow_unused=True
+        )
+        touched = torch.zeros(num_samples, dtype=torch.bool, device=compared.device)
+        for gradient in found:
+            if gradient is not None:
+                touched |= gradient.reshape(num_samples, -1).ne(0).any(1)
+        if int(touched.sum()) > 1:
+            raise LossNotAdditive(
+                "the loss of this loop compares the samples of a micro-batch with each other "
+                "(in-batch negatives, a normalisation over the batch), so no split of a window is "
+                "the full batch: let each sample's loss depend on that sample only."
+            )
+
+
+def _generator(tensor: Tensor) -> torch.Generator:
+    return torch.Generator(device=tensor.device).manual_seed(0)
 
 
 def _check_origin(loss: Tensor, outputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

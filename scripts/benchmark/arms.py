@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hf_ga
 from benchmark.lap import Lap
@@ -19,6 +20,7 @@ from hf_ga.exact.plan import plan_window
 from hf_ga.training import Given, default_speed_ups, remember
 
 DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
+ACCELERATE_LOOP = "hf_ga.Accelerator"
 TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
 PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in place of keyed"
 ANY_ORDER = "any order of sums, in place of one (same_bits)"
@@ -91,11 +93,36 @@ def own_loop(lap: Lap, loading: dict[str, Any] | None = None, given: Given | Non
             lap.step_done()
 
 
+def accelerate_loop(lap: Lap) -> None:
+    """The loop of Accelerate's documentation, with hf_ga's Accelerator."""
+    setting = lap.setting
+    accelerator = hf_ga.Accelerator(
+        cpu=setting.device == "cpu",
+        mixed_precision=setting.mixed_precision,
+        gradient_accumulation_steps=setting.window_size // setting.micro_batch_size,
+    )
+    loader = DataLoader(
+        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate
+    )
+    model, optimizer, loader = accelerator.prepare(lap.model.train(), lap.optimizer(), loader)
+    while True:  # until the lap ends
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                lap.step_done()
+
+
 SPEED: dict[str, Callable[[Lap], None]] = {
     TRAINER: train,
     GROUPED: partial(train, strategy="group_by_length"),
     REBALANCED: partial(train, strategy="batch_rebalance"),
     EXACT_TRAINER: partial(train, trainer_class=hf_ga.ExactTrainer),
+    ACCELERATE_LOOP: accelerate_loop,
     OWN_LOOP: own_loop,
     DEFAULT: default,
 }

@@ -1,0 +1,86 @@
+"""Count the functions and files of hf_ga that one optimizer step passes in the steady state.
+
+python scripts/steady_step.py
+"""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hf_ga
+
+PACKAGE = str(Path(hf_ga.__file__).parent)
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pad to the longest sample."""
+    ids = [torch.tensor(sample["input_ids"]) for sample in samples]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = (padded > 0).long()
+    labels = padded.masked_fill(mask == 0, -100)
+    return {"input_ids": padded, "attention_mask": mask, "labels": labels}
+
+
+class Profile:
+    """Notes the functions of hf_ga that are called, and how deep the model's forward is in them.
+
+    Attributes:
+        functions: (file, name) of each function of hf_ga.
+        depth: Frames of hf_ga between `train_step` and the model's forward, both not counted.
+    """
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.depth = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            self.functions.add((code.co_filename, code.co_qualname))
+        if code.co_qualname == "GPT2LMHeadModel.forward" and not self.depth:
+            self.depth = _frames_of_ours(frame)
+
+
+def _frames_of_ours(frame: FrameType | None) -> int:
+    count = 0
+    while frame is not None and frame.f_code.co_name != "train_step":
+        count += frame.f_code.co_filename.startswith(PACKAGE)
+        frame = frame.f_back
+    return count
+
+
+def main() -> None:
+    """Train a small GPT-2 on three windows, and count in the third."""
+    accelerator = Accelerator(cpu=True)
+    samples = [{"input_ids": list(range(1, 5 + i % 20))} for i in range(96)]
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    windows = hf_ga.WindowLoader(
+        samples, collate, accelerator=accelerator, per_device_batch_size=8, global_batch_size=32
+    )
+    profile = Profile()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    iterator = iter(windows)
+    for _ in range(2):
+        hf_ga.train_step(accelerator, model, optimizer, next(iterator), max_grad_norm=1.0)
+    window = next(iterator)
+    sys.setprofile(profile)
+    hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+    sys.setprofile(None)
+    files = {file for file, _ in profile.functions}
+    print(
+        f"a steady step passes {len(profile.functions)} functions in {len(files)} files of hf_ga; "
+        f"{profile.depth} frames of hf_ga from train_step to the model's forward"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Losses that a loop computes itself: the gradient of a window against one float64 full batch."""
+
+from collections.abc import Callable
+from functools import partial
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hf_ga
+
+NUM_SAMPLES = 16
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
+IGNORED = -100
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+def dataset() -> TensorDataset:
+    """Rare classes, and samples without a label."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    labels = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
+    labels[2] = 1
+    labels[11] = 2
+    labels[[3, 4, 5]] = IGNORED
+    return TensorDataset(features, labels)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def one_hot(labels: Tensor, outputs: Tensor) -> Tensor:
+    return F.one_hot(labels.clamp(min=0), 3).to(outputs.dtype)
+
+
+def weighted(outputs: Tensor, labels: Tensor, **options: float) -> Tensor:
+    weight = CLASS_WEIGHTS.to(outputs.dtype)
+    return F.cross_entropy(outputs, labels, weight=weight, **options)
+
+
+CRITERIA: dict[str, Criterion] = {
+    "cross entropy": lambda outputs, labels: F.cross_entropy(outputs, labels),
+    "class weights": weighted,
+    "class weights, smoothed": partial(weighted, label_smoothing=0.1),
+    "module": lambda outputs, labels: nn.CrossEntropyLoss()(outputs, labels),
+    "probabilities": lambda o, labels: F.cross_entropy(o, one_hot(labels, o)),
+    "negative log likelihood": lambda o, labels: F.nll_loss(o.log_softmax(-1), labels),
+    "squared error": lambda o, labels: F.mse_loss(o, one_hot(labels, o)),
+    "huber": lambda o, labels: nn.HuberLoss()(o, one_hot(labels, o)),
+    "binary": lambda o, labels: F.binary_cross_entropy_with_logits(o, one_hot(labels, o)),
+    "divergence": lambda o, labels: F.kl_div(
+        o.log_softmax(-1), one_hot(labels, o), reduction="batchmean"
+    ),
+}
+
+
+def gradient(
+    kind: type,
+    loss_of: Callable[[accelerate.Accelerator, nn.Module, Tensor, Tensor], object],
+    batch_size: int = 2,
+) -> Tensor:
+    """The gradient of one window, as the loop's optimizer would see it."""
+    accelerator = kind(cpu=True, gradient_accumulation_steps=NUM_SAMPLES // batch_size)
+    model = small_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(dataset(), batch_size=batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for features, labels in loader:
+        with accelerator.accumulate(model):
+            loss_of(accelerator, model, features, labels)
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def full_batch(loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Tensor:
+    """One backward of all samples in float64."""
+    model = small_model().double()
+    features, labels = dataset().tensors
+    loss_of(model, features.double(), labels).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_mean_of_torch_is_exact(name):
+    criterion = CRITERIA[name]
+    reference = full_batch(lambda model, x, y: criterion(model(x), y))
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(criterion(model(x), y))
+
+    assert error(gradient(hf_ga.Accelerator, step), reference) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "negative log likelihood"])
+def test_accelerates_own_loop_is_not(name):
+    """With another number of targets in each micro-batch."""
+    criterion = CRITERIA[name]
+    reference = full_batch(lambda model, x, y: criterion(model(x), y))
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(criterion(model(x), y).nan_to_num())
+
+    assert error(gradient(accelerate.Accelerator, step), reference) > 1e-2
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 1e-2 * sum((p**2).sum() for p in model.parameters())
+
+
+def test_a_penalty_on_the_weights_counts_once():
+    reference = full_batch(lambda model, x, y: weighted(model(x), y) + penalty(model))
+
+    def step(accelerator, model, x, y):
+        if (y != IGNORED).any():
+            accelerator.backward(weighted(model(x), y) + penalty(model))
+        else:
+            accelerator.backward(weighted(model(x), y))
+
+    assert error(gradient(hf_ga.Accelerator, step), reference) < 1e-6
+
+
+def focal(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs, labels, reduction="none")
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def test_any_sum_with_its_number_of_targets_is_exact():
+    """Here the focal loss over positives: most micro-batches have none."""
+
+    def mean(model, x, y):
+        return focal(model(x), y).sum() / (y > 0).sum()
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(focal(model(x), y).sum(), num_targets=(y > 0).sum())
+
+    assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
+
+
+def two_terms(accelerator, model, x, y):
+    outputs = model(x)
+    accelerator.backward(F.mse_loss(outputs, one_hot(y, outputs)) + weighted(outputs, y))
+
+
+def divided(accelerator, model, x, y):
+    accelerator.backward(F.cross_entropy(model(x), y) / accelerator.gradient_accumulation_steps)
+
+
+def own_mean(accelerator, model, x, y):
+    accelerator.backward(focal(model(x), y).mean())
+
+
+def only_a_sum(accelerator, model, x, y):
+    accelerator.backward(F.cross_entropy(model(x), y, reduction="sum"))
+
+
+def in_batch_negatives(accelerator, model, x, y):
+    outputs = model(x)
+    accelerator.backward(F.cross_entropy(outputs @ outputs.T, torch.arange(len(x))))
+
+
+def standardised_over_the_batch(accelerator, model, x, y):
+    outputs = model(x)
+    accelerator.backward(weighted((outputs - outputs.mean(0)) / outputs.std(), y.clamp(min=0)))
+
+
+def captured_before(accelerator, model, x, y, criterion=F.cross_entropy):
+    """A function that was taken from torch before the loop is not seen."""
+    accelerator.backward(criterion(model(x), y))
+
+
+def detached(accelerator, model, x, y):
+    accelerator.backward(F.cross_entropy(model(x), y).detach())
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (two_terms, r"accelerator.backward\(loss_sum, num_targets=n\)"),
+        (divided, "0.125 times"),
+        (own_mean, r"accelerator.backward\(loss_sum, num_targets=n\)"),
+        (only_a_sum, r"accelerator.backward\(loss_sum, num_targets=n\)"),
+        (detached, "no gradient"),
+        (in_batch_negatives, "compares the samples"),
+        (standardised_over_the_batch, "compares the samples"),
+        (captured_before, r"accelerator.backward\(loss_sum, num_targets=n\)"),
+    ],
+)
+def test_another_loss_is_refused_before_the_update(step, message):
+    with pytest.raises(hf_ga.LossNotAdditive, match=message):
+        gradient(hf_ga.Accelerator, step)
+
+
+def test_torchs_functions_are_put_back():
+    before = F.cross_entropy
+
+    def step(accelerator, model, x, y):
+        assert F.cross_entropy is not before
+        accelerator.backward(F.cross_entropy(model(x), y))
+        assert F.cross_entropy is before
+
+    gradient(hf_ga.Accelerator, step)
+    assert F.cross_entropy is before
