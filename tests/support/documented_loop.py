@@ -13,8 +13,8 @@ import accelerate
 import helpers as h
 import torch
 import transformers as tf
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, set_seed
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -175,6 +175,8 @@ def reset_states() -> None:
     """Accelerators of one process share their states; the process group stays."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    if PartialState(cpu=True).distributed_type == DistributedType.FSDP:  # of shards on CPUs
+        PartialState().distributed_type = DistributedType.MULTI_CPU
 
 
 @dataclass
