@@ -118,6 +118,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _forget(self) -> None:
         """Forget everything that was prepared."""
+        self._prepared: dict[nn.Module, nn.Module] = {}  # the model inside -> the prepared one
         self._watches: dict[nn.Module, ForwardWatch] = {}
         self._schedules: list[ScheduleStart] = []
         self._engine: Engine | None = None
@@ -153,6 +154,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(prepared)
+        self._prepared[unwrapped(prepared)] = prepared
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
@@ -333,15 +335,17 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If there are several.
         """
-        found = [model for model in self._models if model.training and _is_trainable(model)]
+        # Of a model under DDP, Accelerate's list has the model inside.
+        bases = dict.fromkeys(unwrapped(model) for model in self._models)
+        found = [base for base in bases if base.training and _is_trainable(base)]
         if len(found) > 1:
-            names = ", ".join(type(unwrapped(model)).__name__ for model in found)
+            names = ", ".join(type(base).__name__ for base in found)
             raise ConfigError(
                 f"{len(found)} prepared models are in training mode ({names}), but a window is "
                 "that of one model: put them into one nn.Module and prepare that, or call eval() "
                 "or requires_grad_(False) on those that are not trained."
             )
-        return found[0] if found else None
+        return self._prepared.get(found[0], found[0]) if found else None
 
     def begin_window(
         self, model: nn.Module, window: Window, *, has_names: bool
