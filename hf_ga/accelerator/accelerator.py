@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
-from hf_ga.accelerator.loader import WindowedDataLoader, windowed
+from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
 from hf_ga.accelerator.losses import GivenSum, check_loss, mean_of
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
@@ -34,7 +34,7 @@ from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
-from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.window import Window
@@ -163,8 +163,10 @@ class Accelerator(accelerate.Accelerator):
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        return windowed(self, data_loader, prepared)
+        seed = seed_of(data_loader)
+        with preserved_random_states():  # on several processes Accelerate draws a seed of its own
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        return windowed(self, data_loader, prepared, seed)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window."""
