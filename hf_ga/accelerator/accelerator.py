@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
-from hf_ga.accelerator.loader import WindowedDataLoader, windowed
+from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
 from hf_ga.accelerator.losses import GivenSum, check_loss, mean_of
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
@@ -34,7 +34,7 @@ from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
-from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.window import Window
@@ -118,6 +118,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _forget(self) -> None:
         """Forget everything that was prepared."""
+        self._prepared: dict[nn.Module, nn.Module] = {}  # the model inside -> the prepared one
         self._watches: dict[nn.Module, ForwardWatch] = {}
         self._schedules: list[ScheduleStart] = []
         self._engine: Engine | None = None
@@ -153,6 +154,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(prepared)
+        self._prepared[unwrapped(prepared)] = prepared
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
@@ -161,8 +163,10 @@ class Accelerator(accelerate.Accelerator):
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        return windowed(self, data_loader, prepared)
+        seed = seed_of(data_loader)
+        with preserved_random_states():  # on several processes Accelerate draws a seed of its own
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        return windowed(self, data_loader, prepared, seed)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window."""
@@ -333,15 +337,17 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If there are several.
         """
-        found = [model for model in self._models if model.training and _is_trainable(model)]
+        # Of a model under DDP, Accelerate's list has the model inside.
+        bases = dict.fromkeys(unwrapped(model) for model in self._models)
+        found = [base for base in bases if base.training and _is_trainable(base)]
         if len(found) > 1:
-            names = ", ".join(type(unwrapped(model)).__name__ for model in found)
+            names = ", ".join(type(base).__name__ for base in found)
             raise ConfigError(
                 f"{len(found)} prepared models are in training mode ({names}), but a window is "
                 "that of one model: put them into one nn.Module and prepare that, or call eval() "
                 "or requires_grad_(False) on those that are not trained."
             )
-        return found[0] if found else None
+        return self._prepared.get(found[0], found[0]) if found else None
 
     def begin_window(
         self, model: nn.Module, window: Window, *, has_names: bool

@@ -148,9 +148,10 @@ class WindowedDataLoader:
     owner: "Accelerator"
     given: DataLoader
 
-    def begin_windows(self, owner: "Accelerator", given: DataLoader) -> None:
+    def begin_windows(self, owner: "Accelerator", given: DataLoader, seed: int) -> None:
         """Called once, in place of `__init__`."""
         self.owner = owner
+        self.seed = seed
         self.given = given
         self.position: dict[str, Any] | None = None  # from a checkpoint, not used yet
         self.num_to_skip = 0  # batches, from `skip_first_batches`
@@ -161,9 +162,6 @@ class WindowedDataLoader:
         self.in_windows = False
         self._collate = NamedEntries(given.collate_fn)
         self._kind: type | None = None
-        generator = given.generator or getattr(given.sampler, "generator", None)
-        seed = torch.initial_seed() if generator is None else generator.initial_seed()
-        self.seed = seed % (1 << 31)
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
@@ -338,7 +336,14 @@ class WindowedDataLoader:
             windows.num_consumed = num_to_skip // num_steps
 
 
-def windowed(owner: "Accelerator", given: DataLoader, prepared: Any) -> Any:
+def seed_of(loader: DataLoader) -> int:
+    """The seed of a loader that is not prepared yet: that of its generator, or torch's own."""
+    generator = loader.generator or getattr(loader.sampler, "generator", None)
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    return seed % (1 << 31)
+
+
+def windowed(owner: "Accelerator", given: DataLoader, prepared: Any, seed: int) -> Any:
     """Let a prepared loader hand out windows while its model trains.
 
     Its class becomes one that inherits from Accelerate's, as Accelerate itself does with torch's.
@@ -347,7 +352,7 @@ def windowed(owner: "Accelerator", given: DataLoader, prepared: Any) -> Any:
     mixed = type(kind.__name__, (WindowedDataLoader, kind), {})
     # Accelerate's loaders have a property `__class__`, which pretends to be torch's.
     vars(object)["__class__"].__set__(prepared, mixed)
-    prepared.begin_windows(owner, given)
+    prepared.begin_windows(owner, given, seed)
     return prepared
 
 

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from not_installed import FINETUNE
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import hf_ga
@@ -69,6 +70,22 @@ def from_stream(accelerator, sizes):
     return hf_ga.StreamLoader(
         Stream(), collate, accelerator=accelerator, shuffle_buffer_size=0, **sizes
     )
+
+
+def accelerate_loop(size):
+    """Weights after two updates of Accelerate's loop on windows of 8 samples."""
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=8 // size)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(SAMPLES, batch_size=size, shuffle=True, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
 
 
 def trainer(size):
@@ -133,6 +150,7 @@ if __name__ == "__main__":
     assert hf_ga.plan_batch(8, per_device_train_batch_size=3).layout.accumulation_steps == 3
     compare("WindowLoader, prepare, train_step", lambda size: own_loop(from_list, size))
     compare("StreamLoader, prepare, train_step", lambda size: own_loop(from_stream, size))
+    compare("Accelerator", accelerate_loop)
     compare("ExactTrainer", trainer)
     check()
     refused("finetune")
