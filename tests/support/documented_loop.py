@@ -235,7 +235,7 @@ def train(accelerator_class: type, layout: Layout, case: Case, num_samples: int)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-    trained.weights = trained_weights(accelerator.unwrap_model(model))
+    trained.weights = trained_weights(model)
     return trained
 
 
@@ -251,10 +251,15 @@ def trained_weights(model: nn.Module) -> Weights:
 
 def _copies(model: nn.Module) -> Weights:
     return {
-        name.replace("_fsdp_wrapped_module.", ""): whole(parameter.detach()).clone()
+        _plain(name): whole(parameter.detach()).clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def _plain(name: str) -> str:
+    """Without what DDP and FSDP put in front."""
+    return name.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,5 +111,5 @@ def train_with_states(
                     return trained
         if checkpointing_steps == "epoch" and save(f"epoch_{epoch}"):
             return trained
-    trained.weights = trained_weights(accelerator.unwrap_model(model))
+    trained.weights = trained_weights(model)
     return trained
