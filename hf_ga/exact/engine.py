@@ -21,7 +21,7 @@ from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, added
 from hf_ga.exact.forward import argument_filter, callable_module
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.loss import Loss, Sums
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
@@ -73,7 +73,7 @@ class Engine:
         self.model = model
         self.rule = rule
         self.loss = rule.loss
-        self.hooks = (rule.loss, *rule.hooks)
+        self.hooks = (rule.loss, rule.dropout)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self.calls: list[Call] = []
@@ -148,7 +148,7 @@ class Engine:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Around forwards and backwards: keyed dropout and speed-ups are in effect."""
+        """Around forwards and backwards: keyed dropout is in effect."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.scope(self._module))
@@ -156,7 +156,8 @@ class Engine:
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[dict[str, Any]]:
-        """Around one forward and backward. Gives the batch on the device.
+        """Around one forward and backward, with the speed-ups that change nothing for this
+        micro-batch. Gives the batch on the device.
 
         Args:
             index: Which of the planned `calls`.
@@ -167,8 +168,10 @@ class Engine:
         planned = self.calls[index]
         is_last = index == len(self.calls) - 1
         before = random_states() if self._is_training else {}
-        with self.backend.sync(self.model, is_last or not self._is_training):
-            self._start(planned)
+        with (
+            self.backend.sync(self.model, is_last or not self._is_training),
+            self._sped_up(planned),
+        ):
             yield self.call.batch
             moved = moved_generators(before)
             if moved and not self.allow_split_dependent_randomness:
@@ -335,12 +338,23 @@ class Engine:
         return self.backend.all_reduce_status(self.status).counts
 
     def _first_forward(self, call: Call) -> Any:
-        self._start(call)
-        return self.forward(self.call.batch)
+        with self._sped_up(call):
+            return self.forward(self.call.batch)
 
-    def _start(self, planned: Call) -> None:
-        """Bring a call's batch and keys to the device, and tell the hooks."""
+    @contextmanager
+    def _sped_up(self, planned: Call) -> Iterator[None]:
+        """Start a call, with the speed-ups that fit it."""
         self.call = planned  # for an error on the way
+        fitting = self.rule.speed_ups_for(planned, self._accepted(planned.micro_batch.batch))
+        self.window.state.num_plain += len(fitting) < len(self.rule.speed_ups)
+        with ExitStack() as stack:
+            for speed_up in fitting:
+                stack.enter_context(speed_up.scope(self._module))
+            self._start(planned, [*self.hooks, *fitting])
+            yield
+
+    def _start(self, planned: Call, hooks: list[Hook]) -> None:
+        """Bring a call's batch and keys to the device, and tell the hooks."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
         shared = window_key(request.seed, request.epoch, request.index)
@@ -348,7 +362,7 @@ class Engine:
             [planned.micro_batch.batch, keys, shared], self.backend.device, non_blocking=True
         )
         self.call = replace(planned, batch=batch, keys=keys, window_key=shared)
-        for hook in self.hooks:
+        for hook in hooks:
             hook.before(self.call)
 
 

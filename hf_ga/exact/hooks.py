@@ -79,6 +79,12 @@ class SpeedUp(Hook):
         """Around the proof's probes: used also where a batch is too small to gain from it."""
         return nullcontext()
 
+    def fits(self, call: Call) -> bool:
+        """Whether a micro-batch has the structure for which the speed-up changes nothing. Decided
+        on the host; a micro-batch that does not is computed without it.
+        """
+        return True
+
     def verdict(self) -> str:
         """After the probe with it: why it had no effect; "" if it had one."""
         return ""

@@ -3,13 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.batches import Batch
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import is_compiled, module_modes
-from hf_ga.exact.hooks import Hook, SpeedUp
+from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import Loss
+
+
+def structure_of(arguments: Batch) -> frozenset:
+    """Names, dtypes and numbers of dimensions of the entries of a batch."""
+    return frozenset(
+        (name, value.dtype, value.dim())
+        if isinstance(value, Tensor)
+        else (name, type(value).__name__, 0)
+        for name, value in arguments.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,8 @@ class Rule:
         unused: Names of trainable parameters without a gradient in the proof.
         speed_ups: Those in use. They change neither loss nor gradient.
         left_out: Names of the other speed-ups, and why they are not used.
+        structure: The entries of the batch that the speed-ups were tested on (`structure_of`). A
+            micro-batch with other entries is computed without them. None: any entries.
     """
 
     loss: Loss
@@ -41,6 +54,7 @@ class Rule:
     unused: frozenset[str] = frozenset()
     speed_ups: Sequence[SpeedUp] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    structure: frozenset | None = None
 
     @property
     def name(self) -> str:
@@ -53,6 +67,17 @@ class Rule:
     def hooks(self) -> tuple[Hook, ...]:
         """Keyed dropout, then the speed-ups."""
         return (self.dropout, *self.speed_ups)
+
+    def speed_ups_for(self, call: Call, arguments: Batch) -> list[SpeedUp]:
+        """The speed-ups that change nothing for a micro-batch.
+
+        Args:
+            call: The micro-batch, on the host.
+            arguments: Its entries that the model takes.
+        """
+        if self.structure is not None and structure_of(arguments) != self.structure:
+            return []
+        return [speed_up for speed_up in self.speed_ups if speed_up.fits(call)]
 
     def check_fits(self, model: nn.Module) -> None:
         """Check that the rule was proven for the current state of the model.

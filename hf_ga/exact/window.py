@@ -19,6 +19,8 @@ class LoaderState:
         max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory
             never ran out.
         rules: of each model trained on these windows, what was proven about it.
+        num_plain: micro-batches that were computed without some speed-up, because it was not proven
+            for their structure.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
             proven loss needs it.
     """
@@ -26,6 +28,7 @@ class LoaderState:
     max_elements: int | None = None
     rules: dict[Any, Any] = field(default_factory=dict)
     pad_to_window: bool = False
+    num_plain: int = 0
 
 
 @dataclass

@@ -15,6 +15,7 @@ from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.router import Router
+from hf_ga.exact.rule import structure_of
 from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.proof.prober import Prober
 from hf_ga.proof.probes import (
@@ -63,6 +64,7 @@ class Prover(Prober):
         super().__init__(model, samples, collate_fn, loss_fn)
         self.router: Router | None = None
         self.left_out: dict[str, str] = {}
+        self.structure: frozenset | None = None
         self.tolerance = TOLERANCE  # as measured by `prove_loss`
 
     def find_router(self) -> None:
@@ -92,6 +94,7 @@ class Prover(Prober):
                     self.left_out[speed_up.name] = reason
                 else:
                     self.speed_ups.append(speed_up)
+        self.structure = structure_of(self._accepted(batch))
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """The reason why it fails; "" if it passes."""

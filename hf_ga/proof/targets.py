@@ -53,4 +53,5 @@ def prove(
         unused=frozenset(prover.unused),
         speed_ups=tuple(prover.speed_ups),
         left_out=prover.left_out,
+        structure=prover.structure,
     )

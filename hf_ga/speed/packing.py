@@ -24,6 +24,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.dropout import DropoutSite, KeyedDropout
 from hf_ga.exact.hooks import Call, SpeedUp
+from hf_ga.exact.override import override
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
@@ -47,6 +48,8 @@ class Packing(SpeedUp):
 
     def __init__(self) -> None:
         self._gain = GAIN
+        self._is_on_trial = False
+        self._proven_sides: set[str] = set()
         self._tokens: PackedTokens | None = None  # of this micro-batch, if packed
         self._was_packed = self._is_in_attention = False
         self._shared: list[
@@ -73,7 +76,7 @@ class Packing(SpeedUp):
         return ""
 
     def trial(self) -> AbstractContextManager[None]:
-        return patch.object(self, "_gain", 1.0)
+        return override(self, _gain=1.0, _is_on_trial=True)
 
     def verdict(self) -> str:
         return (
@@ -81,6 +84,18 @@ class Packing(SpeedUp):
             if self._was_packed
             else "its batches have no padding, no attention mask, or targets at the padding"
         )
+
+    def fits(self, call: Call) -> bool:
+        """Whether all samples are padded on the side that the proof saw: a head may read a fixed
+        column, which must not become padding. Holes in a mask never fit.
+        """
+        mask = call.micro_batch.batch.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+            return True  # nothing is packed
+        sides = padded_sides(mask)
+        if self._is_on_trial and len(sides) == 1:
+            self._proven_sides |= sides
+        return sides <= self._proven_sides
 
     def before(self, call: Call) -> None:
         self._shared.clear()
@@ -215,6 +230,26 @@ def find_stack(model: nn.Module) -> nn.ModuleList | None:
     return max(
         stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None
     )
+
+
+def padded_sides(mask: Tensor) -> set[str]:
+    """Where the samples of a batch are padded: "right", "left", "inside"; empty without padding.
+
+    Args:
+        mask: The attention mask, of shape (samples, tokens).
+
+    >>> padded_sides(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    {'right'}
+    """
+    falls = mask[:, 1:] < mask[:, :-1]
+    rises = mask[:, 1:] > mask[:, :-1]
+    both = falls.any(1) & rises.any(1)
+    sides = {
+        "right": bool((falls.any(1) & ~both).any()),
+        "left": bool((rises.any(1) & ~both).any()),
+        "inside": bool(both.any()),
+    }
+    return {side for side, is_there in sides.items() if is_there}
 
 
 def _tokens(call: Call, gain: float) -> PackedTokens | None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from helpers import (
     IGNORED,
     SIZES,
@@ -27,6 +28,7 @@ from helpers import (
     seeded,
     token_samples,
 )
+from steps import backward_window
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -43,7 +45,7 @@ from hf_ga.exact.hooks import Call
 from hf_ga.exact.masks import keep_mask, sample_keys, window_key
 from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
-from hf_ga.speed.packing import Packing
+from hf_ga.speed.packing import Packing, padded_sides
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 6
@@ -361,6 +363,75 @@ def test_left_padding_packs_where_padding_predicts_nothing():
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     packing = packing_of(helpers.gpt2(), token_samples(1)[0])
     assert not is_packed(packing, batch), "the last padding predicts the first token"
+
+
+def row(*values):
+    return torch.tensor([values])
+
+
+@pytest.mark.parametrize(
+    ("mask", "sides"),
+    [
+        (row(1, 1, 1), set()),
+        (row(1, 1, 0), {"right"}),
+        (row(0, 1, 1), {"left"}),
+        (row(1, 0, 1), {"inside"}),
+        (row(0, 1, 0), {"inside"}),
+        (torch.cat([row(1, 0, 0), row(0, 1, 1)]), {"right", "left"}),
+    ],
+)
+def test_sides_by_hand(mask, sides):
+    assert padded_sides(mask) == sides
+
+
+@pytest.mark.parametrize("build", [helpers.bert_classifier, helpers.gpt2, helpers.llama])
+@pytest.mark.parametrize("triples", [[1], [1, 3], [0, 1, 2, 3]], ids=["one", "two", "all"])
+def test_other_paddings_than_the_proofs_are_exact(build, triples):
+    """The proof sees padding on the right. The shortest row of these micro-batches has it on the
+    left: they are computed without packing, the others with it.
+    """
+    is_classifier = build is helpers.bert_classifier
+    plain = samples_of("classes" if is_classifier else "tokens", 12)
+    samples = [{**sample, "row": index} for index, sample in enumerate(plain)]
+    rows = [
+        min(range(3 * i, 3 * i + 3), key=lambda row: len(plain[row]["input_ids"])) for i in triples
+    ]
+
+    def collate(part):
+        batch = helpers.pad_right([{k: v for k, v in s.items() if k != "row"} for s in part])
+        for place, sample in enumerate(part):
+            if sample["row"] in rows:
+                real = int(batch["attention_mask"][place].sum())
+                shift = batch["attention_mask"].shape[1] - real
+                for name, value in batch.items():
+                    if value.dim() == 2:
+                        batch[name][place] = value[place].roll(shift)
+        return batch
+
+    model = build(0.0)
+    accelerator = Accelerator()
+    rule = hf_ga.prove_targets(model, plain, helpers.pad_right)
+    found = {}
+    for speed_ups in (rule.speed_ups, ()):
+        windows = hf_ga.WindowLoader(
+            samples,
+            collate,
+            accelerator=accelerator,
+            planner=helpers.by_number(3),
+            global_batch_size=12,
+            shuffle=False,
+        )
+        (window,) = windows
+        model.zero_grad()
+        backward_window(accelerator, model, window, rule=replace(rule, speed_ups=speed_ups))
+        found[bool(speed_ups)] = helpers.gradients(model)
+        if speed_ups:
+            assert windows.state.num_plain == len(triples)
+    errors = [
+        (found[True][name] - value).norm() / max(value.norm(), 1e-6)
+        for name, value in found[False].items()
+    ]
+    assert max(errors) < 1e-4
 
 
 def test_what_gains_nothing_stays_padded():
