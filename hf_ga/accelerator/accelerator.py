@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
-from hf_ga.accelerator.losses import GivenSum, check_loss, mean_of
+from hf_ga.accelerator.losses import GivenSum, Seen, check_loss, mean_of
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
 from hf_ga.errors import (
@@ -37,6 +39,7 @@ from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import (
@@ -45,6 +48,8 @@ from hf_ga.parallel.prepare import (
     exact_sharding,
 )
 from hf_ga.parallel.processes import gather_uneven
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.packing import Packing
 from hf_ga.training import (
     NUM_PROOF_SAMPLES,
     Given,
@@ -123,12 +128,16 @@ class Accelerator(accelerate.Accelerator):
         self._schedules: list[ScheduleStart] = []
         self._engine: Engine | None = None
         self._open = ExitStack()  # of the micro-batch that was handed out
+        self._window = ExitStack()  # of the window
+        self._gradient: tuple[Tensor, int] | None = None  # after the last backward
         self._is_waiting = False  # for the backward of that micro-batch
         self._had_backward = False  # that micro-batch
         self._index = 0  # of that micro-batch in its window
         self._num_windows = 0
         self._is_complete = True  # all backwards of the window were made
-        self._last_kind: tuple | None = None  # of a loss that was checked
+        self._heads: dict[tuple, bool] = {}  # kind of a loss -> it is the model's own
+        self._criterion_kinds: set[tuple] = set()  # of losses that are means of torch
+        self._passes_own_loss = False  # the very tensor that the model returned
         self._criteria = CriteriaWatch()  # of the micro-batch
         self._source: str | None = None  # where the losses of the window come from
         self._head: Loss | None = None  # counts the targets of a model proven in its first forward
@@ -139,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         """As `accelerate.Accelerator.prepare`; under FSDP, gradients are reduced in float32."""
         models = [value for value in args if isinstance(value, nn.Module)]
         loaders = [value for value in args if isinstance(value, DataLoader)]
-        if models and is_sharded(self) and not self.is_fsdp2:
+        if models and is_sharded(self):
             self._prove_before_sharding(models, loaders)
         with exact_sharding(self, models):
             return super().prepare(*args, device_placement=device_placement)
@@ -166,7 +175,10 @@ class Accelerator(accelerate.Accelerator):
         seed = seed_of(data_loader)
         with preserved_random_states():  # on several processes Accelerate draws a seed of its own
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        return windowed(self, data_loader, prepared, seed)
+        prepared = windowed(self, data_loader, prepared, seed)
+        if self.global_batch_size is not None and prepared.shuffles:
+            prepared.windows  # noqa: B018 - sets the accumulation steps, which scripts read
+        return prepared
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window."""
@@ -241,6 +253,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if not self._is_waiting:
             raise ConfigError(self._why_nothing_waits())
+        if self._engine is not None:
+            self._check_gradients()
         try:
             with self._failing_on_all_ranks():
                 self._backward(loss, num_targets)
@@ -250,8 +264,11 @@ class Accelerator(accelerate.Accelerator):
         with self._failing_on_all_ranks():
             self._open.close()
         if self._index == len(self._engine.calls) - 1:
+            self._window.close()
             self._engine.end()
             self._is_complete = True
+        else:
+            self._gradient = _first_gradient(self._engine.parameters)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `accelerate.Accelerator.gather_for_metrics`. In a training loop, the values of a
@@ -300,7 +317,8 @@ class Accelerator(accelerate.Accelerator):
             for loader in self._dataloaders
         ]
         if self.is_main_process:
-            SavedState(self.num_processes, loaders).write(Path(location))
+            state = SavedState(self.num_processes, loaders, self._passes_own_loss)
+            state.write(Path(location))
         self.wait_for_everyone()
         return location
 
@@ -315,6 +333,7 @@ class Accelerator(accelerate.Accelerator):
         saved = SavedState.read(folder)
         if saved is None:
             return
+        self._passes_own_loss = saved.passes_own_loss
         for loader, state in zip(self._dataloaders, saved.loaders, strict=False):
             if state is not None and isinstance(loader, WindowedDataLoader):
                 loader.restore(state)
@@ -361,12 +380,14 @@ class Accelerator(accelerate.Accelerator):
                 can be called with them for its proof.
         """
         self._check_order()
-        self._check_no_gradients(model)
         self._keep_given(model)
         num_calls = window.request.most_micro_batches
         self._num_windows += 1
         self._is_complete = False
         self._source = None
+        self._window.close()
+        handle = register_optimizer_step_pre_hook(self._before_any_step)
+        self._window.callback(handle.remove)
         self._engine = self._engine_if_known(model, window, has_names)
         if self._engine is not None:
             self._begin(self._engine, window)
@@ -410,7 +431,23 @@ class Accelerator(accelerate.Accelerator):
                 raise
             return None  # the loop calls the model in another way, or its own call fails, too
 
+    def _usable(self, rule: Rule) -> Rule:
+        """The rule without speed-ups that outputs would show which a loop may read.
+
+        Packing leaves hidden states at the padding empty, so it is used once the loop has passed
+        the model's own loss. Logits that are computed later would need weights that FSDP has
+        sharded again.
+        """
+        left_out: tuple[type, ...] = ()
+        if not self._passes_own_loss:
+            left_out += (Packing,)
+        if is_sharded(self):
+            left_out += (ChunkedLoss,)
+        usable = tuple(hook for hook in rule.speed_ups if not isinstance(hook, left_out))
+        return replace(rule, speed_ups=usable)
+
     def _begin(self, engine: Engine, window: Window) -> None:
+        engine.rule = self._usable(engine.rule)
         engine.begin(window, num_calls=window.request.most_micro_batches)
         if self.scaler is not None and not engine.has_targets:
             raise DataError(
@@ -423,16 +460,15 @@ class Accelerator(accelerate.Accelerator):
         watch = self._watch_of(model)
         watch.start()
         self._open = ExitStack()
-        self._watch_criteria()
+        self._watch_criteria(model)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._open.enter_context(model.no_sync())  # gradients are summed once, at the end
         self._open.enter_context(self._engine.scope())
         return self._open.enter_context(self._engine.micro_batch(index))
 
-    def _watch_criteria(self) -> None:
+    def _watch_criteria(self, model: nn.Module) -> None:
         """Until the backward, note the loss functions that the loop calls."""
-        self._criteria.found.clear()
-        self._criteria.turn_on()
+        self._criteria.start(unwrapped(model))
         self._open.callback(self._criteria.turn_off)
 
     def _watch_of(self, model: nn.Module) -> ForwardWatch:
@@ -452,7 +488,7 @@ class Accelerator(accelerate.Accelerator):
         watch.start()
         watch.learn = partial(self._learn, model, window, len(own[0]))
         self._open = ExitStack()
-        self._watch_criteria()
+        self._watch_criteria(model)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._open.enter_context(model.no_sync())
         self._random_states = random_states()
@@ -524,8 +560,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if self._engine is not None and self._is_complete:
             return
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if all(p.grad is None for p in parameters):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.grad is not None and bool(p.grad.any()) for p in parameters):
             return
         raise ConfigError(
             "optimizer.step() came before accelerator.backward of every micro-batch of the window "
@@ -547,6 +583,7 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.backward needs one number, the loss of the micro-batch, got "
                 f"{_described(loss)}."
             )
+        self._check_unpacked(loss)
         loss = loss.reshape(()) if loss.dim() else loss
         if num_targets is not None:
             self._count_in_forward("num_targets")
@@ -561,36 +598,71 @@ class Accelerator(accelerate.Accelerator):
     def _is_head(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.
 
+        What is not the very tensor that the model returned is looked at in windows 1, 2, 4, 8, ...
+        and whenever it is made by other operations than before.
+
         Raises:
             LossNotAdditive: If it is neither that nor a mean of torch's loss functions.
         """
-        outputs = self._watch_of(self._engine.model).outputs
-        head = loss_of(outputs)
+        seen = self._seen()
+        head = loss_of(seen.outputs)
         if head is None:
             return False
-        if loss is head or not self._engine.call.weight or not self._must_check(loss):
-            return self._source in (None, "the model's loss")
-        num_steps = self.gradient_accumulation_steps
+        if loss is head:
+            return True
+        kind = _kind_of(loss)
+        if kind in self._heads and not self._is_due:
+            return self._heads[kind]
         try:
-            check_loss(loss, outputs, num_steps)
+            check_loss(loss, seen)
+            self._heads[kind] = True
         except LossNotAdditive:
-            self._last_kind = None  # look at the next one, too
-            if not self._criteria.found:
+            if not seen.means:
                 raise
-            self._mean_of(loss)
-            return False
-        return True
+            mean_of(loss, seen)
+            self._heads[kind] = False
+        return self._heads[kind]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether this is window 1, 2, 4, 8, ... since the accelerator was made."""
+        return self._num_windows & (self._num_windows - 1) == 0
+
+    def _seen(self) -> Seen:
+        """What was seen of the micro-batch that waits for its backward."""
+        return Seen(
+            self._watch_of(self._engine.model).outputs,
+            self._criteria.found,
+            self._criteria.ran_outside,
+            len(self._engine.call.micro_batch),
+            self.gradient_accumulation_steps,
+        )
 
     def _mean_of(self, loss: Tensor) -> Mean:
         """The mean of one of torch's loss functions that a loss is."""
-        found = self._criteria.found
-        if not self._must_check(loss):
-            for mean in found:
+        kind = _kind_of(loss)
+        if kind in self._criterion_kinds and not self._is_due:
+            for mean in self._criteria.found:
                 if mean.value is loss:
                     return mean
-        outputs = self._watch_of(self._engine.model).outputs
-        num_samples = len(self._engine.call.micro_batch)
-        return mean_of(loss, outputs, found, num_samples, self.gradient_accumulation_steps)
+        mean = mean_of(loss, self._seen())
+        self._criterion_kinds.add(kind)
+        return mean
+
+    def _check_unpacked(self, loss: Tensor) -> None:
+        """Note whether the loop passes the very loss that the model returned: then the next window
+        may be packed.
+
+        Raises:
+            ConfigError: If it is another loss, of a forward that was packed.
+        """
+        self._passes_own_loss = loss is loss_of(self._watch_of(self._engine.model).outputs)
+        is_packed = any(isinstance(hook, Packing) for hook in self._engine.rule.speed_ups)
+        if is_packed and not self._passes_own_loss:
+            raise ConfigError(
+                "the loop passed the model's own loss before, and now another one, whose outputs "
+                "were computed without their padding: use one loss from the first batch on."
+            )
 
     def _backward_of_head(self, loss: Tensor) -> None:
         """Backward of the model's own loss, or of one that differs by a penalty only."""
@@ -643,17 +715,6 @@ class Accelerator(accelerate.Accelerator):
             )
         engine.count_in_forward(GivenSum())
 
-    def _must_check(self, loss: Tensor) -> bool:
-        """Whether to look at a loss: the first of its kind, and in windows 1, 2, 4, 8, ..."""
-        node = loss.grad_fn
-        if node is None:
-            return True
-        kind = (type(node).__name__, *(type(n).__name__ for n, _ in node.next_functions))
-        is_due = self._num_windows & (self._num_windows - 1) == 0
-        is_new = kind != self._last_kind
-        self._last_kind = kind
-        return is_due or is_new
-
     @contextmanager
     def _failing_on_all_ranks(self) -> Iterator[None]:
         """An error of hf_ga on one of several ranks is raised on all, at the end of the window."""
@@ -686,15 +747,25 @@ class Accelerator(accelerate.Accelerator):
             f"calls loss.backward() itself: {BY_HAND}"
         )
 
-    def _check_no_gradients(self, model: nn.Module) -> None:
-        """Before a window: no gradients of another one are left.
+    def _check_gradients(self) -> None:
+        """Before a backward: there are the gradients of the window's earlier micro-batches, and no
+        others.
 
         Raises:
-            ConfigError: If there are some.
+            ConfigError: If not.
         """
-        left = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
-        if not left:
+        if self._engine.backend.is_sharded and self._index:
+            return  # FSDP makes its gradients anew
+        if self._index:
+            if not _is_untouched(self._gradient, _first_gradient(self._engine.parameters)):
+                raise ConfigError(
+                    "gradients were changed within a window (zero_grad, or a change by hand), so "
+                    "those of its first micro-batches are lost: call zero_grad after "
+                    "optimizer.step(), and change gradients when accelerator.sync_gradients is "
+                    "true."
+                )
             return
+        left = [p for p in self._engine.parameters if p.grad is not None]
         if any(bool(p.grad.any()) for p in left):
             raise ConfigError(
                 "gradients of an earlier window are left: its optimizer.step() or zero_grad() did "
@@ -702,6 +773,21 @@ class Accelerator(accelerate.Accelerator):
             )
         for parameter in left:  # zero_grad(set_to_none=False)
             parameter.grad = None
+
+    def _before_any_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        """Before a step of any optimizer of torch: not within a window of the model it updates."""
+        if self._is_complete or self._engine is None:
+            return
+        trained = set(self._engine.parameters)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p in trained and p.grad is not None for p in parameters):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() within a window would update with a part of "
+                "its gradient: step the optimizer that accelerator.prepare returned; it steps when "
+                "accelerator.sync_gradients is true."
+            )
 
     def _why_nothing_waits(self) -> str:
         if self._had_backward:
@@ -723,9 +809,11 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def _prove_before_sharding(self, models: list[nn.Module], loaders: list[DataLoader]) -> None:
-        """FSDP1 shards a model so that it cannot be proven afterwards: prove it on the first
-        loader's samples now.
+        """A sharded model cannot be proven (FSDP1), or in half precision only (FSDP2): prove it on
+        the first loader's samples now.
         """
+        if not loaders and self.is_fsdp2:
+            return
         if not loaders:
             raise ConfigError(
                 "under FSDP1 the model must be tested before it is sharded: pass model, optimizer "
@@ -776,6 +864,20 @@ class WindowOptimizer(AcceleratedOptimizer):
         super().step(closure)
 
 
+def _first_gradient(parameters: list[nn.Parameter]) -> tuple[Tensor, int] | None:
+    """The first gradient that there is, and the number of its changes."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            return parameter.grad, parameter.grad._version
+    return None
+
+
+def _is_untouched(before: tuple[Tensor, int] | None, now: tuple[Tensor, int] | None) -> bool:
+    if before is None or now is None:
+        return before is None
+    return before[0] is now[0] and before[1] == now[1]
+
+
 def _is_trainable(model: nn.Module) -> bool:
     return any(p.requires_grad for p in model.parameters())
 
@@ -786,6 +888,14 @@ def _all_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_all_tensors, value.values()))
     return isinstance(value, list | tuple) and bool(value) and all(map(_all_tensors, value))
+
+
+def _kind_of(loss: Tensor) -> tuple:
+    """The last operations that made a loss."""
+    node = loss.grad_fn
+    if node is None:
+        return ()
+    return (node.name(), *(n.name() for n, _ in node.next_functions if n is not None))
 
 
 def _described(loss: Any) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,28 @@ class CriteriaWatch:
 
     Attributes:
         found: The means, in the order of the calls.
+        model: The model that is trained.
+        ran_outside: Names of its submodules that ran outside of its forward.
     """
 
     def __init__(self) -> None:
         self.found: list[Mean] = []
+        self.model: nn.Module | None = None
+        self.ran_outside: list[str] = []
+        self._handle: RemovableHandle | None = None
         self._originals: dict[str, Callable[..., Tensor]] = {}
 
+    def start(self, model: nn.Module) -> None:
+        """Begin a micro-batch."""
+        self.found.clear()
+        self.ran_outside.clear()
+        self.model = model
+        self.turn_on()
+
     def turn_on(self) -> None:
-        """Replace the functions."""
+        """Replace the functions, and note which modules run."""
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._note_module)
         for name, divisor in DIVISORS.items():
             if name not in self._originals:
                 original = getattr(F, name)
@@ -110,6 +126,16 @@ class CriteriaWatch:
         for name, original in self._originals.items():
             setattr(F, name, original)
         self._originals.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _note_module(self, module: nn.Module, args: tuple) -> None:
+        if module is self.model or not module.training or not torch.is_grad_enabled():
+            return
+        for name, part in self.model.named_modules():
+            if part is module:
+                self.ran_outside.append(name)
 
     def _call(
         self,

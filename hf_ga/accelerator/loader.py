@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.exact.window_loader import WindowLoader
-
-if TYPE_CHECKING:
-    from hf_ga.accelerator.accelerator import Accelerator
 
 
 class NamedEntries:
@@ -145,10 +142,10 @@ class WindowedDataLoader:
         given: The DataLoader as the user made it.
     """
 
-    owner: "Accelerator"
+    owner: Any
     given: DataLoader
 
-    def begin_windows(self, owner: "Accelerator", given: DataLoader, seed: int) -> None:
+    def begin_windows(self, owner: Any, given: DataLoader, seed: int) -> None:
         """Called once, in place of `__init__`."""
         self.owner = owner
         self.seed = seed
@@ -160,6 +157,7 @@ class WindowedDataLoader:
         self._was_left = False
         self.has_begun = False
         self.in_windows = False
+        self._gives_own_batches = False  # Accelerate's
         self._collate = NamedEntries(given.collate_fn)
         self._kind: type | None = None
 
@@ -193,19 +191,24 @@ class WindowedDataLoader:
             yield from self._micro_batches(model)
             return
         num_to_skip, self.num_to_skip = self.num_to_skip, 0
-        if num_to_skip:
-            yield from skip_batches_of(self, num_to_skip)
-        else:
-            yield from super().__iter__()
+        self._gives_own_batches = True
+        try:
+            if num_to_skip:
+                yield from skip_batches_of(self, num_to_skip)
+            else:
+                yield from super().__iter__()
+        finally:
+            self._gives_own_batches = False
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based), unless a restored position lies in it."""
         super().set_epoch(epoch)
+        if self._gives_own_batches or not self._is_for_training():
+            return
         if self.position is not None:
             return  # it is in this epoch, or at the end of the one before
-        if self._windows is not None:
-            self._was_left = False
-            self._windows.set_epoch(epoch)
+        self._was_left = False
+        self.windows.set_epoch(epoch)
 
     def state(self) -> dict[str, Any]:
         """The position, as `save_state` keeps it."""
@@ -216,13 +219,18 @@ class WindowedDataLoader:
         self.position = state
         self.has_begun = True
 
+    @property
+    def shuffles(self) -> bool:
+        """Whether the user's loader visits every sample once in a random order."""
+        return _is_shuffle(self.given.sampler)
+
     def _is_for_training(self) -> bool:
         """Whether the length is that of windows: a model trains, or the loader shuffles, as loaders
         for training do.
         """
         if isinstance(self.given.dataset, IterableDataset):
             return False
-        if self.has_begun or _is_shuffle(self.given.sampler):
+        if self.has_begun or self.shuffles:
             return True
         return self.owner.training_model() is not None
 
@@ -343,7 +351,7 @@ def seed_of(loader: DataLoader) -> int:
     return seed % (1 << 31)
 
 
-def windowed(owner: "Accelerator", given: DataLoader, prepared: Any, seed: int) -> Any:
+def windowed(owner: Any, given: DataLoader, prepared: Any, seed: int) -> Any:
     """Let a prepared loader hand out windows while its model trains.
 
     Its class becomes one that inherits from Accelerate's, as Accelerate itself does with torch's.

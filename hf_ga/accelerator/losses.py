@@ -8,11 +8,12 @@ micro-batches sum to 1, so it counts once a window.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from hf_ga.accelerator.criteria import Mean
 from hf_ga.accelerator.outputs import loss_of, tensors_of
@@ -50,30 +51,46 @@ class GivenSum(Loss):
         return (total,), (number,)
 
 
-def mean_of(
-    loss: Tensor, outputs: Any, means: Sequence[Mean], num_samples: int, num_steps: int
-) -> Mean:
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a micro-batch until its backward.
+
+    Attributes:
+        outputs: What the model returned.
+        means: What torch's loss functions returned outside of the model.
+        ran_outside: Names of parts of the model that ran outside of its forward.
+        num_samples: Samples in the micro-batch.
+        num_steps: Gradient accumulation steps, to recognise a division by hand.
+    """
+
+    outputs: Any
+    means: Sequence[Mean]
+    ran_outside: Sequence[str]
+    num_samples: int
+    num_steps: int
+
+
+def mean_of(loss: Tensor, seen: Seen) -> Mean:
     """The mean of one of torch's loss functions that a loop's own loss is.
 
     Args:
         loss: What the loop passed to `backward`.
-        outputs: What the model returned for this micro-batch.
-        means: What torch's loss functions returned since the micro-batch was handed out.
-        num_samples: Samples in the micro-batch.
-        num_steps: Gradient accumulation steps, to recognise a division by hand.
+        seen: What was seen of the micro-batch.
 
     Raises:
         LossNotAdditive: If it is none, one multiplied by a number, or one that compares samples
             with each other.
     """
-    _check_origin(loss, outputs)
-    tensors = tensors_of(outputs)
+    _check_origin(loss, seen)
+    tensors = tensors_of(seen.outputs)
     edges = [_edge(tensor) for tensor in tensors]
-    for mean in means:
-        factor = 1.0 if loss is mean.value else _factor_through(loss, mean.value, edges)
-        if factor is not None:
-            _check_factor(factor, num_steps)
-            _check_rows(mean, tensors, num_samples)
+    for mean in seen.means:
+        factor = 1.0
+        if loss is not mean.value:
+            factor = _factor_through(loss, mean.value, edges)
+        if factor is not None and not _depends_on_data(loss, {mean.value.grad_fn}, seen):
+            _check_factor(factor, seen.num_steps)
+            _check_rows(mean, tensors, seen.num_samples)
             return mean
     raise LossNotAdditive(
         "the loss of this loop is neither the model's own nor one mean of a loss function of torch "
@@ -81,33 +98,65 @@ def mean_of(
     )
 
 
-def check_loss(loss: Tensor, outputs: Any, num_steps: int) -> None:
+def check_loss(loss: Tensor, seen: Seen) -> None:
     """Check that a loss is the head's own, up to something that does not depend on the data.
 
     Args:
         loss: What the loop passed to `backward`.
-        outputs: What the model returned for this micro-batch; it has a loss.
-        num_steps: Gradient accumulation steps, to recognise a division by hand.
+        seen: What was seen of the micro-batch; the outputs have a loss.
 
     Raises:
         LossNotAdditive: If it is another loss, or the head's multiplied by a number.
     """
-    head = loss_of(outputs)
-    _check_origin(loss, outputs)
-    edges = [_edge(tensor) for tensor in tensors_of(outputs)]
+    head = loss_of(seen.outputs)
+    _check_origin(loss, seen)
+    edges = [_edge(tensor) for tensor in tensors_of(seen.outputs)]
+    stops = {head.grad_fn}
     factor = _factor_through(loss, head, edges)
     if factor is None and edges:
+        stops = {edge.node for edge in edges}
         own = _gradients(loss, edges)
         proven = _gradients(head, edges)
         factor = _factor(own, proven)
         if factor is not None and not _is_close(own, proven, factor):
             factor = None
-    if factor is None:
+    if factor is None or _depends_on_data(loss, stops, seen):
         raise LossNotAdditive(
             "the loss of this loop is not the mean that was proven for the model's own loss "
             f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
         )
-    _check_factor(factor, num_steps)
+    _check_factor(factor, seen.num_steps)
+
+
+def _depends_on_data(loss: Tensor, stops: set[Node | None], seen: Seen) -> bool:
+    """Whether a loss uses something of the model's forward in another way than through `stops`.
+
+    Args:
+        loss: What the loop passed to `backward`.
+        stops: Where the accepted part of the loss begins in the graph.
+        seen: What was seen of the micro-batch.
+    """
+    if seen.ran_outside:
+        return True
+    of_forward: set[Node] = set()
+    for tensor in (*tensors_of(seen.outputs), loss_of(seen.outputs)):
+        if tensor is not None:
+            _add_nodes(tensor.grad_fn, of_forward, stops=set())
+    of_loss: set[Node] = set()
+    _add_nodes(loss.grad_fn, of_loss, stops)
+    shared = (of_loss & of_forward) - stops
+    return any(node.name() != "torch::autograd::AccumulateGrad" for node in shared)
+
+
+def _add_nodes(start: Node | None, found: set[Node], stops: set[Node | None]) -> None:
+    """Add the nodes of a graph from `start` up to `stops`, which are left out."""
+    waiting = [start]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found or node in stops:
+            continue
+        found.add(node)
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _check_rows(mean: Mean, tensors: list[Tensor], num_samples: int) -> None:
@@ -143,8 +192,8 @@ def _generator(tensor: Tensor) -> torch.Generator:
     return torch.Generator(device=tensor.device).manual_seed(0)
 
 
-def _check_origin(loss: Tensor, outputs: Any) -> None:
-    if outputs is None:
+def _check_origin(loss: Tensor, seen: Seen) -> None:
+    if seen.outputs is None:
         raise LossNotAdditive(
             "the loss does not come from a training forward of the prepared model on this batch. "
             f"{REMEDY}"

@@ -91,6 +91,7 @@ class ForwardWatch:
                 learn(args, kwargs)
             finally:
                 self._is_learning = False
+            self.criteria.turn_off()  # the forward goes on
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if not self.is_open() or self._is_learning:
@@ -167,7 +168,7 @@ def readable(outputs: Any) -> Any:
         return outputs
     if type(outputs) is dict:
         return {name: readable(value) for name, value in outputs.items()}
-    outputs.__class__ = _computed_when_read(type(outputs))
+    object.__setattr__(outputs, "__class__", _computed_when_read(type(outputs)))
     return outputs
 
 
@@ -205,7 +206,7 @@ class _ComputedWhenRead:
 
 def _compute(outputs: Any) -> Any:
     """Compute the logits and give the outputs their own class back."""
-    outputs.__class__ = type(outputs)._kind
+    object.__setattr__(outputs, "__class__", type(outputs)._kind)
     computed_from = []
     for name, value in list(dict.items(outputs)):
         if isinstance(value, LazyLogits):

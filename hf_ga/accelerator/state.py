@@ -21,10 +21,13 @@ class SavedState:
     Attributes:
         num_processes: Of the run that saved. A prepared scheduler steps so often per update.
         loaders: The position of each prepared loader that handed out windows; None for others.
+        passes_own_loss: The loop passes the model's own loss. A resumed run then uses packing from
+            its first window on, as the run that was not stopped.
     """
 
     num_processes: int
     loaders: list[dict[str, Any] | None]
+    passes_own_loss: bool = False
 
     def write(self, folder: Path) -> None:
         """Write the file; for the main process."""
