@@ -283,6 +283,8 @@ def _summary(
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
         "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: no out-of-memory
+        # Of the main process; padded or made up in another way than those of the proof.
+        "micro_batches_without_speed_ups": run.windows.state.num_plain,
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
