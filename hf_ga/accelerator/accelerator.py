@@ -311,6 +311,11 @@ class Accelerator(accelerate.Accelerator):
                 "save_state within a window would lose the gradients of its first micro-batches: "
                 "save after optimizer.step(), when accelerator.sync_gradients is true."
             )
+        if is_sharded(self) and not self.is_fsdp2 and self.device.type == "cpu":
+            raise ConfigError(
+                "save_state: FSDP1 on CPU processes frees the weights that torch gathers for the "
+                "checkpoint, and the process would crash. On a CPU use FSDP2 or DDP."
+            )
         location = super().save_state(output_dir, *args, **kwargs)
         loaders = [
             loader.state() if isinstance(loader, WindowedDataLoader) and loader.has_begun else None

@@ -11,6 +11,7 @@ import accelerate
 import helpers as h
 import pytest
 import torch
+from accelerate.utils import GradScalerKwargs
 from documented_loop import (
     CASES,
     FULL_BATCH,
@@ -57,7 +58,12 @@ class Window:
 
 def first_window(accelerator_class, layout, model, samples, precision="no", kind="ddp"):
     """The documented loop on a single window of 16 samples, without dropout."""
-    accelerator = layout.make(accelerator_class, mixed_precision=precision)
+    # Shards are in fp16 themselves, and terms are multiplied by the ranks, over which FSDP averages:
+    # torch's first scale of 65,536 overflows, as it would in the first windows of a run.
+    handlers = [GradScalerKwargs(init_scale=2.0**13)] if kind.startswith("fsdp") else None
+    accelerator = layout.make(
+        accelerator_class, mixed_precision=precision, kwargs_handlers=handlers
+    )
     torch.manual_seed(2)  # an order in which two halves have unequal numbers of targets
     loader = DataLoader(
         samples, shuffle=True, collate_fn=h.pad_right, batch_size=layout.per_device_batch_size

@@ -210,12 +210,19 @@ def test_the_same_ranks_go_on_bit_for_bit(tmp_path, stop):
 
 
 @pytest.mark.slow("trains on two processes")
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_shards_go_on(undisturbed, tmp_path, kind):
-    """In the same layout, and in another one of as many ranks."""
+def test_shards_go_on(undisturbed, tmp_path):
+    """FSDP2: in the same layout, and in another one of as many ranks."""
     before, after = LAYOUTS[2][:2]
-    without_errors(on_ranks(partial(begin, tmp_path, "step_4", before), 2, kind))
+    without_errors(on_ranks(partial(begin, tmp_path, "step_4", before), 2, "fsdp2"))
     for layout in (before, after):
         work = partial(go_on, tmp_path, "step_4", layout)
-        for resumed in without_errors(on_ranks(work, 2, kind)):
+        for resumed in without_errors(on_ranks(work, 2, "fsdp2")):
             assert_went_on(resumed, undisturbed(FULL_BATCH), "step_4")
+
+
+@pytest.mark.slow("trains on two processes")
+def test_fsdp1_on_a_cpu_is_refused(tmp_path):
+    """Where torch would end the process."""
+    work = partial(begin, tmp_path, "step_4", LAYOUTS[2][0])
+    for error in on_ranks(work, 2, "fsdp1"):
+        assert "On a CPU use FSDP2 or DDP" in str(error)
