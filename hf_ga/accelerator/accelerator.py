@@ -198,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """See `accelerate.Accelerator.free_memory`."""
-        self._close()
+        self.leave_micro_batch()
         self._forget()
         return super().free_memory(*objects)
 
@@ -333,7 +333,7 @@ class Accelerator(accelerate.Accelerator):
         """
         folder = self._folder_to_load(input_dir)
         super().load_state(input_dir, *args, **kwargs)
-        self._close()
+        self.leave_micro_batch()
         self._is_complete = True
         saved = SavedState.read(folder)
         if saved is None:
@@ -482,6 +482,7 @@ class Accelerator(accelerate.Accelerator):
                 model,
                 is_open=lambda: self._is_waiting,
                 criteria=self._criteria,
+                give_up=self.leave_micro_batch,
             )
         return self._watches[model]
 
@@ -728,13 +729,13 @@ class Accelerator(accelerate.Accelerator):
         except HfGaError as error:
             is_alone = self.num_processes == 1 or self._engine is None
             if is_alone or self._engine.backend.is_sharded:
-                self._close()
+                self.leave_micro_batch()
                 raise
             if self._engine.status.failure is None:
                 self._engine.status.failure = error
 
-    def _close(self) -> None:
-        """Leave the micro-batch that was handed out, without its backward."""
+    def leave_micro_batch(self) -> None:
+        """Give up the micro-batch that was handed out, without its backward."""
         self._is_waiting = False
         stack = self._open
         self._open = ExitStack()
@@ -745,7 +746,7 @@ class Accelerator(accelerate.Accelerator):
         """Before a batch is handed out: the one before had its backward."""
         if not self._is_waiting:
             return
-        self._close()
+        self.leave_micro_batch()
         raise ConfigError(
             "a batch was fetched before accelerator.backward of the one before it. If this is an "
             "evaluation, call model.eval() before it. If the loop collects several batches, or "

@@ -318,8 +318,9 @@ class WindowedDataLoader:
                     self.end_of_dataloader = is_last_window and is_last
                     yield NamedEntries.restore(batch, self._kind)
             self._was_left = False
-        finally:
+        finally:  # also where the loop was left, or raised an error
             self.in_windows = False
+            self.owner.leave_micro_batch()
             self.end()
         self.iteration += 1
 

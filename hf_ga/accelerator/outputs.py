@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.accelerator.criteria import CriteriaWatch
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.exact.forward import output_of, unwrapped
 from hf_ga.speed.lazy_logits import LazyLogits
 
@@ -24,17 +24,23 @@ class ForwardWatch:
         model: The prepared model.
         is_open: Whether a micro-batch was handed out and its backward is still to come.
         criteria: Notes the loss functions that the loop calls outside of the model.
+        give_up: Called before an error of a forward: leaves the micro-batch.
 
     Attributes:
         outputs: What the last watched forward returned. None: there was none in this micro-batch.
     """
 
     def __init__(
-        self, model: nn.Module, is_open: Callable[[], bool], criteria: CriteriaWatch
+        self,
+        model: nn.Module,
+        is_open: Callable[[], bool],
+        criteria: CriteriaWatch,
+        give_up: Callable[[], None],
     ) -> None:
         self.model = model
         self.is_open = is_open
         self.criteria = criteria
+        self.give_up = give_up
         self._given: tuple[tuple, dict[str, Any]] = (), {}
         self.outputs: Any = None
         # Called once with the arguments of the next training forward, before it runs.
@@ -69,6 +75,13 @@ class ForwardWatch:
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._is_watched(model):
             return
+        try:
+            self._begin(model, args, kwargs)
+        except HfGaError:
+            self.give_up()
+            raise
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if kwargs.get("num_items_in_batch") is not None:
             raise ConfigError(
                 "num_items_in_batch: the loop normalises its loss by a count of its own, but "
