@@ -385,6 +385,7 @@ class Accelerator(accelerate.Accelerator):
                 can be called with them for its proof.
         """
         self._check_order()
+        self._check_syncs(model)
         self._keep_given(model)
         num_calls = window.request.most_micro_batches
         self._num_windows += 1
@@ -752,6 +753,19 @@ class Accelerator(accelerate.Accelerator):
             "evaluation, call model.eval() before it. If the loop collects several batches, or "
             f"calls loss.backward() itself: {BY_HAND}"
         )
+
+    def _check_syncs(self, model: nn.Module) -> None:
+        """Before a window: nobody else has turned the summing of gradients off.
+
+        Raises:
+            ConfigError: If somebody has: LocalSGD, or a loop that uses `model.no_sync()`.
+        """
+        is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        if is_ddp and not model.require_backward_grad_sync:
+            raise ConfigError(
+                "model.no_sync() (LocalSGD uses it) leaves gradients of the processes apart, but "
+                f"hf_ga sums them once per window. Leave LocalSGD out. {BY_HAND}"
+            )
 
     def _check_gradients(self) -> None:
         """Before a backward: there are the gradients of the window's earlier micro-batches, and no

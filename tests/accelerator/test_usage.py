@@ -708,14 +708,10 @@ def local_sgd():
 
 
 @pytest.mark.slow("starts processes")
-def test_local_sgd_is_refused_or_an_update_of_all_ranks():
-    found = on_ranks(local_sgd, 2)
-    if all(isinstance(one, str) for one in found):
-        assert all(one.split(":")[0] in ERRORS for one in found), found
-        return
-    reference = two_epochs(FULL_BATCH)
-    for weights in found:
-        assert distance(weights, reference.weights) < CLOSE
+def test_local_sgd_is_refused():
+    """It asks for other updates than those of the full batch."""
+    for error in on_ranks(local_sgd, 2):
+        assert "Leave LocalSGD out" in str(error)
 
 
 @pytest.mark.slow("starts processes")
