@@ -229,7 +229,7 @@ def test_what_fsdp_would_silently_do_is_refused(found, kind):
     words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + [
         "does not reduce the gradients of fsdp_ignored_modules"
     ]
-    words += ["proven before it is wrapped"] * (kind == "fsdp1")
+    words += ["tested before it is sharded"] * (kind == "fsdp1")
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"
         assert all(word in said for word, said in zip(words, fact["said"], strict=True)), fact[

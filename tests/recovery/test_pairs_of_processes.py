@@ -144,10 +144,10 @@ def out_of_memory(config: hf_ga.FinetuneConfig) -> None:
     """A run that runs out of memory on process 1, from one of its forwards on."""
     prepare, calls = build.prepare, []
 
-    def prepared(accelerator, model, optimizer):
+    def prepared(accelerator, model, optimizer, **given):
         if accelerator.process_index == 1:
             Device(model, 0, chosen=lambda: calls.append(1) or len(calls) >= FAILS)
-        return prepare(accelerator, model, optimizer)
+        return prepare(accelerator, model, optimizer, **given)
 
     build.prepare = prepared
     hf_ga.finetune(config)

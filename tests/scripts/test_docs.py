@@ -175,7 +175,7 @@ def test_a_broken_link_and_a_public_name_without_docs_fail_the_build(tmp_path):
         (ROOT / "README.md").read_text() + "\n[a page](docs/missing.md)\n"
     )
     api = tmp_path / "docs/api.md"
-    api.write_text(api.read_text().replace("::: train_step\n", ""))
+    api.write_text(api.read_text().replace("::: hf_ga.train_step\n", ""))
     result = build(tmp_path, tmp_path / "site")
     assert result.returncode == 1
     assert (
