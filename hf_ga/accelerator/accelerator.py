@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
-from hf_ga.accelerator.losses import GivenSum, Seen, check_loss, mean_of
+from hf_ga.accelerator.losses import GivenSum, Seen, check_factor, check_loss, mean_of
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
 from hf_ga.errors import (
@@ -63,6 +63,10 @@ BY_HAND = (
     "This loop accumulates by hand: pass gradient_accumulation_steps to Accelerator, put the "
     "forward and backward into `with accelerator.accumulate(model):`, and pass the undivided loss "
     "to accelerator.backward."
+)
+OTHER_LOSS = (
+    "the loop passed the model's own loss before, and now another one, whose outputs were computed "
+    "without the window's padding: use one loss from the first batch on."
 )
 
 
@@ -116,6 +120,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.global_batch_size = global_batch_size
+        self._given_steps = self.gradient_accumulation_steps
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self._forget()
         enable_fsdp_on_cpu(self)
@@ -123,6 +128,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _forget(self) -> None:
         """Forget everything that was prepared."""
+        for watch in getattr(self, "_watches", {}).values():
+            watch.remove()
         self._prepared: dict[nn.Module, nn.Module] = {}  # the model inside -> the prepared one
         self._watches: dict[nn.Module, ForwardWatch] = {}
         self._schedules: list[ScheduleStart] = []
@@ -135,6 +142,8 @@ class Accelerator(accelerate.Accelerator):
         self._index = 0  # of that micro-batch in its window
         self._num_windows = 0
         self._is_complete = True  # all backwards of the window were made
+        self._was_interrupted = False  # the window before was left by `break`
+        self._epochs: dict[int, int] = {}  # id of a dataset -> the epoch that was begun last
         self._heads: dict[tuple, bool] = {}  # kind of a loss -> it is the model's own
         self._criterion_kinds: set[tuple] = set()  # of losses that are means of torch
         self._passes_own_loss = False  # the very tensor that the model returned
@@ -387,8 +396,12 @@ class Accelerator(accelerate.Accelerator):
         self._check_order()
         self._check_syncs(model)
         self._keep_given(model)
+        if not self._passes_own_loss:
+            # A loss of the loop's own may average over the padding, too.
+            window = window.padded_to_window()
         num_calls = window.request.most_micro_batches
         self._num_windows += 1
+        self._was_interrupted = not self._is_complete
         self._is_complete = False
         self._source = None
         self._window.close()
@@ -463,14 +476,35 @@ class Accelerator(accelerate.Accelerator):
 
     def _enter(self, model: nn.Module, index: int) -> dict[str, Any]:
         """Put the state of a micro-batch into effect until its backward. Gives its batch."""
-        watch = self._watch_of(model)
-        watch.start()
         self._open = ExitStack()
         self._watch_criteria(model)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._open.enter_context(model.no_sync())  # gradients are summed once, at the end
-        self._open.enter_context(self._engine.scope())
-        return self._open.enter_context(self._engine.micro_batch(index))
+        engine = self._engine
+        self._open.enter_context(engine.scope())
+        batch = self._open.enter_context(engine.micro_batch(index))
+        watch = self._watch_of(model)
+        is_counted_in_forward = isinstance(engine.rule.loss, GivenSum)
+        watch.start(None if is_counted_in_forward else engine.arguments(batch))
+        watch.learn_again = partial(self._learn_again, model)
+        return batch
+
+    def _learn_again(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The loop calls the model with something else than the batch: prove it so.
+
+        Raises:
+            ConfigError: If the loop called it with the batch before.
+        """
+        if self._num_windows > 1 or self._index:
+            raise ConfigError(
+                "the model was called with the entries of the batch before, and now with others "
+                "(changed labels, another mask, more arguments), so their targets were counted "
+                "wrongly: change them in the collate function."
+            )
+        number = len(self._engine.call.micro_batch)
+        self._open.close()  # the proof must not run within this micro-batch's speed-ups
+        self._random_states = random_states()
+        self._learn(model, self._engine.window, number, args, kwargs)
 
     def _watch_criteria(self, model: nn.Module) -> None:
         """Until the backward, note the loss functions that the loop calls."""
@@ -534,6 +568,20 @@ class Accelerator(accelerate.Accelerator):
         self._enter(model, 0)
         rule.dropout.join_forward(args, kwargs)
 
+    def begin_other_batches(self) -> None:
+        """A loader hands out Accelerate's own batches: no model is in training mode."""
+        self._had_backward = False
+
+    def first_epoch(self, dataset: Any) -> int:
+        """The epoch that a new loader of a dataset begins with: a loop may make its loader anew for
+        each epoch.
+        """
+        return self._epochs.get(id(dataset), -1) + 1
+
+    def note_epoch(self, dataset: Any, epoch: int) -> None:
+        """An epoch of a dataset begins."""
+        self._epochs[id(dataset)] = epoch
+
     def same_on_all_ranks(self, value: Any) -> Any:
         """The main process's value."""
         return broadcast_object_list([value])[0] if self.num_processes > 1 else value
@@ -544,10 +592,10 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If others were asked for.
         """
-        steps = self.gradient_accumulation_steps
-        if steps not in (1, layout.accumulation_steps):
+        given = self._given_steps
+        if given not in (1, layout.accumulation_steps):
             raise ConfigError(
-                f"gradient_accumulation_steps {steps} does not fit a {layout}: leave it out, or "
+                f"gradient_accumulation_steps {given} does not fit a {layout}: leave it out, or "
                 "leave global_batch_size out."
             )
         self.gradient_accumulation_steps = layout.accumulation_steps
@@ -565,9 +613,16 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If not, and there are gradients.
         """
-        if self._engine is not None and self._is_complete:
-            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._engine is not None and self._is_complete:
+            known = set(self._engine.parameters)
+            if any(p.grad is not None and p not in known for p in parameters):
+                raise ConfigError(
+                    "the optimizer has parameters with a gradient that are not in the prepared "
+                    "model (a head, a temperature), which are not summed over the window: make "
+                    "them part of the model."
+                )
+            return
         if not any(p.grad is not None and bool(p.grad.any()) for p in parameters):
             return
         raise ConfigError(
@@ -619,6 +674,8 @@ class Accelerator(accelerate.Accelerator):
             return True
         kind = _kind_of(loss)
         if kind in self._heads and not self._is_due:
+            if self._heads[kind]:
+                check_factor(loss, seen)
             return self._heads[kind]
         try:
             check_loss(loss, seen)
@@ -643,6 +700,11 @@ class Accelerator(accelerate.Accelerator):
             self._criteria.ran_outside,
             len(self._engine.call.micro_batch),
             self.gradient_accumulation_steps,
+            frozenset(
+                value.untyped_storage().data_ptr()
+                for value in self._engine.call.batch.values()
+                if isinstance(value, Tensor)
+            ),
         )
 
     def _mean_of(self, loss: Tensor) -> Mean:
@@ -666,10 +728,7 @@ class Accelerator(accelerate.Accelerator):
         self._passes_own_loss = loss is loss_of(self._watch_of(self._engine.model).outputs)
         is_packed = any(isinstance(hook, Packing) for hook in self._engine.rule.speed_ups)
         if is_packed and not self._passes_own_loss:
-            raise ConfigError(
-                "the loop passed the model's own loss before, and now another one, whose outputs "
-                "were computed without their padding: use one loss from the first batch on."
-            )
+            raise ConfigError(OTHER_LOSS)
 
     def _backward_of_head(self, loss: Tensor) -> None:
         """Backward of the model's own loss, or of one that differs by a penalty only."""
@@ -713,6 +772,9 @@ class Accelerator(accelerate.Accelerator):
         """This window's loss is a sum whose targets are counted after the forwards."""
         engine = self._engine
         self._use(source)
+        engine.window.state.pad_to_window = True
+        if not engine.window.request.whole_window:
+            raise ConfigError(OTHER_LOSS)
         if isinstance(engine.loss, GivenSum):
             return
         if isinstance(engine.loss, WithRouter):
@@ -734,6 +796,14 @@ class Accelerator(accelerate.Accelerator):
                 raise
             if self._engine.status.failure is None:
                 self._engine.status.failure = error
+
+    def end_of_iteration(self, model: nn.Module) -> None:
+        """A loop over a loader ended. A micro-batch whose forward was made is given up; one that
+        was only fetched, `next(iter(loader))`, may still be used.
+        """
+        watch = self._watches.get(model)
+        if watch is not None and watch.outputs is not None:
+            self.leave_micro_batch()
 
     def leave_micro_batch(self) -> None:
         """Give up the micro-batch that was handed out, without its backward."""
@@ -785,7 +855,20 @@ class Accelerator(accelerate.Accelerator):
                     "true."
                 )
             return
-        left = [p for p in self._engine.parameters if p.grad is not None]
+        updated = {
+            p
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        left = []
+        for parameter in self._engine.parameters:
+            if parameter.grad is None:
+                continue
+            if self._was_interrupted or (updated and parameter not in updated):
+                parameter.grad = None  # of a window that was left, or of no optimizer
+            else:
+                left.append(parameter)
         if any(bool(p.grad.any()) for p in left):
             raise ConfigError(
                 "gradients of an earlier window are left: its optimizer.step() or zero_grad() did "
@@ -815,7 +898,9 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.backward was called twice for one batch: add the losses up and call "
                 "it once."
             )
-        if self.training_model() is None:
+        active = self.gradient_state.active_dataloader
+        began_in_evaluation = isinstance(active, WindowedDataLoader) and not active.in_windows
+        if began_in_evaluation or self.training_model() is None:
             return (
                 "accelerator.backward needs a batch of a training window, but the model was in "
                 "evaluation mode when the loader began (from_pretrained returns it so): call "

@@ -5,6 +5,7 @@ arguments: the targets, or the sum of their class weights. With this number, the
 micro-batch becomes its exact part of the window's mean, class weights included.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,10 @@ DIVISORS: dict[str, Callable[..., float]] = {
 }
 
 
+# Functions that divide by the sum of `weight`, one for each element.
+WEIGHTED_ELEMENTS = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
+
+
 class CriteriaWatch:
     """Notes the means that torch's loss functions return to the code of a loop.
 
@@ -101,6 +106,7 @@ class CriteriaWatch:
         self.found: list[Mean] = []
         self.model: nn.Module | None = None
         self.ran_outside: list[str] = []
+        self._weights: dict[tuple[str, str], Tensor] = {}  # that the loss functions got first
         self._handle: RemovableHandle | None = None
         self._originals: dict[str, Callable[..., Tensor]] = {}
 
@@ -145,9 +151,26 @@ class CriteriaWatch:
         **kwargs: Any,
     ) -> Tensor:
         value = original(*args, **kwargs)
-        is_old_style = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
-        is_mean = kwargs.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
-        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad and is_mean:
-            compared = args[0] if args else kwargs["input"]
-            self.found.append(Mean(value, compared, partial(divisor, *args, **kwargs)))
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        is_old_style = given.get("size_average") is not None or given.get("reduce") is not None
+        is_mean = given.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+        if is_scalar and is_mean and self._has_known_weights(original.__name__, given):
+            self.found.append(Mean(value, given["input"], partial(divisor, **given)))
         return value
+
+    def _has_known_weights(self, name: str, given: dict[str, Any]) -> bool:
+        """Whether the weights of a loss function are those of the micro-batches before: weights
+        that are computed from a micro-batch depend on the split. Weights of single elements change
+        what some functions divide by.
+        """
+        if given.get("weight") is not None and name in WEIGHTED_ELEMENTS:
+            return False
+        for key in ("weight", "pos_weight"):
+            weight = given.get(key)
+            if weight is None:
+                continue
+            known = self._weights.setdefault((name, key), weight)
+            if known is not weight and not torch.equal(known, weight):
+                return False
+        return True

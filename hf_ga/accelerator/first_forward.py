@@ -115,7 +115,7 @@ def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
     """
     num_samples = max(len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim())
     total = None
-    for value in tensors_of(outputs) or [outputs]:
+    for value in tensors_of(outputs, with_gradient=False) or [outputs]:
         has_rows = isinstance(value, Tensor) and value.dim() and len(value) % num_samples == 0
         if not has_rows:
             continue

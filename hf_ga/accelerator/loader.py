@@ -168,6 +168,7 @@ class WindowedDataLoader:
         if self._windows is None or self._num_steps != num_steps:
             earlier = self._windows
             self._windows = self._make_windows()
+            self._windows.set_epoch(self.owner.first_epoch(self.given.dataset))
             self._num_steps = self.owner.gradient_accumulation_steps
             if earlier is not None:
                 self._windows.set_epoch(earlier.epoch + (earlier.num_consumed > 0))
@@ -192,6 +193,7 @@ class WindowedDataLoader:
             return
         num_to_skip, self.num_to_skip = self.num_to_skip, 0
         self._gives_own_batches = True
+        self.owner.begin_other_batches()
         try:
             if num_to_skip:
                 yield from skip_batches_of(self, num_to_skip)
@@ -300,6 +302,7 @@ class WindowedDataLoader:
             self._kind = self._collate.find_type(self.given.dataset)
         num_steps = self.owner.gradient_accumulation_steps
         num_windows = len(windows) if hasattr(windows, "__len__") else None
+        self.owner.note_epoch(self.given.dataset, windows.epoch)
         self._was_left = True
         self.has_begun = True
         self.in_windows = True
@@ -320,7 +323,7 @@ class WindowedDataLoader:
             self._was_left = False
         finally:  # also where the loop was left, or raised an error
             self.in_windows = False
-            self.owner.leave_micro_batch()
+            self.owner.end_of_iteration(model)
             self.end()
         self.iteration += 1
 

@@ -61,6 +61,7 @@ class Seen:
         ran_outside: Names of parts of the model that ran outside of its forward.
         num_samples: Samples in the micro-batch.
         num_steps: Gradient accumulation steps, to recognise a division by hand.
+        storages: Where the tensors of the batch lie in memory.
     """
 
     outputs: Any
@@ -68,6 +69,7 @@ class Seen:
     ran_outside: Sequence[str]
     num_samples: int
     num_steps: int
+    storages: frozenset[int]
 
 
 def mean_of(loss: Tensor, seen: Seen) -> Mean:
@@ -128,6 +130,17 @@ def check_loss(loss: Tensor, seen: Seen) -> None:
     _check_factor(factor, seen.num_steps)
 
 
+def check_factor(loss: Tensor, seen: Seen) -> None:
+    """Check that a loss, which was found to be the head's own before, is not scaled now.
+
+    Raises:
+        LossNotAdditive: If it is multiplied by a number.
+    """
+    through = _gradients(loss, [get_gradient_edge(loss_of(seen.outputs))])[0]
+    if through is not None:
+        _check_factor(float(through), seen.num_steps)
+
+
 def _depends_on_data(loss: Tensor, stops: set[Node | None], seen: Seen) -> bool:
     """Whether a loss uses something of the model's forward in another way than through `stops`.
 
@@ -144,8 +157,22 @@ def _depends_on_data(loss: Tensor, stops: set[Node | None], seen: Seen) -> bool:
             _add_nodes(tensor.grad_fn, of_forward, stops=set())
     of_loss: set[Node] = set()
     _add_nodes(loss.grad_fn, of_loss, stops)
+    if any(_saves(node, seen.storages) for node in of_loss):
+        return True
     shared = (of_loss & of_forward) - stops
     return any(node.name() != "torch::autograd::AccumulateGrad" for node in shared)
+
+
+def _saves(node: Node, storages: frozenset[int]) -> bool:
+    """Whether an operation keeps a tensor of the batch for its backward."""
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        value = getattr(node, name)
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
+                return True
+    return False
 
 
 def _add_nodes(start: Node | None, found: set[Node], stops: set[Node | None]) -> None:

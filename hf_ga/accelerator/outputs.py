@@ -17,6 +17,16 @@ from hf_ga.speed.lazy_logits import LazyLogits
 COMPUTED_FROM = "_hf_ga_computed_from"
 
 
+# Arguments that change neither the loss nor what it averages over.
+HARMLESS = ("return_dict", "output_hidden_states", "output_attentions", "use_cache")
+# A loop may leave these out and compute its own loss.
+LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
 class ForwardWatch:
     """Watches the training forwards of a prepared model.
 
@@ -45,13 +55,23 @@ class ForwardWatch:
         self.outputs: Any = None
         # Called once with the arguments of the next training forward, before it runs.
         self.learn: Callable[[tuple, dict[str, Any]], None] | None = None
+        # Called with them where the forward gets something else than the batch.
+        self.learn_again: Callable[[tuple, dict[str, Any]], None] | None = None
+        self._batch: dict[str, tuple[Any, int]] | None = None
         self._is_learning = False
         base = unwrapped(model)
-        base.register_forward_pre_hook(self._before, with_kwargs=True)
-        base.register_forward_hook(self._after)
+        self._handles = [
+            base.register_forward_pre_hook(self._before, with_kwargs=True),
+            base.register_forward_hook(self._after),
+        ]
         if base is not model:
             # A wrapper may return other tensors than the model that it wraps.
-            model.register_forward_hook(self._note)
+            self._handles.append(model.register_forward_hook(self._note))
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -64,9 +84,34 @@ class ForwardWatch:
         tensors = (v for v in self.arguments.values() if isinstance(v, Tensor) and v.dim())
         return len(next(tensors))
 
-    def start(self) -> None:
-        """Forget the outputs of the last micro-batch."""
+    def start(self, batch: dict[str, Any] | None = None) -> None:
+        """Forget the outputs of the last micro-batch.
+
+        Args:
+            batch: The arguments that the forward should get, on the device. None: any.
+        """
         self.outputs = None
+        self._batch = None
+        if batch is not None:
+            self._batch = {name: (value, _version(value)) for name, value in batch.items()}
+
+    def _gets_the_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a forward gets the entries of the batch as they were handed out."""
+        if self._batch is None:
+            return True
+        named = {
+            name: value
+            for name, value in named_arguments(unwrapped(self.model), args, kwargs).items()
+            if name not in HARMLESS and value is not None
+        }
+        expected = {name: value for name, (value, _) in self._batch.items() if value is not None}
+        without_labels = {name for name in expected if name not in LABELS}
+        if named.keys() not in (expected.keys(), without_labels):
+            return False
+        return all(
+            value is self._batch[name][0] and _version(value) == self._batch[name][1]
+            for name, value in named.items()
+        )
 
     def _is_watched(self, model: nn.Module) -> bool:
         is_training = model.training and torch.is_grad_enabled()
@@ -96,8 +141,10 @@ class ForwardWatch:
             )
         self._given = args, kwargs
         self.criteria.turn_off()
-        if self.learn is not None:
-            learn = self.learn
+        learn = self.learn
+        if learn is None and not self._gets_the_batch(args, kwargs):
+            learn = self.learn_again
+        if learn is not None:
             self.learn = None
             self._is_learning = True
             try:
@@ -134,9 +181,13 @@ def loss_of(outputs: Any) -> Tensor | None:
     return None
 
 
-def tensors_of(outputs: Any) -> list[Tensor]:
+def tensors_of(outputs: Any, *, with_gradient: bool = True) -> list[Tensor]:
     """All tensors in a model's outputs with a gradient, except its loss. Logits that are not
     computed yet are replaced by what they will be computed from.
+
+    Args:
+        outputs: What a model returned.
+        with_gradient: False for all floating-point tensors.
     """
     loss = loss_of(outputs)
     found: list[Tensor] = []
@@ -147,6 +198,8 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     computed_from = getattr(outputs, "__dict__", {}).get(COMPUTED_FROM, [])
     for made, hidden in computed_from:
         found = [hidden if tensor is made else tensor for tensor in found]
+    if not with_gradient:
+        return [tensor for tensor in found if tensor.is_floating_point()]
     return [tensor for tensor in found if tensor is not loss and tensor.requires_grad]
 
 

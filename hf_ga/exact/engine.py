@@ -182,6 +182,10 @@ class Engine:
                     "allow_split_dependent_randomness."
                 )
 
+    def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The entries of a batch that the model's forward takes."""
+        return self._accepted(batch)
+
     def forward(self, batch: dict[str, Any]) -> Any:
         """The model's outputs for a batch on the device, under autocast."""
         # A prepared model has autocast of its own; another one must not be left in float32.

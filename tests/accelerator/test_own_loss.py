@@ -208,3 +208,112 @@ def test_torchs_functions_are_put_back():
 
     gradient(hf_ga.Accelerator, step)
     assert F.cross_entropy is before
+
+
+class WithLoss(nn.Module):
+    """Counts each sample whose label is not -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, x: Tensor, labels: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": F.cross_entropy(logits, labels, weight=weight), "logits": logits}
+
+
+def named_rows() -> list[dict[str, Tensor]]:
+    features, labels = dataset().tensors
+    return [{"x": x, "labels": y} for x, y in zip(features, labels.clamp(min=0), strict=True)]
+
+
+def gradient_of_calls(call: Callable[[nn.Module, dict[str, Tensor]], Tensor], size: int) -> Tensor:
+    """Of one window, where the loop calls the model with something else than its batch."""
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=NUM_SAMPLES // size)
+    model = WithLoss().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(named_rows(), batch_size=size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(call(model, batch))
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relabelled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Every second sample has no label."""
+    labels = batch["labels"].masked_fill(batch["x"][:, 0] > 0.3, IGNORED)
+    return model(x=batch["x"], labels=labels)["loss"]
+
+
+def relabelled_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    batch["labels"][batch["x"][:, 0] > 0.3] = IGNORED
+    return model(**batch)["loss"]
+
+
+@pytest.mark.parametrize("call", [relabelled, relabelled_in_place])
+@pytest.mark.parametrize("size", [16, 8])
+def test_labels_that_the_loop_changes_are_counted_as_it_passes_them(call, size):
+    model = WithLoss().double()
+    rows = named_rows()
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch["x"] = batch["x"].double()
+    call(model, batch).backward()
+    reference = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert error(gradient_of_calls(call, size), reference) < 1e-6
+
+
+def with_class_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch, weight=CLASS_WEIGHTS)["loss"]
+
+
+def with_some_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    kept = torch.arange(len(batch["x"])) > 0
+    return model(batch["x"][kept], batch["labels"][kept])["loss"]
+
+
+@pytest.mark.parametrize("call", [with_class_weights, with_some_rows])
+def test_other_calls_than_the_proofs_are_refused(call):
+    with pytest.raises(hf_ga.HfGaError):
+        gradient_of_calls(call, 8)
+
+
+def weights_of_the_batch(accelerator, model, x, y):
+    counts = torch.bincount(y.clamp(min=0), minlength=3)
+    accelerator.backward(F.cross_entropy(model(x), y, weight=1 / (counts + 1.0)))
+
+
+def weighted_elements(accelerator, model, x, y):
+    outputs = model(x)
+    weight = torch.rand(outputs.shape, generator=torch.Generator().manual_seed(len(x)))
+    accelerator.backward(F.mse_loss(outputs, one_hot(y, outputs), weight=weight))
+
+
+def sum_by_position(accelerator, model, x, y):
+    accelerator.backward(F.cross_entropy(model(x), y, None, None, -100, None, "sum"))
+
+
+def penalty_with_data(accelerator, model, x, y):
+    used = (x @ model[0].weight.T).pow(2).mean()
+    accelerator.backward(F.cross_entropy(model(x), y) + used)
+
+
+@pytest.mark.parametrize(
+    "step", [weights_of_the_batch, weighted_elements, sum_by_position, penalty_with_data]
+)
+def test_what_depends_on_the_micro_batch_is_refused(step):
+    with pytest.raises(hf_ga.LossNotAdditive):
+        gradient(hf_ga.Accelerator, step)
+
+
+def test_a_parameter_outside_of_the_model_is_refused_before_the_update():
+    accelerator = hf_ga.Accelerator(cpu=True)
+    model = small_model().train()
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
+    loader = DataLoader(dataset(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    features, labels = next(iter(loader))
+    accelerator.backward(F.cross_entropy(model(features) * temperature, labels))
+    with pytest.raises(hf_ga.ConfigError, match="not in the prepared model"):
+        optimizer.step()
