@@ -797,14 +797,6 @@ class Accelerator(accelerate.Accelerator):
             if self._engine.status.failure is None:
                 self._engine.status.failure = error
 
-    def end_of_iteration(self, model: nn.Module) -> None:
-        """A loop over a loader ended. A micro-batch whose forward was made is given up; one that
-        was only fetched, `next(iter(loader))`, may still be used.
-        """
-        watch = self._watches.get(model)
-        if watch is not None and watch.outputs is not None:
-            self.leave_micro_batch()
-
     def leave_micro_batch(self) -> None:
         """Give up the micro-batch that was handed out, without its backward."""
         self._is_waiting = False
@@ -909,8 +901,8 @@ class Accelerator(accelerate.Accelerator):
             )
         return (
             "accelerator.backward needs a batch of a prepared DataLoader that was not used yet: "
-            "pass the training DataLoader to accelerator.prepare, and call backward once for each "
-            "of its batches."
+            "pass the training DataLoader to accelerator.prepare, call backward once for each of "
+            "its batches, and keep the iterator: `iterator = iter(loader)`, not next(iter(loader))."
         )
 
     def _prove_before_sharding(self, models: list[nn.Module], loaders: list[DataLoader]) -> None:

@@ -125,7 +125,7 @@ class CriteriaWatch:
             if name not in self._originals:
                 original = getattr(F, name)
                 self._originals[name] = original
-                setattr(F, name, partial(self._call, original, divisor))
+                setattr(F, name, partial(self._call, name, original, divisor))
 
     def turn_off(self) -> None:
         """Put torch's functions back."""
@@ -145,6 +145,7 @@ class CriteriaWatch:
 
     def _call(
         self,
+        name: str,
         original: Callable[..., Tensor],
         divisor: Callable[..., float],
         *args: Any,
@@ -155,7 +156,7 @@ class CriteriaWatch:
         is_old_style = given.get("size_average") is not None or given.get("reduce") is not None
         is_mean = given.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
-        if is_scalar and is_mean and self._has_known_weights(original.__name__, given):
+        if is_scalar and is_mean and self._has_known_weights(name, given):
             self.found.append(Mean(value, given["input"], partial(divisor, **given)))
         return value
 

@@ -323,7 +323,7 @@ class WindowedDataLoader:
             self._was_left = False
         finally:  # also where the loop was left, or raised an error
             self.in_windows = False
-            self.owner.end_of_iteration(model)
+            self.owner.leave_micro_batch()
             self.end()
         self.iteration += 1
 

@@ -313,7 +313,8 @@ def test_a_parameter_outside_of_the_model_is_refused_before_the_update():
     optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
     loader = DataLoader(dataset(), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    features, labels = next(iter(loader))
+    iterator = iter(loader)
+    features, labels = next(iterator)
     accelerator.backward(F.cross_entropy(model(features) * temperature, labels))
     with pytest.raises(hf_ga.ConfigError, match="not in the prepared model"):
         optimizer.step()
