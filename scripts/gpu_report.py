@@ -91,13 +91,22 @@ def main(arguments: list[str] | None = None) -> int:
         default=Path("outputs/gpu_report"),
         help="folder for report.md and report.json",
     )
-    folder: Path = parser.parse_args(arguments).output_dir.resolve()
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=[*PARTS],
+        default=[*PARTS],
+        help="parts to run, in this order (default: all)",
+    )
+    flags = parser.parse_args(arguments)
+    folder: Path = flags.output_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results, began = (
-        {name: {"title": part.title, "status": "not run"} for name, part in PARTS.items()},
+        {name: {"title": PARTS[name].title, "status": "not run"} for name in flags.parts},
         time.monotonic(),
     )
-    for name, part in PARTS.items():
+    for name in flags.parts:
+        part = PARTS[name]
         (folder / name).mkdir(parents=True, exist_ok=True)
         try:
             run_part(
@@ -130,7 +139,7 @@ def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> 
     with (folder / "output.txt").open("w") as output:
         env = os.environ | {
             "TQDM_DISABLE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *sys.path]),
         }
         options = {"cwd": ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, start_new_session=True, **options)

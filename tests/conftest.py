@@ -3,6 +3,7 @@ would wait for each other).
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 SUPPORT = (
@@ -22,10 +23,14 @@ os.environ.setdefault(
 
 import hypothesis
 import pytest
-import submitit  # noqa: F401  (it configures logging when imported, which closes handlers' streams: not in the middle of a test)
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+
+with suppress(ImportError):
+    # It configures logging when imported, which closes handlers' streams: not in the middle of a
+    # test. The GPU's tests run where it is not installed.
+    import submitit  # noqa: F401
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -14,12 +14,15 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_ga.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # the rows are text; only who wants a DatasetDict needs datasets
+    from datasets import DatasetDict
 
 SPLITS = ("train", "validation", "test")
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")  # ids 0 to 5
@@ -67,15 +70,14 @@ def split_of(name: str) -> str:
 
 
 @cache
-def load_stdlib() -> DatasetDict:
-    """Return the corpus as splits train, validation and test with the columns name, package and
-    text.
+def stdlib_splits() -> dict[str, list[dict[str, str]]]:
+    """Return the rows of the splits train, validation and test. A row is one of `stdlib_rows`.
 
     Raises:
         DataError: the library has no documentation strings (a Python without library sources).
 
-    >>> load_stdlib()["train"].column_names
-    ['name', 'package', 'text']
+    >>> [*stdlib_splits()]
+    ['train', 'validation', 'test']
     """
     rows = list(stdlib_rows())
     splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
@@ -85,10 +87,27 @@ def load_stdlib() -> DatasetDict:
             "this Python seems to lack "
             "the sources of its library. Use a Python with them, or another dataset."
         )
-    return DatasetDict({split: Dataset.from_list(of_split) for split, of_split in splits.items()})
+    return splits
 
 
-def load(task: str) -> DatasetDict:
+@cache
+def load_stdlib() -> "DatasetDict":
+    """Return the corpus as splits train, validation and test with the columns name, package and
+    text.
+
+    Raises:
+        DataError: as `stdlib_splits`.
+
+    >>> load_stdlib()["train"].column_names
+    ['name', 'package', 'text']
+    """
+    from datasets import Dataset, DatasetDict
+
+    splits = stdlib_splits()
+    return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
+
+
+def load(task: str) -> "DatasetDict":
     """Return the rows of `load_stdlib` with the columns for a task.
 
     - causal-lm, masked-lm: `text`.
@@ -173,7 +192,7 @@ def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
     >>> load_stdlib_tokenizer().decode(load_stdlib_tokenizer()("Return the queue.")["input_ids"])
     'Return the queue.'
     """
-    return train_tokenizer(load_stdlib()["train"]["text"])
+    return train_tokenizer(row["text"] for row in stdlib_splits()["train"])
 
 
 def _source_files(folder: Path) -> list[Path]:

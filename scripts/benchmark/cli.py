@@ -27,7 +27,7 @@ from benchmark.report import (
     ranks_section,
     speed_section,
 )
-from benchmark.setting import SIZES, TASKS, Setting, documentation_strings
+from benchmark.setting import MODELS, SIZES, Setting, documentation_strings
 
 METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
 window by window: one process runs at a time. A first epoch is not measured. Real tokens per second: those of an epoch over the
@@ -118,8 +118,8 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         dest="models",
         nargs="+",
-        choices=TASKS,
-        default=[*TASKS],
+        choices=MODELS,
+        default=[*MODELS],
         help="models to train (default: all)",
     )
     add(

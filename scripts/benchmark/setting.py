@@ -2,6 +2,7 @@
 processes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,15 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_ga.data.data import prepare_data
-from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.models import load_tokenizer
+from hf_ga.data import corpus
 
 Sample = dict[str, Any]
-TASKS = {
-    "gpt": "causal-lm",
-    "bert": "text-classification",
-}  # model -> its task in `hf_ga.data.tasks`
+MODELS = ("gpt", "bert")  # a causal language model, and a classifier
 # Layers, width, heads, words. `base` is GPT-2-small and, except for its vocabulary, BERT-base.
 SIZES = {"tiny": (2, 32, 2, 4000), "small": (4, 256, 4, 4000), "base": (12, 768, 12, 50257)}
 
@@ -36,7 +32,7 @@ class Setting:
     """The setting of all arms.
 
     Attributes:
-        model: a key of `TASKS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of
+        model: one of `MODELS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of
             torch.
         mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: maximum
             tokens of a sample.
@@ -83,15 +79,25 @@ def documentation_strings(model: str, max_length: int, count: int) -> dict[str, 
     """The first `count` training samples of the embedded corpus, as the attributes of a `Setting`
     that depend on them.
     """
-    config = FinetuneConfig(task=TASKS[model], max_length=max_length)
-    data = prepare_data(config, load_tokenizer(config))
-    rows = data.splits["train"].select(range(count))
-    kept = [name for name in ("input_ids", "label") if name in rows.column_names]
-    samples = [{"id": i, **{name: row[name] for name in kept}} for i, row in enumerate(rows)]
+    rows = corpus.stdlib_splits()["train"]
+    tokenizer = corpus.load_stdlib_tokenizer()
+    packages: list[str] = []
+    if model == "bert":
+        in_package = Counter(row["package"] for row in rows)
+        packages = sorted(name for name, n in in_package.items() if n >= corpus.FEWEST_ROWS)
+        rows = [row for row in rows if row["package"] in packages]
+    samples = []
+    for i, row in enumerate(rows[:count]):
+        ids = tokenizer(row["text"])["input_ids"]
+        if model == "gpt":
+            samples.append({"id": i, "input_ids": [*ids, tokenizer.eos_token_id][:max_length]})
+        else:
+            ids = [tokenizer.cls_token_id, *ids][:max_length]
+            samples.append({"id": i, "input_ids": ids, "label": packages.index(row["package"])})
     return {
         "samples": samples,
-        "num_labels": max(len(data.labels), 2),
-        "pad_token_id": data.tokenizer.pad_token_id,
+        "num_labels": max(len(packages), 2),
+        "pad_token_id": tokenizer.pad_token_id,
     }
 
 

@@ -4,10 +4,10 @@ and a plain loop.
 
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
@@ -19,8 +19,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from benchmark.lap import Lap
-from hf_ga.run.config import FinetuneConfig
-from hf_ga.run.models import load_tokenizer
+from hf_ga.data.corpus import load_stdlib_tokenizer
 
 
 class _Clock(TrainerCallback):
@@ -87,7 +86,8 @@ def padding_free(lap: Lap) -> None:
 
 def with_trl(lap: Lap) -> None:
     """SFTTrainer, without its default of checkpointing activations."""
-    from trl import SFTConfig, SFTTrainer  # optional
+    from datasets import Dataset  # optional, as trl is
+    from trl import SFTConfig, SFTTrainer
 
     own = partial(
         SFTConfig,
@@ -97,7 +97,7 @@ def with_trl(lap: Lap) -> None:
     )
     given = {
         "train_dataset": Dataset.from_list(lap.setting.samples),
-        "processing_class": load_tokenizer(FinetuneConfig()),
+        "processing_class": load_stdlib_tokenizer(),
     }
     train(lap, trainer_class=SFTTrainer, settings=own, **given)
 
@@ -125,4 +125,6 @@ def plain_loop(lap: Lap) -> None:
 
 
 PLAIN, PADDING_FREE, TRL = "plain loop", "Trainer, padding-free", "TRL"
-PEERS = {PLAIN: plain_loop, PADDING_FREE: padding_free, TRL: with_trl}
+PEERS = {PLAIN: plain_loop, PADDING_FREE: padding_free}
+if find_spec("trl") and find_spec("datasets"):
+    PEERS[TRL] = with_trl

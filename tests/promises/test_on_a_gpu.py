@@ -10,7 +10,6 @@ import os
 import helpers as h
 import numpy as np
 import pytest
-import test_same_after_a_stop as after_a_stop
 import test_same_on_any_number_of_processes as several_processes
 import torch
 import two_processes_worker as worker
@@ -135,6 +134,9 @@ def test_masks_are_those_of_the_cpu_bit_for_bit(shape, axis):
 
 @pytest.mark.slow("whole runs")
 def test_a_killed_run_is_resumed_bit_for_bit(accelerator, tmp_path):
+    pytest.importorskip("datasets", reason="whole runs of finetune need datasets")
+    import test_same_after_a_stop as after_a_stop
+
     after_a_stop.check(tmp_path, full_determinism=True)
 
 
