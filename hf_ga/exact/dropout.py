@@ -22,7 +22,7 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
 from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
-from hf_ga.exact.masks import keep_mask
+from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
 
 cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
 
@@ -61,6 +61,26 @@ class SampleMasks:
         Raises:
             UnkeyedRandomness: the sample axis does not hold whole samples.
         """
+        self._check(site, shape)
+        return keep_mask(self._keys_of(site), site.key, shape, site.axis, drop_probability)
+
+    def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
+        """The input with dropout of all its elements.
+
+        Raises:
+            UnkeyedRandomness: the sample axis does not hold whole samples.
+        """
+        self._check(site, input.shape)
+        dropped = drop(input, self._keys_of(site), site.key, site.axis, drop_probability)
+        if dropped is not None:
+            return dropped
+        kept = self.mask(site, input.shape, drop_probability)
+        return keyed_dropout(input, drop_probability, kept)
+
+    def _keys_of(self, site: DropoutSite) -> Tensor:
+        return self.window_key if site.axis is None else self.keys
+
+    def _check(self, site: DropoutSite, shape: torch.Size) -> None:
         if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} "
@@ -68,8 +88,6 @@ class SampleMasks:
                 "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded "
                 "batches."
             )
-        keys = self.window_key if site.axis is None else self.keys
-        return keep_mask(keys, site.key, shape, site.axis, drop_probability)
 
 
 class Frame:
@@ -190,12 +208,25 @@ class KeyedDropout(Hook):
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
         """The mask of the next draw of the module that is running: bool, of the given shape."""
+        return self._draw(self._next_key(), shape, drop_probability)
+
+    def drop(self, input: Tensor, drop_probability: float) -> Tensor:
+        """Dropout of all elements of an input, at the next draw of the module that is running."""
+        return self._dropped(self._next_key(), input, drop_probability)
+
+    def _next_key(self) -> int:
         frame = self._stack[-1]
         key = cached_key(frame.key, frame.draws)
         frame.draws += 1
-        return self._draw(key, shape, drop_probability)
+        return key
+
+    def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
+        return self.source.drop(self._site(key), input, drop_probability)
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+        return self.source.mask(self._site(key), shape, drop_probability)
+
+    def _site(self, key: int) -> DropoutSite:
         site = self.sites.get(key)
         if site is None:
             raise UnkeyedRandomness(
@@ -204,7 +235,7 @@ class KeyedDropout(Hook):
                 "path depends on its data or has changed. Prove the model again, or set this "
                 "dropout to 0."
             )
-        return self.source.mask(site, shape, drop_probability)
+        return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))

@@ -25,6 +25,7 @@ class Masks(Protocol):
     def running(self) -> nn.Module | None: ...
     def is_keyed(self, drop_probability: float, training: bool = True) -> bool: ...
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor: ...
+    def drop(self, input: Tensor, drop_probability: float) -> Tensor: ...
 
 
 def dropout(
@@ -45,6 +46,8 @@ def dropout(
     if not masks.is_keyed(p, training):
         return original(input, p, training, inplace)
     drawn = drawn_axes(input)
+    if drawn == input.dim() and not inplace:
+        return masks.drop(input, p)
     kept = masks.mask(torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))), p)
     return (
         input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p))

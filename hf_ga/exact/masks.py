@@ -7,8 +7,7 @@ on what ran before. Each axis is hashed by itself (not the flat index), so paddi
 coordinate. All arithmetic is on integers modulo 2**32 and 2**64, so a GPU draws the bits of a CPU.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from hf_ga.exact.hashing import Stream, make_key, mixed, signed
 # `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
 MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
+MOST_AXES_OF_KERNELS = 5  # of a sample's mask
 ELEMENTS_IN_CACHE = (
     1 << 19
 )  # a CPU makes 10 passes over a part of a mask; 2**17 and 2**22 were measured to be slower
@@ -63,8 +63,10 @@ def keep_mask(
         if axis is None
         else [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
     )
-    if keys.device.type == "cuda" and has_triton():
-        kept = _compiled_mask()(seeds, inner, _threshold(drop_probability))
+    if has_kernels(keys.device) and len(inner) <= MOST_AXES_OF_KERNELS:
+        from hf_ga.exact import mask_kernel
+
+        kept = mask_kernel.keep_mask(seeds, inner, _threshold(drop_probability))
     else:
         kept = keep_columns(row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
     if axis is None:
@@ -84,6 +86,49 @@ def keyed_dropout(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
     return torch.ops.aten.native_dropout_backward(
         x, kept.expand_as(x), scale
     )  # x * kept * scale in one pass
+
+
+def drop(
+    x: Tensor,
+    keys: Tensor,
+    site: int,
+    axis: int | None,
+    drop_probability: float,
+    tokens: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:
+    """`keyed_dropout` with the mask of `keep_mask`, in one kernel that stores no mask.
+
+    Args:
+        x: What to drop from.
+        keys: As in `keep_mask`.
+        site: As in `keep_mask`.
+        axis: As in `keep_mask`.
+        drop_probability: As in `keep_mask`.
+        tokens: For packed tokens, x of shape (1, tokens, features), the sample and the position of
+            each: int64, of shape (tokens,).
+
+    Returns:
+        A tensor like x, or None where no kernel does this: not on a GPU, in float64, for another
+        sample axis than the first one.
+    """
+    if not has_kernels(x.device) or x.dtype == torch.float64:
+        return None
+    if axis not in (0, None) or not 2 <= x.dim() <= MOST_AXES_OF_KERNELS:
+        return None
+    from hf_ga.exact import mask_kernel
+
+    sizes = [1, *x.shape] if axis is None else [x.shape[0] // len(keys), *x.shape[1:]]
+    if len(sizes) > MOST_AXES_OF_KERNELS:
+        return None
+    threshold = _threshold(drop_probability)
+    scale = 1.0 / (1.0 - drop_probability)
+    seeds = keys ^ signed(site)
+    return mask_kernel.dropped(x.contiguous(), seeds, sizes, tokens, threshold, scale)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and has_triton()
 
 
 def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -139,19 +184,6 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
     # (bits + upper half) x multiplier in one pass; the threshold reads the upper bits, into which
     # the product carries the lower ones.
     return torch.add(upper.unsqueeze(-1), bits, alpha=MULTIPLIER_32_2, out=bits)
-
-
-def _whole_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
-    """`keep_mask` as one expression. `seeds` int64 (n,); returns bool (n, *sizes)."""
-    return _uniform_int32(row_keys(seeds, sizes[:-1]), sizes[-1]) >= threshold
-
-
-@functools.cache
-def _compiled_mask() -> Callable[[Tensor, Sequence[int], int], Tensor]:
-    """One kernel for all sizes instead of some 40, each of which would read and write the whole
-    mask.
-    """
-    return torch.compile(_whole_mask, dynamic=True)
 
 
 def _threshold(drop_probability: float) -> int:

@@ -13,6 +13,7 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, KeyedDropout
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
+from hf_ga.exact.masks import keyed_dropout
 
 SMALL, LARGE = 2, 3  # batch sizes of the two forwards
 
@@ -134,6 +135,11 @@ class _SiteFinder(KeyedDropout):
         super()._leave(module, args, output)
         if is_open:
             self.record_draws(module)
+
+    def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
+        return keyed_dropout(
+            input, drop_probability, self._draw(key, input.shape, drop_probability)
+        )
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         module = self._stack[-1].module

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
 from hf_ga.exact.hashing import mixed, signed
-from hf_ga.exact.masks import keep_columns, over_axes, row_keys
+from hf_ga.exact.masks import drop, keep_columns, keyed_dropout, over_axes, row_keys
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,30 @@ class PackedMasks:
         Raises:
             UnkeyedRandomness: the shape is not one of packed tokens.
         """
+        self._check(site, shape)
+        rows = row_keys(
+            self.padded.keys ^ signed(site.key), [1]
+        )  # as for padded samples: the sample, then its single row
+        rows = over_axes(mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns), shape[2:-1])
+        return keep_columns(rows, shape[-1], drop_probability).view(shape)
+
+    def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
+        """The input, of shape (1, T, ...), with dropout of all its elements.
+
+        Raises:
+            UnkeyedRandomness: the shape is not one of packed tokens.
+        """
+        self._check(site, input.shape)
+        if input.dim() == 3:
+            tokens = (self.tokens.samples, self.tokens.columns)
+            keys = self.padded.keys
+            dropped = drop(input, keys, site.key, 0, drop_probability, tokens)
+            if dropped is not None:
+                return dropped
+        kept = self.mask(site, input.shape, drop_probability)
+        return keyed_dropout(input, drop_probability, kept)
+
+    def _check(self, site: DropoutSite, shape: torch.Size) -> None:
         if (
             site.axis != 0
             or len(shape) < 3
@@ -105,8 +129,3 @@ class PackedMasks:
                 "samples, so its draws cannot be tied to tokens. Omit packing, or set this "
                 "dropout to 0."
             )
-        rows = row_keys(
-            self.padded.keys ^ signed(site.key), [1]
-        )  # as for padded samples: the sample, then its single row
-        rows = over_axes(mixed(rows[self.tokens.samples, 0] ^ self.tokens.columns), shape[2:-1])
-        return keep_columns(rows, shape[-1], drop_probability).view(shape)

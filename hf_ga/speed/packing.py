@@ -22,7 +22,7 @@ from transformers import AttentionInterface, Cache
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.exact.dropout import DropoutSite, KeyedDropout
+from hf_ga.exact.dropout import DropoutSite, KeyedDropout, SampleMasks
 from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.override import override
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
@@ -129,10 +129,15 @@ class Packing(SpeedUp):
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
         """The source of dropout masks: packed within layers, except for attention weights."""
+        return self._source_of(site).mask(site, shape, drop_probability)
+
+    def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
+        """The input with dropout of all its elements."""
+        return self._source_of(site).drop(site, input, drop_probability)
+
+    def _source_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
         is_packed = site.module in self._modules and not self._is_in_attention
-        return (self._packed_masks if is_packed else self._padded_masks).mask(
-            site, shape, drop_probability
-        )
+        return self._packed_masks if is_packed else self._padded_masks
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before a layer: pack per-token arguments; the first layer receives padded hidden

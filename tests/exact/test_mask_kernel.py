@@ -1,0 +1,110 @@
+"""The kernels that draw dropout on a GPU, in Triton's interpreter: the bits of `masks.py`."""
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+from windows import one_window, window_gradient
+
+import hf_ga
+from hf_ga.exact import mask_kernel, masks
+from hf_ga.exact.hashing import name_key
+from hf_ga.speed.packing import Packing
+
+SITE = name_key("encoder.layer.0.dropout")
+SHAPES = [(5, 16), (5, 3, 9, 9), (10, 1500), (5, 3, 4, 5, 6), (5, 4, 33, 47), (5, 0, 3)]
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """As on a GPU: Triton's kernels run, here in its interpreter."""
+    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit; in bf16 up to a step, as the interpreter rounds towards zero."""
+    if found.dtype == torch.bfloat16:
+        assert torch.equal(found == 0, expected == 0)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(found, expected)
+
+
+def keys_of(num_samples: int) -> torch.Tensor:
+    return masks.sample_keys(1, 2, np.arange(num_samples))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.999])
+def test_the_mask_is_that_of_the_cpu_bit_for_bit(shape, p, monkeypatch):
+    expected = masks.keep_mask(keys_of(5), SITE, shape, 0, p)
+    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+    assert torch.equal(masks.keep_mask(keys_of(5), SITE, shape, 0, p), expected)
+    if p == 0.1 and expected.numel() > 100:
+        assert not torch.equal(masks.keep_mask(keys_of(5), SITE + 1, shape, 0, p), expected)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((6, 5, 4), 1), ((3, 4), None), ((2, 7, 8), None)])
+def test_other_sample_axes_too(shape, axis, monkeypatch):
+    keys = keys_of(5) if axis == 1 else masks.window_key(1, 2, 3)
+    expected = masks.keep_mask(keys, SITE, shape, axis, 0.4)
+    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+    assert torch.equal(masks.keep_mask(keys, SITE, shape, axis, 0.4), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropped_values_and_gradients_are_those_with_a_mask(shape, dtype, with_kernels):
+    """Also the gradient of the gradient, which a penalty on gradients needs."""
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    kept = masks.keep_mask(keys_of(5), SITE, shape, 0, 0.3)
+    y = masks.drop(x, keys_of(5), SITE, 0, 0.3)
+    assert_same(y, masks.keyed_dropout(x.detach(), 0.3, kept))
+    upstream = torch.randn_like(y).requires_grad_()
+    (of_x,) = torch.autograd.grad(y, x, upstream, create_graph=True)
+    assert_same(of_x, masks.keyed_dropout(upstream.detach(), 0.3, kept))
+    (of_upstream,) = torch.autograd.grad(of_x, upstream, torch.ones_like(of_x))
+    assert_same(of_upstream, masks.keyed_dropout(torch.ones_like(y), 0.3, kept))
+
+
+def test_what_the_kernel_cannot_do_is_left_to_the_mask(with_kernels):
+    keys = keys_of(5)
+    assert masks.drop(torch.ones(5, 4, dtype=torch.float64), keys, SITE, 0, 0.3) is None
+    assert masks.drop(torch.ones(4, 5, 3), keys, SITE, 1, 0.3) is None
+    assert masks.drop(torch.ones(5, 1, 1, 1, 1, 2), keys, SITE, 0, 0.3) is None
+
+
+def test_packed_tokens_keep_what_padded_ones_do(with_kernels):
+    samples, positions = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([0, 1, 0, 1, 2])
+    x = torch.randn(3, 3, 20)
+    padded = masks.drop(x, keys_of(3), SITE, 0, 0.5)
+    packed = x[samples, positions].unsqueeze(0)
+    found = masks.drop(packed, keys_of(3), SITE, 0, 0.5, (samples, positions))
+    assert torch.equal(found[0], padded[samples, positions])
+    other = masks.drop(packed, keys_of(3), SITE, 0, 0.5, (samples, positions + 1))
+    assert not torch.equal(other, found)
+
+
+@pytest.mark.parametrize("speed_ups", [[], [Packing]])
+@pytest.mark.parametrize(
+    ("build", "make_samples"), [(h.gpt2, h.token_samples), (h.bert_classifier, h.class_samples)]
+)
+def test_a_window_has_the_gradient_without_kernels(build, make_samples, speed_ups, monkeypatch):
+    samples = make_samples(8)
+    drawn = []
+
+    def gradient():
+        model = build(0.1)
+        speed = [speed_up() for speed_up in speed_ups]
+        rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed)
+        assert not rule.left_out
+        return window_gradient(model, one_window(samples, 4), rule=rule)[0]
+
+    launch = mask_kernel._launch
+    monkeypatch.setattr(mask_kernel, "_launch", lambda *a: drawn.append(a) or launch(*a))
+    expected = gradient()
+    assert not drawn
+    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+    found = gradient()
+    assert drawn
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
