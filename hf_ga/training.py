@@ -104,11 +104,13 @@ class Given:
         loss_fn: The loss in place of the head's own.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         rule: What was proven. None: the first window of each loader proves it.
+        audit: Test it again on the data that is trained on.
     """
 
     loss_fn: LossFunction | None = None
     allow_split_dependent_randomness: bool = False
     rule: Rule | None = None
+    audit: bool = True
 
 
 def prepare(
@@ -120,6 +122,7 @@ def prepare(
     loss_fn: LossFunction | None = None,
     allow_split_dependent_randomness: bool = False,
     rule: Rule | None = None,
+    audit: bool = True,
 ) -> tuple[nn.Module, Any]:
     """Prepare a model and its optimizer for `train_step`.
 
@@ -136,6 +139,8 @@ def prepare(
             the head's own loss.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         rule: The result of `prove_targets`, in place of `windows`.
+        audit: Test the loss again on the windows that are trained on, before their updates. False
+            accepts that a kind of row which the proof did not see trains a wrong gradient.
 
     Returns:
         The prepared model and optimizer.
@@ -148,7 +153,7 @@ def prepare(
         model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     """
     base = unwrapped(model)
-    given = Given(loss_fn, allow_split_dependent_randomness, rule)
+    given = Given(loss_fn, allow_split_dependent_randomness, rule, audit)
     remember(accelerator, base, given)
     if windows is not None and rule is None:
         if accelerator.device_placement and not is_sharded(accelerator):
@@ -304,6 +309,7 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
         model,
         rule,
         allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+        is_audited=given.audit,
     )
 
 

@@ -85,6 +85,8 @@ class Accelerator(accelerate.Accelerator):
             it, and sizes that do not divide give uneven micro-batches. Default: processes x batch
             size of the DataLoader x gradient accumulation steps.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        audit: Test the model's loss again on the windows that are trained on, before their updates.
+            False accepts that a kind of row which the proof did not see trains a wrong gradient.
         **kwargs: See `accelerate.Accelerator`.
 
     Raises:
@@ -116,9 +118,11 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         global_batch_size: int | None = None,
         allow_split_dependent_randomness: bool = False,
+        audit: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.audit = audit
         self.global_batch_size = global_batch_size
         self._given_steps = self.gradient_accumulation_steps
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
@@ -429,7 +433,8 @@ class Accelerator(accelerate.Accelerator):
         known = vars(self).get("_hf_ga_given", {})
         if unwrapped(model) not in known:
             allowed = self.allow_split_dependent_randomness
-            remember(self, model, Given(allow_split_dependent_randomness=allowed))
+            given = Given(allow_split_dependent_randomness=allowed, audit=self.audit)
+            remember(self, model, given)
 
     def _engine_if_known(self, model: nn.Module, window: Window, has_names: bool) -> Engine | None:
         """The engine of a window. None if only the first forward of the loop will show how the
@@ -931,7 +936,7 @@ class Accelerator(accelerate.Accelerator):
                 allow_split_dependent_randomness=allowed,
                 speed_ups=default_speed_ups(model, self),
             )
-            given = Given(allow_split_dependent_randomness=allowed, rule=rule)
+            given = Given(None, allowed, rule, self.audit)
             remember(self, model, given)
 
     def _folder_to_load(self, input_dir: str | None) -> Path:

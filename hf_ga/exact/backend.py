@@ -150,6 +150,14 @@ class Backend:
             ConfigError: gradients that only some ranks have cannot be summed.
         """
 
+    def most_on_a_rank(self, number: int) -> int:
+        """The largest of a number that each rank has."""
+        if self.num_processes == 1:
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The sum over all ranks, of a tensor that each computed in the window so far."""
         if not self.is_sharded:  # where a rank that fails ends at once

@@ -17,12 +17,24 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
+from hf_ga.exact.audit import (
+    TIMES_ROUNDING,
+    TOLERANCES,
+    Chosen,
+    Numbers,
+    Outputs,
+    is_small,
+    not_additive,
+    numbers_of,
+    residual,
+    together,
+)
 from hf_ga.exact.backend import Backend, RankStatus, added
-from hf_ga.exact.forward import argument_filter, callable_module
+from hf_ga.exact.forward import argument_filter, callable_module, restored_buffers
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
-from hf_ga.exact.loss import Loss, Sums
+from hf_ga.exact.loss import Loss, OwnSum, Sums
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.precision import sum_dtype
@@ -42,6 +54,9 @@ class Engine:
         rule: What was proven about the model.
         module: What computes the outputs and the loss of a batch, if it is not the model itself.
         allow_split_dependent_randomness: Do not check that no random generator moved.
+        is_audited: Test the rule again on the data that is trained on (see `audit.py`).
+        audits_together: All ranks make the same number of forwards in their audits, because the
+            loss of a batch is a collective.
 
     Attributes:
         window: The window that was begun.
@@ -68,9 +83,14 @@ class Engine:
         *,
         module: nn.Module | None = None,
         allow_split_dependent_randomness: bool = False,
+        is_audited: bool = False,
+        audits_together: bool = False,
     ) -> None:
         self.backend = backend
         self.model = model
+        draws_apart = allow_split_dependent_randomness or getattr(rule.dropout, "unkeyed", ())
+        self.is_audited = is_audited and not draws_apart
+        self.audits_together = audits_together or backend.is_sharded
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
@@ -111,6 +131,9 @@ class Engine:
         self.window = window
         self.calls = []
         self.call = None
+        self._chosen: list[Chosen] = []
+        self._numbers: dict[int, Numbers] = {}
+        self._outputs: list[Outputs] = []
         self._is_training = training
         self.loss = self.rule.loss
         self.status = self._empty_status()
@@ -118,6 +141,7 @@ class Engine:
             self.backend.begin(self.model, self.loss)
         with self.keeping_failures():
             self._plan(window, skip_empty, num_calls)
+            self._choose_audits()
         if self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
 
@@ -207,6 +231,8 @@ class Engine:
     def term(self, outputs: Any) -> tuple[Tensor | float, Counts]:
         """What the current micro-batch adds to the window's mean loss, and its targets."""
         sums, counts = self.sums(outputs)
+        if self._is_audited_now:
+            self._keep(outputs, numbers_of(sums, counts))
         return self.loss.mean(sums, self.totals), counts
 
     def backward(self, outputs: Any) -> None:
@@ -244,10 +270,18 @@ class Engine:
             Exception: A failure of this rank that was kept (see `keeping_failures`).
             ProcessFailed: If another rank failed. Nothing was updated on any rank.
         """
+        with self.keeping_failures():
+            self._audit()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         status = self.backend.all_reduce_status(self.status)
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
         total = sum(status.counts)
+        if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
+            raise DataError(
+                f"{self._described_window()}: the numbers of targets (or weights) add up to 0, but "
+                f"the sum of the loss is {float(status.loss):.4g}, so there is no mean. Nothing "
+                "was updated: leave such samples out, or make the window larger."
+            )
         num_targets = int(total) if float(total).is_integer() else total
         result = StepResult(status.loss, num_targets, skipped=total == 0)
         if self.loss.counts_in_forward:  # until now the divisor was the number of samples
@@ -340,6 +374,122 @@ class Engine:
             return (window.num_samples,)
         self.status.counts = added(self.status.counts, *(call.counts for call in calls))
         return self.backend.all_reduce_status(self.status).counts
+
+    # Audits: which calls is decided in `begin`, their numbers are kept, `end` compares.
+
+    @property
+    def _is_audited_now(self) -> bool:
+        is_whole = self.backend.num_processes == 1 and len(self.window.micro_batches) == 1
+        return self.is_audited and self._is_training and self.loss.is_audited and not is_whole
+
+    def _choose_audits(self) -> None:
+        if not self._is_audited_now or not self.has_targets or self.window.num_samples < 2:
+            return
+        audits = self.window.state.audits
+        self._chosen = audits.choose(self.calls)
+        if self.audits_together:
+            number = self.backend.most_on_a_rank(len(self._chosen))
+            self._chosen += audits.more(self.calls, number - len(self._chosen))
+
+    def _keep(self, outputs: Any, numbers: Numbers) -> None:
+        """Keep what the audits at the end of the window compare with."""
+        self._numbers[self.call.index] = numbers
+        if isinstance(self.loss, OwnSum) and self.call.weight and is_small(outputs):
+            number = len(self.call.micro_batch)
+            self._outputs.append(Outputs(outputs, self.call.batch, number, numbers))
+
+    def _audit(self) -> None:
+        """Test the rule on this window.
+
+        Raises:
+            LossNotAdditive: If it does not hold.
+        """
+        if not self._is_audited_now:
+            return
+        with torch.no_grad(), restored_buffers(self.model):
+            self._audit_outputs()
+            for chosen in self._chosen:
+                self._audit_call(chosen)
+
+    def _audit_outputs(self) -> None:
+        """The user's loss function of all outputs together is that of the micro-batches."""
+        whole = together(self._outputs)
+        if whole is None:
+            return
+        outputs, batch = whole
+        with self.backend.autocast():
+            sums, counts = self.loss.sums(outputs, Call(self.call.micro_batch, batch))
+        parts = [kept.numbers for kept in self._outputs]
+        error = residual(numbers_of(sums, counts), parts)
+        if error > TOLERANCES[torch.float32]:
+            raise not_additive(self._described_window(), error, self.rule.name)
+
+    def _audit_call(self, chosen: Chosen) -> None:
+        """The numbers of some samples together are those of their two halves."""
+        groups = self._groups(chosen)
+        halves = groups[:2]
+        numbers = self._numbers_of(groups)
+        whole = numbers.pop() if len(groups) == 3 else self._numbers[chosen.call.index]
+        error = residual(whole, numbers)
+        if error > self._tolerance(error, halves):
+            ids = self.window.sample_ids[np.concatenate(halves)].tolist()
+            where = f"{self._described_window()}, samples {ids[:8]}"
+            raise not_additive(where, error, self.rule.name, chosen.new)
+        self.window.state.audits.note(chosen)
+
+    def _groups(self, chosen: Chosen) -> list[np.ndarray]:
+        """Offsets of two halves and, where they were not computed as one micro-batch, of both.
+
+        The halves of a micro-batch whose rows are all of the new kind are a half of it and as many
+        other samples of the window.
+        """
+        own = self.window.offsets_of(chosen.call.micro_batch)
+        others = np.setdiff1d(np.arange(self.window.num_samples), own)
+        is_mixed = len(others) > 0 and (chosen.is_uniform or len(own) == 1)
+        if is_mixed:
+            number = max(1, len(own) // 2)
+            spread = np.linspace(0, len(others) - 1, number).astype(int)
+            halves = [own[: len(own) - len(own) // 2], others[np.unique(spread)]]
+        else:
+            halves = [own[::2], own[1::2]]
+        is_known = chosen.call.index in self._numbers
+        if is_known and not is_mixed and not self.audits_together:
+            return halves
+        return [*halves, np.concatenate(halves)]
+
+    def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
+        """Sums and counts of groups of the window's samples, by forwards without gradients.
+
+        Args:
+            groups: Offsets in the window.
+        """
+        num_plain = self.window.state.num_plain
+        found = []
+        with self.scope(), self.backend.autocast():
+            for index, micro_batch in enumerate(self.window.split(groups).micro_batches):
+                counts = self.loss.count(micro_batch.batch, len(micro_batch))
+                outputs = self._first_forward(Call(micro_batch, index=index, counts=counts))
+                found.append(numbers_of(*self.sums(outputs)))
+        self.window.state.num_plain = num_plain
+        return found
+
+    def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:
+        """The relative error that rounding may cause: in doubt, as much as another order of the
+        same samples does.
+        """
+        device = self.backend.device.type
+        with self.backend.autocast():
+            is_autocast = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if is_autocast else torch.float32
+        tolerance = TOLERANCES[dtype]
+        if error <= tolerance or self.audits_together:
+            return tolerance
+        whole = np.concatenate(halves)
+        in_order, reversed_order = self._numbers_of([whole, whole[::-1]])
+        return max(tolerance, TIMES_ROUNDING * residual(in_order, [reversed_order]))
+
+    def _described_window(self) -> str:
+        return f"window {self.window.index} of epoch {self.window.epoch}"
 
     def _first_forward(self, call: Call) -> Any:
         with self._sped_up(call):

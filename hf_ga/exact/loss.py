@@ -50,6 +50,7 @@ class Loss(Hook):
             same width.
         counts_in_forward: targets are known only after the forward, not on the host.
         needs_first_pass: `prepare` makes a pass over the window's micro-batches.
+        is_audited: what `sums` returns can be computed again for other groups of samples.
     """
 
     name = ""
@@ -57,6 +58,7 @@ class Loss(Hook):
     one_width = False
     counts_in_forward = False
     needs_first_pass = False
+    is_audited = True
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Targets of a collated batch on the host, one number for each mean; () if they are counted
@@ -147,6 +149,9 @@ class OwnSum(Loss):
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
         self.counts_in_forward = not hasattr(loss_fn, "count_targets")
+
+    def contributes(self, counts: Counts) -> bool:
+        return True  # a sum may have a gradient although its number is 0
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         return () if self.counts_in_forward else (self.loss_fn.count_targets(batch),)

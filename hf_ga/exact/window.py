@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_ga.exact.audit import Audits
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.memory import num_elements
@@ -21,6 +22,7 @@ class LoaderState:
         rules: of each model trained on these windows, what was proven about it.
         num_plain: micro-batches that were computed without some speed-up, because it was not proven
             for their structure.
+        audits: which micro-batches were audited.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
             proven loss needs it.
     """
@@ -29,6 +31,7 @@ class LoaderState:
     rules: dict[Any, Any] = field(default_factory=dict)
     pad_to_window: bool = False
     num_plain: int = 0
+    audits: Audits = field(default_factory=Audits)
 
 
 @dataclass
@@ -74,6 +77,10 @@ class Window:
     def num_samples(self) -> int:
         return len(self.request.sample_ids)
 
+    def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
+        """Where the samples of a micro-batch are in the window."""
+        return micro_batch.positions - self.request.positions[0]
+
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
         """The same window in other micro-batches (offsets in the window), collated again."""
         return self._collated(
@@ -103,7 +110,8 @@ class Window:
 
     def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
         """Offsets in the window of each part that fits. One sample is never cut."""
-        offsets, limit = micro_batch.positions - self.request.positions[0], self.state.max_elements
+        offsets = self.offsets_of(micro_batch)
+        limit = self.state.max_elements
         if limit is None or num_elements(micro_batch) <= limit:
             return [offsets]
         samples = max(1, limit * len(micro_batch) // num_elements(micro_batch))

@@ -67,6 +67,7 @@ class TrainerWindow:
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         self.trainer = trainer
         self.fetcher = windows.fetcher
+        self.state = windows.state
         self.module = TrainerLoss(trainer)
         self.num_begun: int | None = None
         self._was_checked = False  # comparing once: reading a number waits for the device
@@ -110,9 +111,17 @@ class TrainerWindow:
         trainer = self.trainer
         accelerator = trainer.accelerator
         request = replace(batches[0].request, seed=trainer.args.seed)
-        window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
+        own = batches[: len(request.micro_batches)]
+        window = Window(request, self.fetcher, own, self.state)
         backend = backend_for(accelerator)
-        self.engine = Engine(backend, trainer.model_wrapped, self.rule, module=self.module)
+        self.engine = Engine(
+            backend,
+            trainer.model_wrapped,
+            self.rule,
+            module=self.module,
+            is_audited=trainer.audit,
+            audits_together=True,  # a user's loss may be a collective (TRL's gathers metrics)
+        )
         trainer.model.train()  # for a first pass; Trainer calls it in each training step only
         with _without_bookkeeping(trainer):
             self.engine.begin(window, num_calls=len(batches))
@@ -208,6 +217,11 @@ class ExactTrainerMixin:
     of one batch, not of the window: a custom loss must be the mean over its batch.
     `dataloader_drop_last` drops the last window if it is short.
 
+    Attributes:
+        audit: Test the loss again on the windows that are trained on, before their updates. False,
+            in a subclass, accepts that a kind of row which the proof did not see trains a wrong
+            gradient.
+
     Raises, when training begins:
         ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive,
             UnkeyedRandomness: see `hf_ga.prove_targets`.
@@ -219,6 +233,7 @@ class ExactTrainerMixin:
             pass
     """
 
+    audit = True
     _window: TrainerWindow | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -282,16 +297,17 @@ class ExactTrainerMixin:
         if index == 0:
             model.zero_grad()  # gradients of a window that a callback interrupted
         gather = partial(gather_uneven, self.accelerator.gather)
-        with (
-            _accumulation_unseen(self),
-            window.engine.scope(),
-            window.engine.micro_batch(index),
-            override(self, compute_loss=window.compute_loss),
-            override(self.accelerator, gather=gather, backward=window.backward),
-        ):
-            super().training_step(model, inputs)
-        if index == len(window.batches) - 1:
-            window.engine.end()
+        with _accumulation_unseen(self), override(self.accelerator, gather=gather):
+            with (
+                window.engine.scope(),
+                window.engine.micro_batch(index),
+                override(self, compute_loss=window.compute_loss),
+                override(self.accelerator, backward=window.backward),
+            ):
+                super().training_step(model, inputs)
+            if index == len(window.batches) - 1:
+                with _without_bookkeeping(self):
+                    window.engine.end()
         return window.logged()
 
 
