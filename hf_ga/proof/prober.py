@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.backend import LocalBackend
+from hf_ga.exact.backend import LocalBackend, added
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
@@ -178,8 +178,9 @@ class Prober:
         )
         return Window(request, Fetcher((), self.collate_fn), [dict(batch) for batch in batches])
 
-    def _engine(self, loss: Loss) -> Engine:
-        rule = Rule(loss, self.dropout, speed_ups=tuple(self.speed_ups))
+    def _engine(self, loss: Loss, speed_ups: Sequence[SpeedUp] | None = None) -> Engine:
+        used = self.speed_ups if speed_ups is None else speed_ups
+        rule = Rule(loss, self.dropout, speed_ups=tuple(used))
         return Engine(LocalBackend(self.device), self.model, rule)
 
     def _probe(self, batch: Batch, rows: np.ndarray) -> Probe:
@@ -206,6 +207,24 @@ class Prober:
             for parameter in self.parameters:
                 parameter.grad = None
         return result.loss, gradients
+
+    def _value(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> float:
+        """The mean loss of a window of these micro-batches by the proven rule, without gradients
+        and without speed-ups.
+        """
+        engine = self._engine(self.loss, speed_ups=())
+        engine.begin(self._window(batches, rows))
+        value = 0.0
+        with torch.no_grad(), engine.scope():
+            for index in range(len(engine.calls)):
+                with engine.micro_batch(index) as batch:
+                    term, counts = engine.term(engine.forward(batch))
+                    value += float(term)
+                    if self.loss.counts_in_forward:
+                        engine.status.counts = added(engine.status.counts, counts)
+        if self.loss.counts_in_forward:  # until now the divisor was the number of samples
+            value *= engine.window.num_samples / sum(engine.status.counts)
+        return value
 
     def _loss_is_finite(self, batch: Batch, rows: np.ndarray) -> bool:
         """Whether the head's loss of a batch is a finite number; one forward."""

@@ -2,12 +2,13 @@
 leave it unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
@@ -17,6 +18,12 @@ from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans,
 from hf_ga.exact.router import Router
 from hf_ga.exact.rule import structure_of
 from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.proof.coverage import (
+    SPECIAL_TOKENS,
+    num_classes,
+    with_extreme_values,
+    with_other_labels,
+)
 from hf_ga.proof.prober import Prober
 from hf_ga.proof.probes import (
     NUM_IN_A,
@@ -188,6 +195,53 @@ class Prover(Prober):
         """Loss and gradient of a window of these micro-batches, by the rule to be proven."""
         loss, gradients = self._compute(self.loss, batches, rows)
         return loss, 0.0, gradients
+
+    def cover_values(self) -> None:
+        """Test the loss that was found on labels and weights that the probe samples do not have.
+
+        Raises:
+            LossNotAdditive: If it does not hold for them.
+        """
+        whole = self._separated(self._rows_with_targets())
+        seen = self.collate(self.candidates)
+        names = self.entries if self.loss_fn is not None else self._accepted(whole).keys()
+        variants = [
+            *self._with_all_classes(whole),
+            *with_extreme_values(whole, seen, self.entries & set(names)),
+        ]
+        for batch in variants:
+            changed = [name for name in self.entries if batch[name] is not whole[name]]
+            parts = [take_rows(batch, GROUPS[name], self.entries) for name in ("A", "B")]
+            try:
+                together = self._value([batch], [ALL_ROWS])
+                apart = self._value(parts, [GROUPS["A"], GROUPS["B"]])
+            except (IndexError, RuntimeError, ValueError):
+                continue  # values that the model does not support
+            error = abs(apart - together) / max(abs(together), 1e-12)
+            if np.isfinite(error) and error > self.tolerance:
+                raise LossNotAdditive(
+                    f"the loss of a batch is not the mean over its targets ({self.loss.name}) when "
+                    f"samples differ in {changed[0]!r}: {together:.4g} for a batch, {apart:.4g} "
+                    f"from its two parts. Likely cause: the loss is weighted by {changed[0]!r} "
+                    "(class weights, sample weights). Remedy: pass the sum and what it is divided "
+                    "by, loss_fn(outputs, batch) -> ((weights * losses).sum(), weights.sum())."
+                )
+
+    def _with_all_classes(self, whole: Batch) -> Iterator[Batch]:
+        labels = whole.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+            return
+        engine = self._engine(self.loss, speed_ups=())
+        engine.begin(self._window([whole], [ALL_ROWS]), training=False)
+        with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
+            classes = num_classes(engine.forward(on_device), labels)
+        if classes is None:
+            return
+        config = getattr(self.model, "config", None)
+        special = (
+            {getattr(config, name, None) for name in SPECIAL_TOKENS} if labels.dim() > 1 else ()
+        )
+        yield from with_other_labels(whole, classes, [i for i in special if isinstance(i, int)])
 
     def width_matters(self) -> bool | None:
         """Whether padding short samples to a long one's width changes their loss or gradient; None:

@@ -40,6 +40,7 @@ def prove(
         prover.find_router()
         prover.choose_speed_ups(speed_ups)
         residual = prover.prove_loss()
+        prover.cover_values()
         width_matters = prover.width_matters()
         if width_matters:
             prover.check_unpadded()
