@@ -198,7 +198,8 @@ def numbers_of(sums: Sequence[Tensor | float], counts: Counts) -> Numbers:
 
 
 def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
-    """The largest relative error of the sum of the parts. NaN counts as infinite.
+    """The largest relative error of the sum of the parts; infinite where a part is not finite (a
+    mean over nothing), although the whole is.
 
     Args:
         whole: Of some samples together.
@@ -208,12 +209,12 @@ def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
     for i, expected in enumerate(whole):
         expected = expected.double().cpu()
         found = [part[i].double().cpu() for part in parts]
+        if not expected.isfinite().all():
+            continue  # found, and its cause named, by the update's own check
         size = max(float(expected.norm()), sum(float(part.norm()) for part in found))
         difference = float((sum(found) - expected).norm())
-        if not np.isfinite(size):
-            # What is not finite is found, and named, by the update's own check.
-            continue
-        worst = max(worst, difference / max(size, 1e-12))
+        error = difference / max(size, 1e-12)
+        worst = max(worst, error if np.isfinite(error) else np.inf)
     return worst
 
 

@@ -223,7 +223,7 @@ class Prober:
                     if self.loss.counts_in_forward:
                         engine.status.counts = added(engine.status.counts, counts)
         if self.loss.counts_in_forward:  # until now the divisor was the number of samples
-            value *= engine.window.num_samples / sum(engine.status.counts)
+            value *= engine.window.num_samples / (sum(engine.status.counts) or np.nan)
         return value
 
     def _loss_is_finite(self, batch: Batch, rows: np.ndarray) -> bool:

@@ -144,12 +144,10 @@ def applicable_rules(arguments: Batch) -> list[str]:
 
 def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
     """Relative error of the weighted sum of A and B against the weighted A+B."""
-    counted = (
-        counts[2] if is_sum else all(counts)
-    )  # a part of a sum may have weight 0 (class weights), a mean may not
-    if not counted or (
-        is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * abs(counts[2])
-    ):
+    # A sum may have number 0 (class weights, signed weights), a mean may not.
+    counted = any(counts) if is_sum else all(counts)
+    scale = max(map(abs, counts))
+    if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * scale):
         return float("inf")
     a, b, whole = (
         (loss * weight, 0.0, torch._foreach_mul(gradients, weight))

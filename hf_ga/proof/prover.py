@@ -182,7 +182,7 @@ class Prover(Prober):
         shares = {
             round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]
         }
-        if len(shares) != 1:
+        if not fitting or len(shares) > 1:
             losses = {name: probe[0] for name, probe in probes.items()}
             raise LossNotAdditive(_no_single_rule(self.model, fitting, residuals, counts, losses))
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]

@@ -2,9 +2,11 @@
 targets.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from benchmark.setting import SIZES, Setting, build_model
 from benchmark.trainers import PEERS, PLAIN
 from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
 from hf_ga.training import Given, remember
+
+NUM_KERNELS = 25  # that are shown
 
 
 def peers(setting: Setting) -> Section:
@@ -131,4 +135,53 @@ def seconds(run: Callable[[], object], setting: Setting) -> float:
     return Timer("run()", globals={"run": run}, num_threads=setting.num_threads).timeit(3).median
 
 
-SECTIONS = {"peers": peers, "dropout": dropout, "cost": cost}
+def profile(setting: Setting) -> Section:
+    """One step of the default arm under torch's profiler: how much of it the device computes, and
+    which kernels take most of that time.
+    """
+    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    model = build_model(setting)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    windows = hf_ga.WindowLoader(
+        setting.samples,
+        setting.collate,
+        accelerator=accelerator,
+        per_device_batch_size=setting.micro_batch_size,
+        global_batch_size=setting.window_size,
+        lengths=[len(sample["input_ids"]) for sample in setting.samples],
+    )
+    model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
+    on_gpu = setting.device == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    first, second, *_ = windows
+
+    def step(window: hf_ga.Window) -> float:
+        began = time.perf_counter()
+        hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    step(first)
+    step(second)
+    unprofiled = step(second)
+    with torch.profiler.profile(activities=activities) as profiler:
+        profiled = step(second)
+    events = profiler.key_averages()
+
+    def microseconds(event: Any) -> float:
+        return event.self_device_time_total if on_gpu else event.self_cpu_time_total
+
+    busy = sum(map(microseconds, events)) / 1e6
+    events = sorted(events, key=microseconds, reverse=True)[:NUM_KERNELS]
+    rows = [[event.key[:70], event.count, microseconds(event) / 1e3] for event in events]
+    rows.append(["all of them", "", busy * 1e3])
+    rows.append(["the step, without the profiler", "", unprofiled * 1e3])
+    rows.append(["the step, with it", "", profiled * 1e3])
+    title = f"{setting.model}: kernels of a step of {len(second.micro_batches)} micro-batches"
+    return Section(title, ("kernel", "calls", "ms"), rows, [])
+
+
+SECTIONS = {"peers": peers, "dropout": dropout, "cost": cost, "profile": profile}

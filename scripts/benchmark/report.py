@@ -1,5 +1,6 @@
 """Tables and bounds of the measurements."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section
     whole, rows = measured[DEFAULT], []
     for arm, of in measured.items():
         time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
-        memory = added_memory(of) / added_memory(whole)
+        memory = added_memory(of) / (added_memory(whole) or math.nan)
         worth = (
             ""
             if arm == DEFAULT

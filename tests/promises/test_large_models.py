@@ -227,7 +227,7 @@ def test_a_packed_kernel_is_padded_attention(name):
         return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
 
     def error_and_time(attend):
-        error = float((attend(*parts) - right).norm() / right.norm())
+        error = float((attend(*parts).detach() - right).norm() / right.norm())
         return error, 1000 * seconds_of(lambda: attend(*parts).sum().backward(), setting_of("gpt"))
 
     right = padded(*(x.detach().float() for x in parts))
