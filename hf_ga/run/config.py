@@ -234,11 +234,12 @@ class FinetuneConfig(DataOptions):
     def __post_init__(self) -> None:
         """Convert class weights of the command line to numbers."""
         super().__post_init__()
-        if isinstance(self.class_weights, list):
-            if len(self.class_weights) == 1 and isinstance(self.class_weights[0], str):
-                self.class_weights = self.class_weights[0]  # balanced
+        weights = self.class_weights
+        if isinstance(weights, list):
             with suppress(TypeError, ValueError, OverflowError):  # `check` says what is no number
-                self.class_weights = [float(weight) for weight in self.class_weights]
+                weights = [float(weight) for weight in weights]
+            is_word = len(weights) == 1 and isinstance(weights[0], str)
+            self.class_weights = weights[0] if is_word else weights
 
     def layout(self, num_processes: int) -> Layout:
         """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the
