@@ -321,6 +321,7 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     results: dict[str, Any] = {
         "model_name_or_path": config.model_name_or_path,
         "data": data.description,
+        "class_weights": setup.class_weights or None,
     }
     loss_fn = evaluation_loss_fn(config, setup.class_weights)
     proofs = {  # for counting targets; evaluations draw no dropout
