@@ -26,7 +26,7 @@ from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
-from hf_ga.run.losses import CrossEntropySum, weights_of_classes
+from hf_ga.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy, weights_of_classes
 from hf_ga.run.models import (
     complete_config,
     known_labels,
@@ -255,14 +255,12 @@ def evaluation_loss_fn(
 def _cross_entropy(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None, label_smoothing: float
 ) -> LossFunction | None:
-    is_weighted = class_weights or config.weight_column is not None
-    if not label_smoothing and not is_weighted:
-        return None
-    return CrossEntropySum(
-        label_smoothing,
-        shifted=config.task == "causal-lm",
-        class_weights=tuple(class_weights.values()) if class_weights else None,
-    )
+    shifted = config.task == "causal-lm"
+    if class_weights:
+        return WeightedCrossEntropy(label_smoothing, shifted, tuple(class_weights.values()))
+    if config.weight_column is not None:
+        return WeightedCrossEntropy(label_smoothing, shifted)
+    return SmoothedCrossEntropy(label_smoothing, shifted) if label_smoothing else None
 
 
 def evaluate_split(

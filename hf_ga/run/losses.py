@@ -20,7 +20,7 @@ from hf_ga.run.config import BALANCED, FinetuneConfig
 
 
 @dataclass(frozen=True)
-class CrossEntropySum:
+class WeightedCrossEntropy:
     """Sum of weights x losses over the targets, and the sum of the weights.
 
     The weight of a target is the weight of its class times the weight of its row (the batch's
@@ -61,14 +61,7 @@ class CrossEntropySum:
             losses = (losses * of_rows.reshape(-1)).sum()
         return losses, self._sum_of_weights(batch)
 
-    def count_targets(self, batch: Batch) -> float:
-        """The sum of the weights alone, without a forward; without device synchronization for a
-        batch on the host.
-        """
-        return float(self._sum_of_weights(batch))
-
     def _sum_of_weights(self, batch: Batch) -> Tensor:
-        """Float32 weights, summed in float64: without rounding, so in any order."""
         labels = self._labels(batch)
         weights = (labels != IGNORED_LABEL).float()
         of_classes = self._of_classes(labels.device, torch.float32)
@@ -87,6 +80,17 @@ class CrossEntropySum:
             return None
         weights = torch.tensor(self.class_weights, dtype=torch.float32)
         return weights.to(device, dtype, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class SmoothedCrossEntropy(WeightedCrossEntropy):
+    """The same without weights: the sum of the losses, and the number of targets."""
+
+    def count_targets(self, batch: Batch) -> float:
+        """The number of targets alone, without a forward; without device synchronization for a
+        batch on the host.
+        """
+        return float(self._sum_of_weights(batch))
 
 
 def _of_targets(batch: Batch, labels: Tensor) -> Tensor | None:

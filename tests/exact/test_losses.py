@@ -9,11 +9,11 @@ import helpers as h
 import pytest
 import torch
 
-from hf_ga.run.losses import CrossEntropySum
+from hf_ga.run.losses import SmoothedCrossEntropy
 
 
 def computed(logits, labels, smoothing, shifted):
-    loss_fn, batch = CrossEntropySum(smoothing, shifted), {"labels": labels}
+    loss_fn, batch = SmoothedCrossEntropy(smoothing, shifted), {"labels": labels}
     loss, count = loss_fn(SimpleNamespace(logits=logits), batch)
     assert loss_fn.count_targets(batch) == float(count)
     return loss, float(count)

@@ -18,7 +18,7 @@ from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.hooks import Call
-from hf_ga.run.losses import CrossEntropySum
+from hf_ga.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits
@@ -348,7 +348,7 @@ NEED_LOGITS = {
     "not a cross entropy": lambda: (h.seeded(OwnHead)(by_hand), {"samples": h.plain_samples(12)}),
     "computed from the logits": lambda: (
         h.gpt2(),
-        {"loss_fn": CrossEntropySum(0.1, shifted=True)},
+        {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)},
     ),
 }
 
