@@ -29,7 +29,7 @@ class WeightedCrossEntropy:
 
     Attributes:
         label_smoothing: With smoothing s the loss of a target is (1 - s) x (its negative
-            log-likelihood) + s x (the mean of this over all classes).
+            log-likelihood) + s x (the mean of this over all classes, each times its own weight).
         shifted: Token t predicts label t + 1 (causal heads).
         class_weights: One number per class. None: 1 for each.
     """

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
+from forked import on_two_ranks, without_errors
 from runs import JOBS, job_config, lines_of, write_rows
 from sklearn.utils.class_weight import compute_class_weight
 from steps import backward_window
@@ -271,6 +272,47 @@ def test_a_stream_has_the_same_weights(weighed, tmp_path):
     (line,) = lines_of(tmp_path)
     assert line["loss"] == pytest.approx(total / weight, rel=1e-5)
     assert line["num_targets"] == weight != plain
+
+
+def test_the_same_bits(weighed, tmp_path):
+    """Weights that are no whole numbers, in a run with everything that weighs."""
+    flags = {
+        **WEIGHED,
+        "class_weights": "balanced",
+        "label_smoothing_factor": 0.1,
+        "same_bits": 4,
+        "max_steps": 3,
+    }
+    found = [
+        hf_ga.finetune(
+            config_of(
+                weighed,
+                tmp_path / str(size),
+                "tags",
+                per_device_train_batch_size=size,
+                global_batch_size=WINDOW,
+                **flags,
+            )
+        )
+        for size in (8, 4)
+    ]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+@pytest.mark.slow("starts two processes")
+def test_two_processes(weighed, tmp_path):
+    """The same bits; only one of them has the rare class."""
+    flags = {**WEIGHED, "class_weights": "balanced", "same_bits": 4, "global_batch_size": WINDOW}
+
+    def run(output):
+        config = config_of(weighed, output, "classes", per_device_train_batch_size=4, **flags)
+        summary = hf_ga.finetune(config)
+        return summary["layout"], summary["weights_sha256"], summary["eval_loss"]
+
+    layout, *of_one = run(tmp_path / "one")
+    for layout_of_two, *of_two in without_errors(on_two_ranks(lambda: run(tmp_path / "two"))):
+        assert layout_of_two != layout
+        assert of_two == of_one
 
 
 REFUSED = {

@@ -5,6 +5,7 @@ by hand.
 import helpers as h
 import pytest
 import torch
+from forked import on_two_ranks, without_errors
 from trainers import LAYOUTS
 from weighted import unweighted_loss, weighted_loss, weighted_mean, weighted_rows
 
@@ -41,6 +42,25 @@ def test_evaluation_reports_the_weighted_mean_of_a_batch(case):
     trainer = given.make(Weighted, **more, **ARGUMENTS)
     loss64, _ = weighted_mean(given.model, rows)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss64, rel=1e-5)
+
+
+@pytest.mark.slow("starts two processes")
+def test_two_ranks(case):
+    """Gradients and logged losses are those of one batch on each rank."""
+    given = case(h.bert_classifier, weighted_rows(**ROWS), dropout=0.0)
+    rows = given.samples[:WINDOW]
+    loss64, grads64 = weighted_mean(given.model, rows)
+    _, full = weighted_mean(given.model, rows, torch.float32)
+
+    def work():
+        run = given.run(Weighted, (2, 4), **ARGUMENTS)
+        return run.gradients[0], run.losses
+
+    for rank, (grads, losses) in enumerate(without_errors(on_two_ranks(work))):
+        grads = {name.removeprefix("module."): g for name, g in grads.items()}
+        h.assert_promise_1(grads, full, grads64)
+        if rank == 0:  # the other logs nothing
+            assert losses[0] == pytest.approx(loss64, rel=1e-5)
 
 
 def test_a_window_of_weight_0_changes_nothing(case):
