@@ -18,6 +18,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from steps import backward_window
 
 import hf_ga
+from hf_ga.data import sources
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.run.build import build_run, chosen_loss_fn, prepare_setup
@@ -315,30 +316,6 @@ def test_two_processes(weighed, tmp_path):
         assert of_two == of_one
 
 
-REFUSED = {
-    "--task regression --class_weights balanced": "class_weights applies to the task text-classif",
-    "--task multi-label --class_weights balanced": "class_weights applies to the task text-classif",
-    "--task question-answering --weight_column w": "weight_column applies to the task causal-lm",
-    "--block_size 16 --weight_column w": "weight_column weighs rows, but block_size cuts",
-    "--task text-classification --class_weights even": "must be balanced, or one finite number",
-    "--task text-classification --class_weights 1 0": r"above 0 for each class, got \[1.0, 0.0\]",
-    "--task text-classification --class_weights 1 nan": "finite number above 0",
-    "--task text-classification --class_weights 1 x": "finite number above 0",
-    "--task text-classification --class_weights balanced --eval_only --model_name_or_path x": (
-        "does not read: give the numbers"
-    ),
-    "--task text-classification --class_weights balanced --streaming --max_steps 1 "
-    "--dataset_name a.jsonl": "streaming does not support class_weights balanced",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_flags_that_are_refused(flags, tmp_path):
-    config = parse_config([*flags.split(), "--output_dir", str(tmp_path)])
-    with pytest.raises(hf_ga.ConfigError, match=REFUSED[flags]):
-        config.check()
-
-
 def test_flags_and_files_give_numbers(tmp_path):
     assert parse_config(["--class_weights", "1", "20"]).class_weights == [1.0, 20.0]
     assert parse_config(["--class_weights", "balanced"]).class_weights == "balanced"
@@ -366,11 +343,18 @@ def test_weights_that_are_none(weight, message, place, tmp_path):
     config.dataset_name = data
     with pytest.raises(hf_ga.DataError, match=message):
         hf_ga.finetune(config)
-    config.streaming, config.validation_file = (
-        True,
-        write_rows(tmp_path / "good.jsonl", rows_of("classes", 20)),
-    )
-    with pytest.raises(hf_ga.DataError, match="weight_column must have a finite number"):
+
+
+def test_a_streamed_weight_that_is_none(place, tmp_path, monkeypatch):
+    """Behind the rows that are read ahead."""
+    monkeypatch.setattr(sources, "NUM_READ_AHEAD", 10)
+    name = "causal LM, row by row"
+    rows = rows_of(name, 20)
+    config = config_of(place, tmp_path / "out", name, streaming=True, **WEIGHED)
+    config.validation_file = write_rows(tmp_path / "good.jsonl", rows)
+    rows[15]["w"] = -2.0
+    config.dataset_name = write_rows(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(hf_ga.DataError, match=r"1 of 20 streamed rows have -2.0"):
         hf_ga.finetune(config)
 
 
@@ -380,10 +364,6 @@ def test_rows_that_cannot_be_weighed(place, tmp_path):
     config.validation_file = write_rows(tmp_path / "good.jsonl", rows)
     config.dataset_name = write_rows(tmp_path / "zero.jsonl", [{**row, "w": 0} for row in rows])
     with pytest.raises(hf_ga.DataError, match="weight_column is 0 in all 20 train rows"):
-        hf_ga.finetune(config)
-    without = [{k: v for k, v in row.items() if k != "w"} for row in rows]
-    config.dataset_name = write_rows(tmp_path / "none.jsonl", without)
-    with pytest.raises(hf_ga.DataError, match="weight_column 'w' is not in the train rows"):
         hf_ga.finetune(config)
     config = config_of(place, tmp_path / "out", "classes", class_weights=[1, 2])
     config.dataset_name = config.validation_file = str(tmp_path / "good.jsonl")
