@@ -88,19 +88,20 @@ class TrainerWindow:
         ):
             try:
                 self.rule = prove_targets(
-                    self.module, samples, windows.collate_fn, loss_fn=trainer.loss_fn
+                    self.module, samples, windows.collate_fn, loss_fn=trainer.loss_sums
                 )
             except LossNotAdditive as error:
                 error.add_note(
-                    "ExactTrainer uses compute_loss or compute_loss_func; a loss_fn(self, outputs, "
-                    "batch) is a method of your subclass, in place of them."
+                    "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
+                    "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass."
                 )
                 raise
             except KeyError as error:
-                error.add_note(
-                    "loss_fn gets what the collate function returns; Trainer removes columns that "
-                    "the model does not take unless remove_unused_columns=False."
-                )
+                if trainer.loss_sums is not None:
+                    error.add_note(
+                        "loss_sums gets what the collate function returns; Trainer removes columns "
+                        "that the model does not take unless remove_unused_columns=False."
+                    )
                 raise
         windows.state.pad_to_window = self.rule.pad_to_window
 
@@ -240,7 +241,7 @@ class ExactTrainerMixin:
     all targets of the window, with the order of samples keyed by (data_seed or seed, epoch) and
     dropout by (seed, epoch, position). The logged loss is this mean. `num_items_in_batch` is that
     of one batch, not of the window: a custom loss must be the mean over its batch. For weights, and
-    other means that are not over targets, a subclass has a method `loss_fn(self, outputs, batch)
+    other means that are not over targets, a subclass has a method `loss_sums(self, outputs, batch)
     -> (sum of weights x losses, sum of weights)`.
     `dataloader_drop_last` drops the last window if it is short.
 
@@ -256,8 +257,9 @@ class ExactTrainerMixin:
     """
 
     _window: TrainerWindow | None = None
-    # A subclass may have a method `loss_fn(self, outputs, batch) -> (sum of the loss, targets)`.
-    loss_fn: LossFunction | None = None
+    # A subclass may have a method `loss_sums(self, outputs, batch) -> (sum of the loss, targets)`.
+    # (Not `loss_fn`: trainers with their own compute_loss often have an attribute of that name.)
+    loss_sums: LossFunction | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
@@ -283,15 +285,15 @@ class ExactTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Trainer's `compute_loss`; with a `loss_fn`, the mean of the batch, as evaluations need
+        """Trainer's `compute_loss`; with `loss_sums`, the mean of the batch, as evaluations need
         it.
         """
-        if self.loss_fn is None:
+        if self.loss_sums is None:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
             )
         outputs = model(**argument_filter(model)(inputs))
-        total, number = own_loss(self.loss_fn, outputs, inputs)
+        total, number = own_loss(self.loss_sums, outputs, inputs)
         loss = total / (number or 1.0)
         return (loss, outputs) if return_outputs else loss
 

@@ -16,7 +16,7 @@ class TrainerLoss(nn.Module):
     this batch alone.
 
     A `compute_loss_func` receives the number of items of this batch, as in Trainer's evaluation.
-    With a `loss_fn`, which is called on them, it returns the model's outputs.
+    With `loss_sums`, which is called on them, it returns the model's outputs.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -27,7 +27,7 @@ class TrainerLoss(nn.Module):
         self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._needs_items = trainer.compute_loss_func is not None
         self._has_pairs = has_pairs(trainer.data_collator)
-        self._returns_outputs = trainer.loss_fn is not None
+        self._returns_outputs = trainer.loss_sums is not None
 
     def forward(self, **batch: Any) -> Any:
         """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this

@@ -275,6 +275,15 @@ def test_a_stream_has_the_same_weights(weighed, tmp_path):
     assert line["num_targets"] == weight != plain
 
 
+def test_most_rows_may_have_weight_0(weighed, tmp_path):
+    """The proof takes rows that weigh something."""
+    rows = rows_of("classes", COUNT)
+    rows = [{**row, "w": 1.0 if i % 12 == 0 else 0.0} for i, row in enumerate(rows)]
+    config = config_of(weighed, tmp_path / "out", "classes", max_steps=1, **WEIGHED)
+    config.dataset_name = write_rows(tmp_path / "few.jsonl", rows)
+    assert hf_ga.finetune(config)["steps"] == 1
+
+
 def test_the_same_bits(weighed, tmp_path):
     """Weights that are no whole numbers, in a run with everything that weighs."""
     flags = {

@@ -1,4 +1,4 @@
-"""`loss_fn` in a trainer of one's own: classes and samples with weights, against one float64 batch
+"""`loss_sums` in a trainer of one's own: classes and samples with weights, against one float64 batch
 by hand.
 """
 
@@ -18,7 +18,7 @@ ARGUMENTS = {"train_sampling_strategy": "sequential", "remove_unused_columns": F
 
 
 class Weighted(ExactTrainer):
-    def loss_fn(self, outputs, batch):
+    def loss_sums(self, outputs, batch):
         return weighted_loss(outputs, batch)
 
 
