@@ -278,7 +278,7 @@ def test_a_stream_has_the_same_weights(weighed, tmp_path):
 def test_most_rows_may_have_weight_0(weighed, tmp_path):
     """The proof takes rows that weigh something."""
     rows = rows_of("classes", COUNT)
-    rows = [{**row, "w": 1.0 if i % 12 == 0 else 0.0} for i, row in enumerate(rows)]
+    rows = [{**row, "w": 1.0 if i in (10, 50, 91) else 0.0} for i, row in enumerate(rows)]
     config = config_of(weighed, tmp_path / "out", "classes", max_steps=1, **WEIGHED)
     config.dataset_name = write_rows(tmp_path / "few.jsonl", rows)
     assert hf_ga.finetune(config)["steps"] == 1
