@@ -83,7 +83,7 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
     """Build the model and a window of training samples as in finetune, and check them."""
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator)
-    loss_fn = chosen_loss_fn(config)
+    loss_fn = chosen_loss_fn(config, setup.class_weights)
     # They compute the head's own loss, so they cannot be compared under another one.
     steps: dict[str, Step] = {
         TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None
@@ -102,8 +102,8 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
     )
     if loss_fn is not None and config.listed("compare"):
         report.facts.append(
-            "no other step is compared: label_smoothing_factor changes the loss, and they compute "
-            "the head's own"
+            "no other step is compared: label smoothing and weights change the loss, and they "
+            "compute the head's own"
         )
     return report
 

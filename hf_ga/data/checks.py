@@ -2,12 +2,17 @@
 starts.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 from hf_ga.errors import DataError
 
 NUM_SHOWN = 3
+LARGEST = float(np.finfo(np.float32).max)
+WEIGHT_RULE = "weight_column must have a finite number of at least 0 in every row"
+FIX_WEIGHTS = "Choose the column with --weight_column, or fix these rows (0 leaves a row out)."
 FIX_LABELS = "Choose the column with --label_column, or fix these rows."  # a remedy
 
 
@@ -29,4 +34,27 @@ def check_values(
         shown = ", ".join(f"{value!r:.80}" for value in wrong[:NUM_SHOWN])
         raise DataError(
             f"{rule}, but {len(wrong)} of {len(values)} {split} rows have {shown}. {remedy}"
+        )
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is a number of at least 0, finite in float32."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= LARGEST
+
+
+def check_weights(split: str, weights: Sequence[Any]) -> None:
+    """Check the weights of the rows of a split.
+
+    Raises:
+        DataError: One is not a number of at least 0, or all are 0.
+    """
+    first = next((row for row, weight in enumerate(weights) if not is_weight(weight)), None)
+    if first is not None:
+        remedy = f"The first of them is {split} row {first}, counted from 0. {FIX_WEIGHTS}"
+        check_values(split, weights, is_weight, WEIGHT_RULE, remedy)
+    if not any(weights):
+        raise DataError(
+            f"weight_column is 0 in all {len(weights)} {split} rows, so there is no mean: "
+            f"{FIX_WEIGHTS}"
         )

@@ -14,6 +14,7 @@ from hf_ga.data.masking import mask_tokens
 from hf_ga.exact.batches import IGNORED_LABEL
 
 Samples = Sequence[dict[str, Any]]
+ROW_WEIGHTS = "row_weights"  # the entry of a batch
 
 
 def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
@@ -27,7 +28,7 @@ def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and, if the samples have them, `token_type_ids`, each of shape
-    (samples, longest).
+    (samples, longest), and `row_weights`, float32 of shape (samples,).
     """
     rows = [sample["input_ids"] for sample in samples]
     batch = {
@@ -36,6 +37,9 @@ def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     }
     if "token_type_ids" in samples[0]:
         batch["token_type_ids"] = pad([sample["token_type_ids"] for sample in samples], 0)
+    if "weight" in samples[0]:
+        weights = [sample["weight"] for sample in samples]
+        batch[ROW_WEIGHTS] = torch.tensor(weights, dtype=torch.float32)
     return batch
 
 

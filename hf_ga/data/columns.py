@@ -9,7 +9,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.data.chat import chat_columns
-from hf_ga.data.checks import check_values
+from hf_ga.data.checks import check_values, check_weights
 from hf_ga.data.options import DataOptions
 from hf_ga.data.tasks import Task
 from hf_ga.errors import DataError
@@ -60,6 +60,7 @@ FLAGS = {
     "answers": "label_column",
     "choices": "choices_column",
     "target": "target_column",
+    "weight": "weight_column",
 }
 
 
@@ -68,7 +69,7 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[
     them.
 
     Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`, `choices`
-    (or `choice0`, `choice1`, ...), `target`, or the names of conversation columns.
+    (or `choice0`, `choice1`, ...), `target`, `weight`, or the names of conversation columns.
 
     Raises:
         DataError: conversations that would be cut into blocks.
@@ -78,6 +79,8 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[
     if task.labels in LABELS:
         role = "answers" if task.labels == "answers" else "label"
         chosen[role] = options.label_column or _first(first, LABELS[task.labels])
+    if options.weight_column is not None:
+        chosen["weight"] = options.weight_column
     return chosen
 
 
@@ -86,7 +89,7 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
     Raises:
         DataError: a column is missing in a split; one column for two roles; texts that are not
-            strings, or not valid UTF-8.
+            strings, or not valid UTF-8; weights that are none.
     """
     for split, dataset in rows.items():
         for role, column in roles.items():
@@ -126,6 +129,8 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
             rule,
             remedy,
         )
+    if role == "weight":
+        check_weights(split, dataset[role][:])
     if role == "tokens":
         check_values(
             split,

@@ -33,7 +33,7 @@ from hf_ga.data.tokenization import (
 from hf_ga.errors import ConfigError, DataError
 
 # Roles of columns that rows to predict do not need.
-LEARNED = {"label", "answers", "target"}
+LEARNED = {"label", "answers", "target", "weight"}
 # Numeric columns of a sample that determine what a model learns; the others are for metrics,
 # predictions and the log.
 _LEARNED_FROM = (
@@ -44,6 +44,7 @@ _LEARNED_FROM = (
     "labels",
     "start_positions",
     "end_positions",
+    "weight",
 )
 _FORMAT = 5  # part of the cache key: increment when tokenization changes
 # Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
@@ -254,7 +255,7 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
         dataset = rows.map(
             tokenize,
             batched=True,
-            remove_columns=rows.column_names,
+            remove_columns=[name for name in rows.column_names if name != "weight"],
             new_fingerprint=Hasher.hash(key),
             desc=f"tokenizing {split}",
         )
@@ -266,6 +267,8 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
         "train, read ahead" if options.streaming and split == "train" else split,
         options.max_length,
     )
+    if "weight" in dataset.column_names:
+        data.facts.append(f"{split}: {_fact_of_weights(dataset, options)}")
     if is_empty.all():
         raise DataError(f"all {len(dataset)} {split} rows are empty: give rows with text.")
     if is_empty.any():
@@ -311,6 +314,14 @@ def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
         for what, count in counts.items()
         if count
     ]
+
+
+def _fact_of_weights(dataset: Dataset, options: DataOptions) -> str:
+    weights = np.asarray(dataset["weight"][:])
+    return (
+        f"rows weighted by {options.weight_column} ({weights.min():g} to {weights.max():g}; "
+        f"{(weights == 0).sum():,} of {len(weights):,} rows have weight 0)"
+    )
 
 
 def _learned_from(samples: Dataset) -> Dataset:

@@ -92,6 +92,11 @@ class DataOptions:
     source_prefix: str | None = option(
         None, "seq2seq: text before every source, such as 'summarize: ' for T5."
     )
+    weight_column: str | None = option(
+        None,
+        "Column with the weight of each row, a number of at least 0, in the loss of training and "
+        "evaluations. Default: all rows weigh the same.",
+    )
     max_train_samples: int | None = option(
         None, "Use only the first N training rows. Default: all."
     )

@@ -23,6 +23,7 @@ from datasets import (
 )
 
 from hf_ga.data import corpus
+from hf_ga.data.checks import FIX_WEIGHTS, WEIGHT_RULE, check_values, is_weight
 from hf_ga.data.files import (
     check_same_columns,
     columns_of,
@@ -140,7 +141,10 @@ class StreamedSamples:
         named = feature if isinstance(feature, ClassLabel) else None
         encode = partial(_encode, feature=named, labels=labels, tokenize=tokenize)
         samples = stream.map(
-            encode, batched=True, batch_size=BATCH_SIZE, remove_columns=list(columns)
+            encode,
+            batched=True,
+            batch_size=BATCH_SIZE,
+            remove_columns=[role for role in columns if role != "weight"],
         )
         self.samples = samples.filter(bool, input_columns="length")
 
@@ -152,7 +156,8 @@ class StreamedSamples:
         """One pass.
 
         Raises:
-            DataError: a row cannot be read, tokenized, or has an unknown label.
+            DataError: a row cannot be read, tokenized, or has an unknown label or a weight that is
+                none.
         """
         try:
             yield from self.samples
@@ -319,4 +324,6 @@ def _encode(
     if labels:
         ids = label_ids([[value] for value in rows["label"]], feature, labels, "the stream")
         rows = {**rows, "label": [of_row[0] for of_row in ids]}
+    if "weight" in rows:
+        check_values("streamed", rows["weight"], is_weight, WEIGHT_RULE, FIX_WEIGHTS)
     return tokenize(rows)

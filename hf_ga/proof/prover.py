@@ -50,6 +50,15 @@ TRIAL_ROWS = np.array(
     [0, 1, NUM_PROBE_SAMPLES - 1]
 )  # two short ones with few targets, and the longest
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
+OTHER_CAUSES = (
+    "a loss across samples (in-batch negatives), a sum of several means, or a mean over something "
+    "else"
+)
+# What to return where classes, samples or targets have weights.
+WEIGHTED_FORM = """
+    losses = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="none")
+    return (weights * losses).sum(), weights.sum()  # with weights = class_weights[batch["labels"]]
+"""
 GROUPS = {"A": ALL_ROWS[:NUM_IN_A], "B": ALL_ROWS[NUM_IN_A:], "A+B": ALL_ROWS}
 
 
@@ -371,10 +380,15 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
         )
     if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
         return "the loss is a sum, not a mean"
-    return (
-        "a loss across samples (in-batch negatives), a sum of several means, or a mean over "
-        "something else"
-    )
+    return OTHER_CAUSES
+
+
+def weights_as_cause(model: nn.Module) -> str:
+    """Weights as a cause of a loss that is not additive: those of a module, or any."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.loss._WeightedLoss) and module.weight is not None:
+            return f"{name} ({type(module).__name__}) has weights"
+    return f"weights of classes or samples, {OTHER_CAUSES}"
 
 
 def _no_single_rule(
@@ -396,6 +410,11 @@ def _no_single_rule(
         remedy = (
             "make sure that loss_fn returns the sum of the loss over the targets, not their mean"
         )
+    remedy += "."
+    cause = likely_cause(model, losses)
+    if cause == OTHER_CAUSES:
+        cause = weights_as_cause(model)
+        remedy += f" With weights, return their sum in place of the number:{WEIGHTED_FORM}"
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(
         f"{rule}: {counts[rule]} targets in A, B, A+B, relative error {residuals[rule]:.1e}"
@@ -403,7 +422,7 @@ def _no_single_rule(
     )
     return (
         "the loss of a batch is not the mean over its targets by any counting rule. Likely "
-        f"cause: {likely_cause(model, losses)}. "
-        f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; "
+        f"cause: {cause}. "
+        f"Remedy: {remedy} (Of two groups of samples and both together: losses {shown}; "
         f"{numbers}.)"
     )

@@ -3,7 +3,7 @@ windows.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.evaluation import evaluate, evaluation_windows
-from hf_ga.run.losses import SmoothedCrossEntropy
+from hf_ga.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy, weights_of_classes
 from hf_ga.run.models import (
     complete_config,
     known_labels,
@@ -71,7 +71,12 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     model_config = complete_config(base, config, data)
     return Setup(
-        config=config, accelerator=accelerator, data=data, model_config=model_config, **functions
+        config=config,
+        accelerator=accelerator,
+        data=data,
+        model_config=model_config,
+        class_weights=weights_of_classes(config, data),
+        **functions,
     )
 
 
@@ -120,7 +125,8 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
 def build_run(setup: Setup) -> Run:
     """Build model, optimizer, schedule and windows, and prove the loss."""
     config, accelerator, data = setup.config, setup.accelerator, setup.data
-    loss_fn = chosen_loss_fn(config)
+    loss_fn = chosen_loss_fn(config, setup.class_weights)
+    eval_loss_fn = evaluation_loss_fn(config, setup.class_weights)
     windows = train_windows(setup)  # checks sizes before the model is built
     model = build_model(setup)
     _print_size(setup, model)
@@ -132,8 +138,8 @@ def build_run(setup: Setup) -> Run:
         data.collate,
         allow_split_dependent_randomness=allowed,
     )
-    head_rule = prove()  # of the head's own loss, for evaluations
-    rule = head_rule if loss_fn is None else prove(loss_fn=loss_fn)
+    eval_rule = prove(loss_fn=eval_loss_fn)
+    rule = eval_rule if loss_fn == eval_loss_fn else prove(loss_fn=loss_fn)
     windows.state.pad_to_window = rule.pad_to_window
     max_windows = (
         math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
@@ -159,7 +165,7 @@ def build_run(setup: Setup) -> Run:
         scheduler=scheduler,
         windows=windows,
         rule=rule,
-        evaluate=partial(evaluate_split, setup, model, head_rule),
+        evaluate=partial(evaluate_split, setup, model, eval_rule),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or once_per_epoch,
@@ -227,17 +233,40 @@ def _frozen_sha256(model: nn.Module) -> str:
     )
 
 
-def chosen_loss_fn(config: FinetuneConfig) -> LossFunction | None:
-    """The loss with label smoothing; None: the head's own."""
-    if not config.label_smoothing_factor:
-        return None
-    return SmoothedCrossEntropy(config.label_smoothing_factor, shifted=config.task == "causal-lm")
+def chosen_loss_fn(
+    config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
+) -> LossFunction | None:
+    """The training loss with label smoothing or weights; None: the head's own.
+
+    Args:
+        config: Of the run.
+        class_weights: See `Setup`.
+    """
+    return _cross_entropy(config, class_weights, config.label_smoothing_factor)
+
+
+def evaluation_loss_fn(
+    config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
+) -> LossFunction | None:
+    """The loss of evaluations: with the weights of the training loss, without label smoothing."""
+    return _cross_entropy(config, class_weights, label_smoothing=0.0)
+
+
+def _cross_entropy(
+    config: FinetuneConfig, class_weights: Mapping[str, float] | None, label_smoothing: float
+) -> LossFunction | None:
+    shifted = config.task == "causal-lm"
+    if class_weights:
+        return WeightedCrossEntropy(label_smoothing, shifted, tuple(class_weights.values()))
+    if config.weight_column is not None:
+        return WeightedCrossEntropy(label_smoothing, shifted)
+    return SmoothedCrossEntropy(label_smoothing, shifted) if label_smoothing else None
 
 
 def evaluate_split(
     setup: Setup, model: nn.Module, rule: Rule, split: str = "validation"
 ) -> dict[str, float]:
-    """Loss of the head and metrics of a split, as `eval_loss` or `test_loss`, ..."""
+    """Loss and metrics of a split, as `eval_loss` or `test_loss`, ..."""
     data = setup.data
     windows = evaluation_windows(
         data.samples(split),
@@ -258,8 +287,14 @@ def evaluate_split(
 
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Samples over the whole range of lengths, to find out whether the loss depends on padding."""
-    by_length = np.argsort(np.asarray(data.splits[split]["length"][:]), kind="stable")
+    """Samples over the whole range of lengths, to find out whether the loss depends on padding;
+    none that weigh nothing.
+    """
+    dataset = data.splits[split]
+    by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")
+    if "weight" in dataset.column_names:
+        weights = np.asarray(dataset["weight"][:])
+        by_length = by_length[weights[by_length] > 0]
     ids = by_length[
         np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)
     ]

@@ -1,8 +1,10 @@
 """The flags of `scripts/finetune.py` as a dataclass, checked before any data is read."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from math import inf
 from typing import Any
 
 from hf_ga.data.options import DataOptions, as_list, option
@@ -14,16 +16,22 @@ from hf_ga.run.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
 
 DEFAULT_ACCUMULATION_STEPS = 4
+BALANCED = "balanced"  # class_weights
+# HfArgumentParser reads the type before None as that of the flag.
+ClassWeights = list[str] | None | list[float] | str
 STREAMED_TASKS = ("causal-lm", "text-classification")
+CROSS_ENTROPY_TASKS = (  # with one mean over classes
+    "causal-lm",
+    "masked-lm",
+    "text-classification",
+    "token-classification",
+    "seq2seq",
+)
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "block_size": ("causal-lm", "masked-lm"),
-    "label_smoothing_factor": (
-        "causal-lm",
-        "masked-lm",
-        "text-classification",
-        "token-classification",
-        "seq2seq",
-    ),
+    "label_smoothing_factor": CROSS_ENTROPY_TASKS,
+    "weight_column": CROSS_ENTROPY_TASKS,
+    "class_weights": ("text-classification", "token-classification"),
     "text_pair_column": (
         "text-classification",
         "regression",
@@ -88,6 +96,12 @@ class FinetuneConfig(DataOptions):
     # loss
     label_smoothing_factor: float = option(
         0.0, "Label smoothing of the training loss (not of validation losses)."
+    )
+    class_weights: ClassWeights = option(
+        None,
+        "text-classification, token-classification: weights of the classes in the loss of training "
+        "and evaluations: `balanced` (targets / (classes x targets of the class), as in "
+        "scikit-learn), or one number above 0 for each class, in the order of the labels.",
     )
     # batch
     per_device_train_batch_size: int = option(
@@ -217,6 +231,16 @@ class FinetuneConfig(DataOptions):
     )
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
+    def __post_init__(self) -> None:
+        """Convert class weights of the command line to numbers."""
+        super().__post_init__()
+        weights = self.class_weights
+        if isinstance(weights, list):
+            with suppress(TypeError, ValueError, OverflowError):  # `check` says what is no number
+                weights = [float(weight) for weight in weights]
+            is_word = len(weights) == 1 and isinstance(weights[0], str)
+            self.class_weights = weights[0] if is_word else weights
+
     def layout(self, num_processes: int) -> Layout:
         """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the
         launcher's.
@@ -307,6 +331,13 @@ class FinetuneConfig(DataOptions):
 
     def _check_combinations(self) -> None:
         """Check flags that need or exclude each other."""
+        if self.class_weights is not None:
+            self._check_class_weights()
+        if self.weight_column is not None and self.block_size:
+            raise ConfigError(
+                "weight_column weighs rows, but block_size cuts their texts into blocks: omit one "
+                "of them."
+            )
         if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (
             0.9,
             0.999,
@@ -368,12 +399,30 @@ class FinetuneConfig(DataOptions):
                 "eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`."
             )
 
+    def _check_class_weights(self) -> None:
+        weights = self.class_weights
+        if weights == BALANCED and self.eval_only:
+            raise ConfigError(
+                "class_weights balanced counts the labels of the training rows, which eval_only "
+                "does not read: give the numbers of the training run (in its summary.json)."
+            )
+        if weights != BALANCED and not (
+            isinstance(weights, list)
+            and all(isinstance(weight, float) and 0 < weight < inf for weight in weights)
+        ):
+            raise ConfigError(
+                f"class_weights must be {BALANCED}, or one finite number above 0 for each class, "
+                f"got {weights!r:.80}."
+            )
+
     def _check_streaming(self) -> None:
         num_workers = self.dataloader_num_workers
         unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task
             not in STREAMED_TASKS,
             "block_size": self.block_size,
+            "class_weights balanced (it counts the labels of all training rows first; give "
+            "numbers)": self.class_weights == BALANCED,
             "max_train_samples": self.max_train_samples,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": "stdlib" in as_list(self.dataset_name),

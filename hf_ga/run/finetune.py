@@ -38,6 +38,7 @@ from hf_ga.run.build import (
     build_model,
     build_run,
     evaluate_split,
+    evaluation_loss_fn,
     mergeable,
     prepare_setup,
     proof_samples,
@@ -55,6 +56,7 @@ from hf_ga.run.trackers import start_trackers
 from hf_ga.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.training import prove_targets
 
+NUM_CLASSES = 20  # whose weights are printed, at most; summary.json has all
 # Names of counting rules in plain words.
 TARGETS = {
     "shifted labels": "each token after the first, unless its label is -100",
@@ -139,6 +141,8 @@ def _finetune(
         else None
     )
     print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
+    if setup.class_weights:
+        print_fact(accelerator, "classes", _fact_of_classes(setup))
     if config.eval_only:
         return _evaluate_only(setup)
     run = build_run(setup)
@@ -165,6 +169,12 @@ def _finetune(
             raise
         raise _with_remedy(run, progress, error) from error
     return _finish(run, progress, seconds=time.perf_counter() - began)
+
+
+def _fact_of_classes(setup: Setup) -> str:
+    weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
+    more = f", ... ({len(weights)} classes)" if len(weights) > NUM_CLASSES else ""
+    return f"weights {', '.join(weights[:NUM_CLASSES])}{more}"
 
 
 def _print_plan(run: Run) -> None:
@@ -291,6 +301,7 @@ def _summary(
         "data": run.data.description,
         "data_facts": run.data.facts,
         "labels": run.data.labels,
+        "class_weights": run.class_weights or None,
         "weights_sha256": state_sha256(weights),
         "versions": versions(),
         "machine": machine(),
@@ -310,10 +321,16 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     results: dict[str, Any] = {
         "model_name_or_path": config.model_name_or_path,
         "data": data.description,
+        "class_weights": setup.class_weights or None,
     }
+    loss_fn = evaluation_loss_fn(config, setup.class_weights)
     proofs = {  # for counting targets; evaluations draw no dropout
         split: prove_targets(
-            model, proof_samples(data, split), data.collate, allow_split_dependent_randomness=True
+            model,
+            proof_samples(data, split),
+            data.collate,
+            loss_fn=loss_fn,
+            allow_split_dependent_randomness=True,
         )
         for split in data.splits
     }

@@ -153,7 +153,7 @@ def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> Non
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    why = "their samples have no targets: check the labels, or remove such rows"
+    why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
     if result.overflowed:
         why = (
             f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}: "

@@ -46,6 +46,7 @@ class Setup:
 
     Attributes:
         model_config: with the labels of the data.
+        class_weights: by label, in the order of the labels; empty without `class_weights`.
         unlabelled: the rows to predict at the end, if any.
         on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions;
             see `finetune`.
@@ -55,6 +56,7 @@ class Setup:
     accelerator: Accelerator
     data: PreparedData
     model_config: PretrainedConfig
+    class_weights: dict[str, float] = field(default_factory=dict)
     unlabelled: Unlabelled | None = None
     on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
     on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None

@@ -28,10 +28,17 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive
 from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import callable_module, module_modes
+from hf_ga.exact.forward import (
+    LossFunction,
+    argument_filter,
+    callable_module,
+    module_modes,
+    own_loss,
+)
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -62,6 +69,7 @@ class TrainerWindow:
         rule: What was proven about the trainer's own loss.
         engine: Of the current window.
         num_begun: Micro-batches of the window that were begun. None: no window.
+        result: Of the current window. None: it is not complete.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
@@ -70,6 +78,7 @@ class TrainerWindow:
         self.state = windows.state
         self.module = TrainerLoss(trainer)
         self.num_begun: int | None = None
+        self.result: StepResult | None = None
         self._was_checked = False  # comparing once: reading a number waits for the device
         trainer.model.train()  # as in each training step: the proof needs the modes of training
         samples = windows.probe_samples(NUM_PROOF_SAMPLES)
@@ -79,12 +88,21 @@ class TrainerWindow:
             full_precision(trainer.model),
         ):
             try:
-                self.rule = prove_targets(self.module, samples, windows.collate_fn)
+                self.rule = prove_targets(
+                    self.module, samples, windows.collate_fn, loss_fn=trainer.loss_sums
+                )
             except LossNotAdditive as error:
                 error.add_note(
-                    "ExactTrainer uses compute_loss or compute_loss_func; loss_fn is an argument "
-                    "of hf_ga.prepare only."
+                    "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
+                    "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass."
                 )
+                raise
+            except KeyError as error:
+                if trainer.loss_sums is not None:
+                    error.add_note(
+                        "loss_sums gets what the collate function returns; Trainer removes columns "
+                        "that the model does not take unless remove_unused_columns=False."
+                    )
                 raise
         windows.state.pad_to_window = self.rule.pad_to_window
 
@@ -127,10 +145,8 @@ class TrainerWindow:
             self.engine.begin(window, num_calls=len(batches))
         self.batches = batches
         self.num_begun = 0
-        if accelerator.scaler is not None and not any(self.engine.totals):
-            raise DataError(
-                "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
-            )
+        self.result = None
+        self._check_targets(any(self.engine.totals))
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
         """The index of the next micro-batch in the window (0-based).
@@ -197,10 +213,29 @@ class TrainerWindow:
                 )
         self.engine.backward_term(self._term, self._counts)
 
+    def end(self) -> None:
+        """End the window.
+
+        Raises:
+            DataError: If there is no target under fp16.
+        """
+        self.result = self.engine.end()
+        self._check_targets(not self.result.skipped)
+
+    def _check_targets(self, has_targets: bool) -> None:
+        if self.trainer.accelerator.scaler is not None and not has_targets:
+            raise DataError(
+                "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
+            )
+
     def logged(self) -> Tensor:
         """What Trainer adds up over the micro-batches and averages over the processes, to log the
         window's mean loss.
         """
+        if self.engine.loss.counts_in_forward:  # the divisor is known at the end
+            if self.result is None:
+                return torch.zeros_like(self._term.detach())
+            return self.result.loss_tensor.to(self._term.dtype)
         weight = self.engine.call.weight * self.engine.backend.num_processes
         return self._term.detach() * weight
 
@@ -214,7 +249,9 @@ class ExactTrainerMixin:
     trainer's own loss (`compute_loss`, `compute_loss_func`, label smoothing, or the head's) over
     all targets of the window, with the order of samples keyed by (data_seed or seed, epoch) and
     dropout by (seed, epoch, position). The logged loss is this mean. `num_items_in_batch` is that
-    of one batch, not of the window: a custom loss must be the mean over its batch.
+    of one batch, not of the window: a custom loss must be the mean over its batch. For weights, and
+    other means that are not over targets, a subclass has a method `loss_sums(self, outputs, batch)
+    -> (sum of weights x losses, sum of weights)`.
     `dataloader_drop_last` drops the last window if it is short.
 
     Attributes:
@@ -235,6 +272,9 @@ class ExactTrainerMixin:
 
     audit = True
     _window: TrainerWindow | None = None
+    # A subclass may have a method `loss_sums(self, outputs, batch) -> (sum of the loss, targets)`.
+    # (Not `loss_fn`: trainers with their own compute_loss often have an attribute of that name.)
+    loss_sums: LossFunction | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trainer's `train`, after checking that it can be made exact."""
@@ -252,6 +292,25 @@ class ExactTrainerMixin:
     def _window_size(self) -> int:
         args = self.args
         return args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Trainer's `compute_loss`; with `loss_sums`, the mean of the batch, as evaluations need
+        it.
+        """
+        if self.loss_sums is None:
+            return super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        outputs = model(**argument_filter(model)(inputs))
+        total, number = own_loss(self.loss_sums, outputs, inputs)
+        loss = total / (number or 1.0)
+        return (loss, outputs) if return_outputs else loss
 
     def get_train_dataloader(self) -> DataLoader:
         """Prove the loss, then load hf_ga's windows, micro-batch by micro-batch, from Trainer's
@@ -307,7 +366,7 @@ class ExactTrainerMixin:
                 super().training_step(model, inputs)
             if index == len(window.batches) - 1:
                 with _without_bookkeeping(self):
-                    window.engine.end()
+                    window.end()
         return window.logged()
 
 

@@ -9,7 +9,7 @@ import helpers as h
 import pytest
 import torch
 
-from hf_ga.run.losses import SmoothedCrossEntropy
+from hf_ga.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy
 
 
 def computed(logits, labels, smoothing, shifted):
@@ -58,6 +58,33 @@ def test_sum_and_count(smoothing, shifted, dtype):
         number,
     )
     assert abs(by_formula(logits, labels, smoothing + 0.01, shifted)[0] - total) > 1e-3, "control"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_of_classes_are_those_of_torch(smoothing):
+    """The weighted mean of torch; a row of weight w counts as w rows."""
+    logits, labels = data((6, 5))
+    logits = logits.double()
+    class_weights = (0.5, 1.0, 20.0)
+    loss_fn = WeightedCrossEntropy(smoothing, False, class_weights)
+    loss, weight = loss_fn(SimpleNamespace(logits=logits), {"labels": labels})
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        torch.tensor(class_weights, dtype=torch.float64),
+        label_smoothing=smoothing,
+    )
+    assert float(loss / weight) == pytest.approx(float(expected), rel=1e-12)
+    numbers = [0, 1, 3, 1, 2, 0]
+    weighted = {"labels": labels, "row_weights": torch.tensor(numbers, dtype=torch.float32)}
+    repeated = [row for row, number in enumerate(numbers) for _ in range(number)]
+    for found, exact in zip(
+        loss_fn(SimpleNamespace(logits=logits), weighted),
+        loss_fn(SimpleNamespace(logits=logits[repeated]), {"labels": labels[repeated]}),
+        strict=True,
+    ):
+        assert float(found) == pytest.approx(float(exact), rel=1e-12)
+        assert float(found) != pytest.approx(float(loss), rel=1e-2), "control: without weights"
 
 
 @pytest.mark.parametrize(

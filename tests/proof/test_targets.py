@@ -267,6 +267,37 @@ def test_refused_with_its_cause(name):
         hf_ga.prove_targets(build(), make_samples(16), h.pad_right)
 
 
+class Criterion(nn.Module):
+    """A head that weighs its classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = h.bert_classifier()
+        self.criterion = nn.CrossEntropyLoss(torch.tensor([0.1, 1.0, 9.0]))
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+        return h.tf.modeling_outputs.SequenceClassifierOutput(
+            loss=self.criterion(logits, labels), logits=logits
+        )
+
+
+def test_weights_are_refused_with_the_form_that_is_exact():
+    """The two lines of the message, as a function, are proven on the same model."""
+    samples = h.class_samples(16)
+    with pytest.raises(
+        hf_ga.LossNotAdditive, match=r"criterion \(CrossEntropyLoss\) has weights"
+    ) as error:
+        hf_ga.prove_targets(Criterion(), samples, h.pad_right)
+    lines = [line for line in str(error.value).splitlines() if line.startswith("    ")]
+    assert len(lines) == 2
+    code = "\n".join(["def loss_fn(outputs, batch):", "    weights = W[batch['labels']]", *lines])
+    names = {"torch": torch, "W": torch.tensor([0.1, 1.0, 9.0])}
+    exec(code, names)
+    rule = hf_ga.prove_targets(Criterion(), samples, h.pad_right, loss_fn=names["loss_fn"])
+    assert rule.name == "loss_fn"
+
+
 FROZEN = (
     "embedding",
     "bert.encoder",

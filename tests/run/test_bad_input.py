@@ -125,6 +125,51 @@ CASES = {
         "--task regression --label_smoothing_factor 0.1",
         ["applies to the task", "not regression"],
     ),
+    "class weights of numbers": (
+        "--task regression --class_weights balanced",
+        ["class_weights applies to the task text-classification", "not regression"],
+    ),
+    "class weights of label sets": (
+        "--task multi-label --class_weights balanced",
+        ["class_weights applies to the task", "not multi-label"],
+    ),
+    "class weights in words": (
+        f"{CLASSIFY} --class_weights even",
+        ["class_weights must be balanced, or one finite number above 0", "got 'even'"],
+    ),
+    "a class weight of 0": (
+        f"{CLASSIFY} --class_weights 1 0",
+        ["class_weights must be", "above 0 for each class", "[1.0, 0.0]"],
+    ),
+    "a class weight that is no number": (
+        f"{CLASSIFY} --class_weights 1 nan",
+        ["class_weights must be", "finite number", "[1.0, nan]"],
+    ),
+    "class weights of other classes": (
+        f"{CLASSIFY} --class_weights 1 2 3 --dataset_name {{d}}/good.jsonl",
+        ["class_weights has 3 numbers for 2 labels", "in this order: 0, 1"],
+    ),
+    "balanced class weights in an evaluation": (
+        f"{CLASSIFY} --class_weights balanced --eval_only --model_name_or_path {{d}}/bert",
+        ["class_weights balanced counts", "eval_only", "give the numbers"],
+    ),
+    "balanced class weights of a stream": (
+        f"{CLASSIFY} --class_weights balanced --streaming --max_steps 1 "
+        "--dataset_name {d}/good.jsonl",
+        ["streaming does not support class_weights balanced", "give numbers"],
+    ),
+    "weights of questions": (
+        "--task question-answering --weight_column w",
+        ["weight_column applies to the task causal-lm", "not question-answering"],
+    ),
+    "weights of blocks": (
+        "--block_size 16 --weight_column w",
+        ["weight_column weighs rows", "block_size cuts", "omit one"],
+    ),
+    "no column of weights": (
+        f"{CLASSIFY} --weight_column w --dataset_name {{d}}/good.jsonl",
+        ["weight_column 'w' is not in the train rows", "text, label", "--weight_column"],
+    ),
     "pair of a language model": (
         "--text_pair_column label",
         ["text_pair_column applies to the task", "not causal-lm"],

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helpers as h
 import pytest
+import torch
+from trainers import arguments, make_trainer
 from transformers import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -81,10 +84,11 @@ def test_every_block_and_command_is_tried():
         "README": 2,
         "accelerator": 1,
         "checker": 1,
+        "exactness": 1,
         "finetune": 2,
         "library": 2,
         "processes": 1,
-        "trainer": 1,
+        "trainer": 2,
     }
     tried = {*CHECKS, *PLANS, *ELSEWHERE, *RUNS, *REPORTED}
     assert {line for line in COMMANDS if line not in tried and "pip install" not in line} == set()
@@ -149,6 +153,27 @@ def test_the_stream_gives_windows(capsys):
 def test_the_one_import_line_gives_a_trainer(page, index, capsys):
     names, _ = execute(BLOCKS[page][index], capsys)
     assert issubclass(names["Trainer"], Trainer) and names["Trainer"] is not Trainer
+
+
+def test_the_weighted_loop_runs(capsys):
+    """Windows of 32 rows, the last of 8, whose weights are 1, 2 and 3 in turn."""
+    names, printed = execute(BLOCKS["exactness"][0], capsys)
+    sums = [float(number) for number in re.findall(r"sum of weights (\S+)", printed)]
+    rows = names["rows"]
+    weights = [row["weight"] * (20 if row["labels"] else 1) for row in rows]
+    assert len(sums) == 7 and sum(sums) == pytest.approx(sum(weights))
+
+
+def test_the_weighted_trainer_trains(tmp_path, capsys):
+    names, _ = execute("".join(BLOCKS["trainer"]), capsys)
+    rows = [{**row, "labels": i % 2, "weight": 1.0} for i, row in enumerate(h.class_samples(16))]
+    first = h.bert_classifier(num_labels=2)
+    case = {"model": h.copy.deepcopy(first), "samples": rows, "data_collator": h.pad_right}
+    args = arguments(tmp_path, (4, 4), max_steps=1, remove_unused_columns=False)
+    trainer = make_trainer(names["WeightedTrainer"], args=args, **case)
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert h.everything(trainer.model)["tensors"] != h.everything(first)["tensors"]
 
 
 def test_the_check_convicts_the_step_and_acquits_ours(capsys):
