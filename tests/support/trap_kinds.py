@@ -56,6 +56,8 @@ class Kind:
 class Features(nn.Module):
     """Features -> outputs, with an own loss of them.
 
+    The targets may be named `y`: hf_ga knows what `labels` are, and varies them.
+
     Args:
         loss: (outputs, labels, weights) -> mean loss. None: the model returns its outputs.
         num_outputs: For each sample.
@@ -67,11 +69,17 @@ class Features(nn.Module):
         self.output = nn.Linear(h.WIDTH, num_outputs)
         self.loss = loss
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, weights: Tensor | None = None):
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        y: Tensor | None = None,
+        weights: Tensor | None = None,
+    ):
         logits = self.output(torch.tanh(self.hidden(x)))
         if self.loss is None:
             return logits
-        loss = self.loss(logits, labels, weights)
+        loss = self.loss(logits, labels if y is None else y, weights)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
@@ -103,8 +111,8 @@ def llama() -> nn.Module:
 
 tokens = h.seeded(Tokens)
 bert = partial(h.bert_masked_lm, num_hidden_layers=1)
+bert_classifier = partial(h.bert_classifier, num_hidden_layers=1)
 gpt2 = partial(h.gpt2, num_hidden_layers=1)
-LANGUAGE_MODELS = {"BERT": bert, "GPT-2": gpt2, "Llama": llama}
 
 
 # Losses of a model: (outputs, labels, weights) -> mean
@@ -266,6 +274,29 @@ def rare_class(generator: np.random.Generator, count: int, rate: float) -> Rows:
     return feature_rows(generator, count, is_odd.astype(int))
 
 
+def named_y(make_rows: MakeRows, *args: Any, **options: Any) -> Rows:
+    """The same rows with another name of their labels."""
+    rows = make_rows(*args, **options)
+    return [{"y" if name == "labels" else name: v for name, v in row.items()} for row in rows]
+
+
+def positive_in_each_window(generator: np.random.Generator, count: int, rate: float) -> Rows:
+    """Without positives, a window has no mean over them."""
+    parts = [rare_class(generator, WINDOW, rate) for _ in range(count // WINDOW)]
+    return [row for part in parts for row in part]
+
+
+def signed_weights(generator: np.random.Generator, count: int, rate: float) -> Rows:
+    """A micro-batch of 8 with one odd row has weights of sum 0. The sum of a window is positive: it
+    has at most three odd rows.
+    """
+    weights = np.where(odd_rows(generator, count, rate), -7.0, 1.0)
+    for start in range(0, count, WINDOW):
+        is_odd = weights[start : start + WINDOW] < 0
+        weights[start + np.flatnonzero(is_odd)[3:]] = 1.0
+    return feature_rows(generator, count, generator.integers(0, 2, count), weights=weights)
+
+
 def two_classes(generator: np.random.Generator, count: int, rate: float) -> Rows:
     return feature_rows(generator, count, generator.integers(0, 2, count))
 
@@ -340,11 +371,12 @@ def ragged_text(generator: np.random.Generator, count: int, rate: float) -> Rows
 
 
 def late_token_weights(generator: np.random.Generator, count: int, rate: float) -> Rows:
-    rows = text_rows(generator, generator.integers(4, 12, count))
-    for index, row in enumerate(rows):
+    """Late rows are the longest ones: the proof takes the shorter half."""
+    is_late = np.arange(count) >= FIRST_ODD_WINDOW * WINDOW
+    rows = text_rows(generator, np.where(is_late, 12, generator.integers(4, 12, count)))
+    for row, late in zip(rows, is_late, strict=True):
         del row["attention_mask"]
-        is_late = index >= FIRST_ODD_WINDOW * WINDOW
-        weight = float(generator.integers(1, 10)) if is_late else 1.0
+        weight = float(generator.integers(1, 10)) if late else 1.0
         row["token_weights"] = [weight] * len(row["input_ids"])
     return rows
 
@@ -385,6 +417,9 @@ def masked_text(
         count: Number of rows.
         rate: Share of the odd ones.
         mask_odd: (generator, mask of ones then zeros) -> mask; both of shape (TEXT_WIDTH,).
+
+    Returns:
+        Rows with a label for each token that the mask attends to.
     """
     rows = []
     for is_odd in odd_rows(generator, count, rate):
@@ -426,6 +461,34 @@ def masks_of_floats(generator: np.random.Generator, count: int, rate: float) -> 
     return rows
 
 
+def additive_masks(generator: np.random.Generator, count: int, rate: float) -> Rows:
+    """Left padding, in masks of shape (1, width, width) that are added to the scores."""
+    rows = masked_text(generator, count, rate, padded_on_the_left)
+    for row in rows:
+        is_seen = torch.tensor(row["attention_mask"], dtype=torch.bool)
+        of_keys = torch.zeros(TEXT_WIDTH).masked_fill(~is_seen, float("-inf"))
+        row["attention_mask"] = of_keys.expand(1, TEXT_WIDTH, TEXT_WIDTH)
+    return rows
+
+
+def one_label(make_rows: MakeRows, *args: Any, **options: Any) -> Rows:
+    """Texts with one class for each."""
+    rows = make_rows(*args, **options)
+    return [{**row, "labels": sum(row["input_ids"]) % h.NUM_CLASSES} for row in rows]
+
+
+def micro_batch_without_targets(generator: np.random.Generator, count: int, rate: float) -> Rows:
+    """Eight rows in turn."""
+    rows = ragged_text(generator, count, rate)
+    start = 8 * int(generator.integers(count // 8))
+    for index in range(start, start + 8):
+        rows[index] = h.without_targets(rows[index])
+    return rows
+
+
+usual_1_odd_20 = partial(weighted_rows, usual=1.0, odd=20.0)
+flags = partial(weighted_rows, usual=0.0, odd=1.0)
+
 CONTROLS = [
     Kind("control: classification", partial(features, cross_entropy), two_classes, is_right=True),
     Kind("control: regression", partial(features, squared_error), float_targets, is_right=True),
@@ -435,14 +498,14 @@ CONTROLS = [
     Kind(
         "control: (sum, sum of weights)",
         features,
-        partial(weighted_rows, usual=1.0, odd=20.0),
+        usual_1_odd_20,
         sum_of_weights,
         is_right=True,
     ),
     Kind(
         "control: smoothing by class",
         partial(features, smoothing_of_class),
-        rare_class,
+        partial(named_y, rare_class),
         is_right=True,
     ),
     Kind(
@@ -455,27 +518,16 @@ CONTROLS = [
 
 WEIGHTS = [
     Kind("class weights", partial(features, class_weights), rare_class),
+    Kind("class weights of y", partial(features, class_weights), partial(named_y, rare_class)),
     Kind(
-        "class weights, smoothed",
+        "class weights of y, smoothed",
         partial(features, partial(class_weights, label_smoothing=0.1)),
-        rare_class,
+        partial(named_y, rare_class),
     ),
-    Kind(
-        "weight column",
-        partial(features, weighted_mean),
-        partial(weighted_rows, usual=1.0, odd=20.0),
-    ),
-    Kind(
-        "weights over their largest",
-        partial(features, largest_weight_is_1),
-        partial(weighted_rows, usual=1.0, odd=20.0),
-    ),
+    Kind("weight column", partial(features, weighted_mean), usual_1_odd_20),
+    Kind("weights over their largest", partial(features, largest_weight_is_1), usual_1_odd_20),
     Kind("token weights", tokens, token_weights),
-    Kind(
-        "advantages, centred",
-        partial(features, centred_advantages),
-        partial(weighted_rows, usual=0.0, odd=1.0),
-    ),
+    Kind("advantages, centred", partial(features, centred_advantages), flags),
     Kind(
         "advantages over their deviation",
         partial(features, scaled_advantages),
@@ -485,49 +537,59 @@ WEIGHTS = [
 
 NUMBERS = [
     Kind("unknown labels -1", partial(features, known_labels), partial(unknown_labels, unknown=-1)),
+    Kind(
+        "unknown labels -1 of y",
+        partial(features, known_labels),
+        partial(named_y, unknown_labels, unknown=-1),
+    ),
     Kind("NaN targets", partial(features, finite_targets), missing_targets),
     Kind("column of labelled rows", partial(features, labelled_rows), unlabelled),
     Kind("focal over positives", partial(features, focal_over_positives), rare_class),
-    Kind("focal over max(positives, 1)", partial(features, focal_over_at_least_one), rare_class),
-    Kind("loss_fn: (sum, positives)", features, rare_class, number_of_positives),
-    Kind("loss_fn: (sum, max(positives, 1))", features, rare_class, at_least_one_positive),
     Kind(
-        "loss_fn: (sum, signed weights)",
-        features,
-        partial(weighted_rows, usual=1.0, odd=-6.5),
-        sum_of_weights,
+        "focal over positives of y",
+        partial(features, focal_over_positives),
+        partial(named_y, rare_class),
     ),
+    Kind("focal over max(positives, 1)", partial(features, focal_over_at_least_one), rare_class),
+    Kind("loss_fn: (sum, positives)", features, positive_in_each_window, number_of_positives),
+    Kind("loss_fn: (sum, max(positives, 1))", features, rare_class, at_least_one_positive),
+    Kind("loss_fn: (sum, signed weights)", features, signed_weights, sum_of_weights),
 ]
 
 OTHER_LOSSES = [
     Kind("loss_fn: hardest half", features, rare_class, hardest_half),
-    Kind(
-        "branch by a flag",
-        partial(features, branch),
-        partial(weighted_rows, usual=0.0, odd=1.0),
-    ),
+    Kind("branch by a flag", partial(features, branch), flags),
     Kind("pairs of one group", partial(features, same_group), groups),
     Kind("outliers clip the mean", partial(features, clipped_mean), outliers),
 ]
 
+left_padding = partial(masked_text, mask_odd=padded_on_the_left)
+holes = partial(masked_text, mask_odd=with_holes)
+ODD_MASKS = {
+    "left padding": left_padding,
+    "holes": holes,
+    "ones over padding": all_ones_over_padding,
+}
 MASKS = [
     *(
-        Kind(
-            f"{mask}: {name}",
-            build,
-            partial(masked_text, mask_odd=mask_odd),
-            is_right=True,
-        )
-        for mask, mask_odd in {"left padding": padded_on_the_left, "holes": with_holes}.items()
-        for name, build in LANGUAGE_MODELS.items()
+        Kind(f"{mask}: {name}", build, make_rows, is_right=True)
+        for mask, make_rows in ODD_MASKS.items()
+        for name, build in {"BERT": bert, "GPT-2": gpt2, "Llama": llama}.items()
     ),
     *(
-        Kind(f"ones over padding: {name}", build, all_ones_over_padding, is_right=True)
-        for name, build in LANGUAGE_MODELS.items()
+        Kind(
+            f"{mask}: BERT classifier",
+            bert_classifier,
+            partial(one_label, make_rows),
+            is_right=True,
+        )
+        for mask, make_rows in ODD_MASKS.items()
     ),
     Kind("float masks, left padding: BERT", bert, masks_of_floats, is_right=True),
+    Kind("4-D float masks, left padding: BERT", bert, additive_masks),
     Kind("rows without targets: GPT-2", gpt2, rows_without_targets, is_right=True),
     Kind("rows without targets: BERT", bert, rows_without_targets, is_right=True),
+    Kind("8 rows without targets: GPT-2", gpt2, micro_batch_without_targets, is_right=True),
     Kind("rare long rows: GPT-2", gpt2, long_rows, is_right=True),
     Kind("rare long rows: BERT", bert, long_rows, is_right=True),
 ]
