@@ -21,6 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 NUM_FEATURES = 6
 TEXT_WIDTH = 12  # of rows that are padded to one width
 WINDOW = 64  # samples of one update
+RARE_DROPOUT = 1e-9  # drops nothing, but speed-ups of attention with dropout are in use
 FIRST_ODD_WINDOW = 40  # of the adversary, counted from 0
 Rows = list[dict[str, Any]]
 MakeRows = Callable[[np.random.Generator, int, float], Rows]
@@ -105,8 +106,9 @@ def features(loss: Callable | None = None, num_outputs: int = 2) -> nn.Module:
 
 
 @h.seeded
-def llama() -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**h.LLAMA_SIZES, "num_hidden_layers": 1}))
+def llama(dropout: float = 0.0) -> nn.Module:
+    sizes = {**h.LLAMA_SIZES, "num_hidden_layers": 1}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, attention_dropout=dropout))
 
 
 tokens = h.seeded(Tokens)
@@ -486,6 +488,7 @@ def micro_batch_without_targets(generator: np.random.Generator, count: int, rate
     return rows
 
 
+LANGUAGE_MODELS = {"BERT": bert, "GPT-2": gpt2, "Llama": llama}
 usual_1_odd_20 = partial(weighted_rows, usual=1.0, odd=20.0)
 flags = partial(weighted_rows, usual=0.0, odd=1.0)
 
@@ -574,7 +577,17 @@ MASKS = [
     *(
         Kind(f"{mask}: {name}", build, make_rows, is_right=True)
         for mask, make_rows in ODD_MASKS.items()
-        for name, build in {"BERT": bert, "GPT-2": gpt2, "Llama": llama}.items()
+        for name, build in LANGUAGE_MODELS.items()
+    ),
+    *(
+        Kind(
+            f"{mask}, dropout: {name}",
+            partial(build, dropout=RARE_DROPOUT),
+            make_rows,
+            is_right=True,
+        )
+        for mask, make_rows in ODD_MASKS.items()
+        for name, build in LANGUAGE_MODELS.items()
     ),
     *(
         Kind(
