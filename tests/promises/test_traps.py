@@ -8,6 +8,8 @@ import pytest
 import traps
 from trap_kinds import FIRST_ODD_WINDOW, KINDS
 
+from hf_ga.speed.packing import Packing
+
 RATE, SEED = 0.05, 0
 
 
@@ -51,6 +53,13 @@ def test_plain_accelerate_is_wrong(name):
     outcome = traps.run_door(KINDS[name], traps.PLAIN_ACCELERATE, RATE, SEED, num_windows=1)
     assert outcome.accepted
     assert outcome.error > 1e-3
+
+
+def test_packing_without_its_guard_is_wrong(monkeypatch):
+    monkeypatch.setattr(Packing, "fits", lambda self, call: True)
+    outcome = traps.run(KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED)
+    assert outcome.accepted
+    assert outcome.error > 1e-2
 
 
 @pytest.mark.slow("40 data sets for each kind and door")
