@@ -439,6 +439,11 @@ def padded_on_the_left(generator: np.random.Generator, mask: np.ndarray) -> np.n
     return mask[::-1]
 
 
+def padded_on_both_sides(generator: np.random.Generator, mask: np.ndarray) -> np.ndarray:
+    start = generator.integers(0, TEXT_WIDTH - mask.sum() + 1)
+    return np.roll(mask, start)
+
+
 def with_holes(generator: np.random.Generator, mask: np.ndarray) -> np.ndarray:
     """The first token stays."""
     holes = generator.random(TEXT_WIDTH) < 0.4
@@ -567,9 +572,11 @@ OTHER_LOSSES = [
 ]
 
 left_padding = partial(masked_text, mask_odd=padded_on_the_left)
+both_sides = partial(masked_text, mask_odd=padded_on_both_sides)
 holes = partial(masked_text, mask_odd=with_holes)
 ODD_MASKS = {
     "left padding": left_padding,
+    "both sides": both_sides,
     "holes": holes,
     "ones over padding": all_ones_over_padding,
 }
