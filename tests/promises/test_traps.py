@@ -1,0 +1,79 @@
+"""Promise 1 for all data: what a proof on a few rows cannot see is never accepted with a wrong
+gradient, through any door.
+
+Oracle: one full batch in float64. Right losses are never refused, and no error is a foreign one.
+"""
+
+import pytest
+import traps
+from trap_kinds import FIRST_ODD_WINDOW, KINDS
+
+from hf_ga.speed.packing import Packing
+
+RATE = 0.05
+SEED = 0
+PROVEN_DOORS = ["own loop", "ExactTrainer", "Accelerator"]
+CASES = [(name, door) for name, kind in KINDS.items() for door in traps.doors_of(kind)]
+CASES_OF_ONE_WINDOW = [(name, door) for name, door in CASES if KINDS[name].num_windows == 1]
+
+
+def faults(name, door, data_sets, num_windows=None):
+    """A line for each outcome that breaks the promise."""
+    kind = KINDS[name]
+    found = []
+    for rate, seed in data_sets:
+        outcome = traps.run(kind, door, rate, seed, num_windows)
+        if traps.is_fault(kind, door, outcome):
+            found.append(traps.describe(kind, door, rate, seed, outcome))
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(("name", "door"), CASES)
+def test_nothing_is_silently_wrong(name, door):
+    assert faults(name, door, [(RATE, SEED)]) == ""
+
+
+@pytest.mark.parametrize("door", PROVEN_DOORS)
+def test_an_adversary_is_stopped_in_its_window(door):
+    """Its loss is a function of small outputs, so every window is audited."""
+    kind = KINDS[f"weights from window {FIRST_ODD_WINDOW}"]
+    outcome = traps.run(kind, door, RATE, SEED)
+    assert "LossNotAdditive" in outcome.message
+    assert outcome.num_updates == FIRST_ODD_WINDOW
+
+
+@pytest.mark.parametrize("door", PROVEN_DOORS)
+def test_an_adversary_is_stopped_by_the_next_audit(door):
+    """The audits of a schedule are those of windows 1, 2, 4, ..., 64."""
+    kind = KINDS[f"token weights from window {FIRST_ODD_WINDOW}"]
+    outcome = traps.run(kind, door, RATE, SEED)
+    assert "LossNotAdditive" in outcome.message
+    assert FIRST_ODD_WINDOW <= outcome.num_updates < 64
+
+
+@pytest.mark.parametrize("name", ["control: causal LM", "class weights", "rare long rows: GPT-2"])
+def test_plain_accelerate_is_wrong(name):
+    outcome = traps.run_door(KINDS[name], traps.PLAIN_ACCELERATE, RATE, SEED, num_windows=1)
+    assert outcome.accepted
+    assert outcome.error > 1e-3
+
+
+def test_packing_without_its_guard_is_wrong(monkeypatch):
+    monkeypatch.setattr(Packing, "fits", lambda self, call: True)
+    outcome = traps.run(KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED)
+    assert outcome.accepted
+    assert outcome.error > 1e-2
+
+
+@pytest.mark.slow("40 data sets for each kind and door")
+@pytest.mark.parametrize(("name", "door"), CASES)
+def test_nothing_is_silently_wrong_on_many_data_sets(name, door):
+    data_sets = traps.data_sets(KINDS[name], traps.RATES, num_seeds=10)
+    assert faults(name, door, data_sets) == ""
+
+
+@pytest.mark.slow("10 data sets of five windows for each kind and door")
+@pytest.mark.parametrize(("name", "door"), CASES_OF_ONE_WINDOW)
+def test_rows_that_the_proof_never_had_are_not_silently_wrong(name, door):
+    data_sets = traps.data_sets(KINDS[name], rates=[0.01], num_seeds=10)
+    assert faults(name, door, data_sets, num_windows=5) == ""
