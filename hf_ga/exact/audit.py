@@ -27,6 +27,7 @@ from hf_ga.exact.hooks import Call, Counts
 
 MOST_BY_VALUE = 16  # audits because of new values of one integer entry, as a vocabulary has many
 MOST_ELEMENTS = 4096  # of a float entry of one sample that is looked at
+SMALLEST, LARGEST = 2.0**-4, 2.0**10  # sizes of a row's largest float that are told apart
 MOST_KEPT = 2**16  # elements of a micro-batch's outputs that are kept for the end of the window
 # Relative error of the identity that rounding may cause, for the numbers of a forward.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -157,6 +158,10 @@ def _kinds_of_floats(rows: np.ndarray) -> dict[str, int]:
         "positive": (rows > 0) & (rows != 1),
     }
     kinds = {kind: int(holds.any(1).sum()) for kind, holds in has.items()}
+    sizes = np.nan_to_num(np.abs(rows), posinf=0.0).max(1)
+    exponents = np.ceil(np.log2(np.clip(sizes, SMALLEST, LARGEST))).astype(int)
+    for exponent, number in zip(*np.unique(exponents, return_counts=True), strict=True):
+        kinds[f"at most {2.0**exponent:g}"] = int(number)
     kinds["nothing but NaN"] = int(is_nan.all(1).sum())
     kinds["nothing but 0"] = int(is_zero.all(1).sum())
     return kinds

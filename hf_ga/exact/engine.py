@@ -425,37 +425,29 @@ class Engine:
             raise not_additive(self._described_window(), error, self.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
-        """The numbers of some samples together are those of their two halves."""
-        groups = self._groups(chosen)
-        halves = groups[:2]
-        numbers = self._numbers_of(groups)
-        whole = numbers.pop() if len(groups) == 3 else self._numbers[chosen.call.index]
-        error = residual(whole, numbers)
-        if error > self._tolerance(error, halves):
-            ids = self.window.sample_ids[np.concatenate(halves)].tolist()
-            where = f"{self._described_window()}, samples {ids[:8]}"
-            raise not_additive(where, error, self.rule.name, chosen.new)
-        self.window.state.audits.note(chosen)
-
-    def _groups(self, chosen: Chosen) -> list[np.ndarray]:
-        """Offsets of two halves and, where they were not computed as one micro-batch, of both.
-
-        The halves of a micro-batch whose rows are all of the new kind are a half of it and as many
-        other samples of the window.
+        """The numbers of two groups of samples are those of both together: of the halves of a call
+        or, where all of its samples are of the new kind, of the call and as many other samples.
         """
         own = self.window.offsets_of(chosen.call.micro_batch)
         others = np.setdiff1d(np.arange(self.window.num_samples), own)
-        is_mixed = len(others) > 0 and (chosen.is_uniform or len(own) == 1)
-        if is_mixed:
-            number = max(1, len(own) // 2)
-            spread = np.linspace(0, len(others) - 1, number).astype(int)
-            halves = [own[: len(own) - len(own) // 2], others[np.unique(spread)]]
+        is_mixed = chosen.is_uniform or len(own) == 1 or self.audits_together
+        if is_mixed and len(others):
+            spread = np.linspace(0, len(others) - 1, len(own)).astype(int)
+            groups = [own, others[np.unique(spread)]]
         else:
-            halves = [own[::2], own[1::2]]
+            groups = [own[::2], own[1::2]]
         is_known = chosen.call.index in self._numbers
-        if is_known and not is_mixed and not self.audits_together:
-            return halves
-        return [*halves, np.concatenate(halves)]
+        if is_mixed or not is_known:
+            *numbers, whole = self._numbers_of([*groups, np.concatenate(groups)])
+        else:
+            numbers = self._numbers_of(groups)
+            whole = self._numbers[chosen.call.index]
+        error = residual(whole, numbers)
+        if error > self._tolerance(error, groups):
+            ids = self.window.sample_ids[np.concatenate(groups)].tolist()
+            where = f"{self._described_window()}, samples {ids[:8]}"
+            raise not_additive(where, error, self.rule.name, chosen.new)
+        self.window.state.audits.note(chosen)
 
     def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
         """Sums and counts of groups of the window's samples, by forwards without gradients.

@@ -166,6 +166,7 @@ def test_the_kinds_of_rows():
         "text": ["a", "b", "c", "d"],
     }
     kinds = kinds_of(batch, 4)
+    assert kinds["weight", "at most 0.5"] == 1
     assert kinds["labels", 2] == 2 and ("labels", 1) not in kinds
     assert {what for entry, what in kinds if entry == "weight"} >= {"NaN", "0", "1", "positive"}
     masks = {what for entry, what in kinds if entry == "attention_mask"}
