@@ -142,11 +142,23 @@ def widest(batch: Batch, num_samples: int) -> int:
     return max((tensor.numel() for tensor in tensors), default=num_samples)
 
 
+def marks_tokens(mask: Any) -> bool:
+    """Whether an attention mask has a 1 for each real token and 0 elsewhere.
+
+    Others are added to the attention scores: 0 and minus infinity, of shape (samples, 1, tokens,
+    tokens).
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    return bool(((mask == 0) | (mask == 1)).all())
+
+
 def count_tokens(batch: Batch, num_samples: int) -> int:
     """Real tokens of a batch: the sum of `attention_mask`, else the elements of `input_ids`, else
     the samples.
     """
-    if isinstance(mask := batch.get("attention_mask"), Tensor):
+    mask = batch.get("attention_mask")
+    if marks_tokens(mask):
         return int(mask.sum())
     if isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()

@@ -30,6 +30,7 @@ from hf_ga.exact.forward import (
     argument_filter,
     gradients_apart,
     head_loss,
+    not_compiled,
     own_loss,
     restored_buffers,
     restored_modes,
@@ -99,6 +100,7 @@ class Prober:
             restored_buffers(self.model),
             restored_modes(self.model),
             full_precision(self.model),
+            not_compiled(),
         ):
             # A model in training mode keeps its submodules in evaluation mode: it will be trained
             # this way.

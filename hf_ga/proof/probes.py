@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import IGNORED_LABEL, Batch
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
 
 Probe = tuple[
     float, float, list[Tensor]
@@ -138,7 +138,7 @@ def applicable_rules(arguments: Batch) -> list[str]:
         return ["samples"]
     if labels.dim() == 1:
         return ["labels", "samples"]
-    attended = ["attended tokens"] if isinstance(arguments.get("attention_mask"), Tensor) else []
+    attended = ["attended tokens"] if marks_tokens(arguments.get("attention_mask")) else []
     return ["shifted labels", "labels", "samples", *attended]
 
 

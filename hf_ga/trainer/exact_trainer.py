@@ -32,6 +32,7 @@ from hf_ga.exact.forward import callable_module, module_modes
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.precision import check_step
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -109,6 +110,7 @@ class TrainerWindow:
             )
         trainer = self.trainer
         accelerator = trainer.accelerator
+        check_step(trainer.optimizer)  # Trainer may have made it after its loader
         request = replace(batches[0].request, seed=trainer.args.seed)
         window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
         backend = backend_for(accelerator)
