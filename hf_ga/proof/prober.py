@@ -19,11 +19,11 @@ from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
     as_batch,
-    entries_of_samples,
     sample_length,
     take_rows,
 )
 from hf_ga.exact.engine import Engine
+from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
@@ -83,7 +83,7 @@ class Prober:
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
         self.candidates = [self.by_length[i] for i in spread]
         self.collate_draws = False
-        self.entries: frozenset[str] = frozenset()  # of a batch, with one row per sample
+        self._entries: Entries | None = None
         self.loss: Loss | None = None
 
     @contextmanager
@@ -106,7 +106,8 @@ class Prober:
             # this way.
             if not self.model.training:
                 self.model.train()
-            self.entries = entries_of_samples(self.collate, self.by_length[-1])
+            self._entries = Entries(self._in_full_precision, self.by_length[-1])
+            self._entries.look_at(self.candidates[::4])
             try:
                 yield
             except IndexError as error:
@@ -129,18 +130,31 @@ class Prober:
         for module in self.dropout.unkeyed:
             module.training = False
 
+    @property
+    def entries(self) -> set[str]:
+        """Names of the entries of a batch that hold rows of samples."""
+        return self._entries.of_samples
+
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Collate with seeded generators, so that random collate functions are repeatable.
 
-        Half precision becomes float32, as all of the proof.
+        Returns:
+            The batch, with `Parts` in place of entries without one row for each sample, to be cut
+            into samples; half precision becomes float32, as all of the proof.
         """
+        return self._entries.split(self._seeded(samples), samples)
+
+    def _seeded(self, samples: list[Any]) -> dict[str, Any]:
         seed_generators(0)
         before = random_states()
-        batch = as_batch(self.collate_fn(samples))
+        batch = self._in_full_precision(samples)
         self.collate_draws |= bool(moved_generators(before))
+        return batch
+
+    def _in_full_precision(self, samples: list[Any]) -> dict[str, Any]:
         return {
             name: at_least_float32(value) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
+            for name, value in as_batch(self.collate_fn(samples)).items()
         }
 
     def _forward_copies(self, num_samples: int) -> None:
@@ -148,7 +162,7 @@ class Prober:
         model's.
         """
         with preserved_random_states():
-            batch = self.collate([self.by_length[-1]] * num_samples)
+            batch = self._seeded([self.by_length[-1]] * num_samples)
         batch = send_to_device(batch, self.device)
         run_forward(self.model, batch, self.loss_fn)
 
@@ -178,7 +192,7 @@ class Prober:
             micro_batches=np.split(np.arange(len(positions)), ends[:-1]),
             whole_window=True,  # nothing is to be collated again
         )
-        return Window(request, Fetcher((), self.collate_fn), [dict(batch) for batch in batches])
+        return Window(request, Fetcher((), self.collate_fn), [put_together(b) for b in batches])
 
     def _engine(self, loss: Loss) -> Engine:
         rule = Rule(loss, self.dropout, speed_ups=tuple(self.speed_ups))

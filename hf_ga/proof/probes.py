@@ -180,5 +180,6 @@ def relative_error(probe: Probe, reference: Probe) -> float:
 def same_shapes(batch: Batch, other: Batch) -> bool:
     """Whether all tensors of two batches have equal shapes."""
     return all(
-        not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items()
+        not isinstance(v, Tensor) or v.shape == getattr(other.get(name), "shape", None)
+        for name, v in batch.items()
     )

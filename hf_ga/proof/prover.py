@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
+from hf_ga.exact.entries import put_together
 from hf_ga.exact.forward import LossFunction
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
@@ -94,7 +95,7 @@ class Prover(Prober):
                     self.left_out[speed_up.name] = reason
                 else:
                     self.speed_ups.append(speed_up)
-        self.structure = structure_of(self._accepted(batch))
+        self.structure = structure_of(self._accepted(put_together(batch)))
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """The reason why it fails; "" if it passes."""
