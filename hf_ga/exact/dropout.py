@@ -46,6 +46,11 @@ class DropoutSite:
     axis: int | None = None
     is_keyed: bool = True
 
+    @property
+    def rows_per_sample(self) -> int:
+        """Of its masks along the sample axis; 1 where the window shares the mask."""
+        return 1 if self.axis is None else self.shapes[0][self.axis] // 2
+
 
 @dataclass(frozen=True)
 class SampleMasks:
@@ -145,7 +150,9 @@ class KeyedDropout(Hook):
                 )
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                stack.enter_context(patch.object(owner, name, self._replacement(owner, name, keyed)))
+                stack.enter_context(
+                    patch.object(owner, name, self._replacement(owner, name, keyed))
+                )
             stack.callback(self._stack.clear)
             stack.callback(self._calls.clear)
             yield

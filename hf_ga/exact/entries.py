@@ -61,7 +61,7 @@ class Entries:
             small = shape_of(two[name])
             large = shape_of(three[name])
             if small == large:
-                self._num_shared[name] = _num_rows(two[name])
+                self._num_shared[name] = num_rows(two[name])
                 continue
             grows = len(small) == len(large) and small[1:] == large[1:]
             if not grows or small[0] % 2 or small[0] * 3 != large[0] * 2:
@@ -90,6 +90,12 @@ class Entries:
             self._note(batch, 1)
         self._note_missing(alone)
 
+    def num_joined(self, sample: Any) -> int:
+        """Rows of a sample in the joined entries."""
+        with preserved_random_states():
+            alone = self._collated([sample])
+        return sum(num_rows(alone.get(name)) for name in self.joined)
+
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
         """A batch with `Parts` in place of each joined entry.
 
@@ -116,10 +122,10 @@ class Entries:
         return changed
 
     def _parts(self, name: str, value: Any, alone: list[Any]) -> Parts:
-        numbers = [_num_rows(each) for each in alone]
-        if sum(numbers) != _num_rows(value):
+        numbers = [num_rows(each) for each in alone]
+        if sum(numbers) != num_rows(value):
             raise DataError(
-                f"the collate function's {name!r} has {_num_rows(value)} rows for {len(alone)} "
+                f"the collate function's {name!r} has {num_rows(value)} rows for {len(alone)} "
                 f"samples, which have {sum(numbers)} rows when each is collated alone, so a batch "
                 "cannot be cut into samples: give it one row per sample, or the rows of one sample "
                 "after those of another."
@@ -142,7 +148,7 @@ class Entries:
     def _note(self, batch: Batch, num_samples: int) -> None:
         """Note entries with other numbers of rows than were seen before."""
         for name, value in batch.items():
-            number = _num_rows(value)
+            number = num_rows(value)
             if name in self.of_samples:
                 if number != num_samples:
                     self.joined.add(name)
@@ -187,7 +193,7 @@ def put_together(batch: Batch) -> dict[str, Any]:
     for name, value in batch.items():
         if not isinstance(value, Parts):
             continue
-        parts = [part for part in value if _num_rows(part)]
+        parts = [part for part in value if num_rows(part)]
         if not parts and value[0] is ABSENT:
             del whole[name]
         else:
@@ -203,8 +209,7 @@ def _concatenated(parts: list[Any]) -> Any:
     return [row for part in parts for row in part]
 
 
-def _num_rows(value: Any) -> int:
+def num_rows(value: Any) -> int:
     """The size of the first axis."""
     shape = shape_of(value)
     return shape[0] if shape else 0
-

@@ -6,6 +6,7 @@ small.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import LossNotAdditive
+from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import LocalBackend
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
@@ -108,6 +109,7 @@ class Prober:
                 self.model.train()
             self._entries = Entries(self._in_full_precision, self.by_length[-1])
             self._entries.look_at(self.candidates[::4])
+            self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
             try:
                 yield
             except IndexError as error:
@@ -124,11 +126,46 @@ class Prober:
         """
         self.dropout = find_dropout_sites(
             self.model,
-            self._forward_copies,
+            partial(self._forward_copies, self.by_length[-1]),
             allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
+        if self._entries.joined and self.dropout.sites:
+            self._check_masks_of_samples(allow_split_dependent_randomness)
         for module in self.dropout.unkeyed:
             module.training = False
+
+    def _check_masks_of_samples(self, allow_split_dependent_randomness: bool) -> None:
+        """Where samples have different numbers of rows in some entries: check that no mask is drawn
+        for these rows.
+
+        Raises:
+            UnkeyedRandomness: If one is.
+        """
+        by_number = sorted(self.candidates, key=self._entries.num_joined)
+        few, many = (
+            find_dropout_sites(
+                self.model,
+                partial(self._forward_copies, sample),
+                allow_split_dependent_randomness=allow_split_dependent_randomness,
+            ).sites
+            for sample in (by_number[0], by_number[-1])
+        )
+        of_rows = [
+            site
+            for key, site in (many | self.dropout.sites).items()
+            if key not in few or any(found.rows_per_sample != 1 for found in (few[key], site))
+        ]
+        if of_rows and not allow_split_dependent_randomness:
+            names = ", ".join(dict.fromkeys(site.name for site in of_rows))
+            entries = ", ".join(sorted(self._entries.joined))
+            raise UnkeyedRandomness(
+                f"{names} draws dropout masks for the rows of {entries}, of which samples do not "
+                "have one each, so the masks cannot be tied to samples. Set this dropout to 0."
+            )
+        for site in of_rows:
+            site.is_keyed = False
+            self.dropout.sites[site.key] = site
+            self.dropout.unkeyed.append(site.module)
 
     @property
     def entries(self) -> set[str]:
@@ -157,12 +194,12 @@ class Prober:
             for name, value in as_batch(self.collate_fn(samples)).items()
         }
 
-    def _forward_copies(self, num_samples: int) -> None:
-        """A forward on equal samples. Random draws of the collate function do not count as the
+    def _forward_copies(self, sample: Any, num_samples: int) -> None:
+        """A forward on copies of a sample. Random draws of the collate function do not count as the
         model's.
         """
         with preserved_random_states():
-            batch = self._seeded([self.by_length[-1]] * num_samples)
+            batch = self._seeded([sample] * num_samples)
         batch = send_to_device(batch, self.device)
         run_forward(self.model, batch, self.loss_fn)
 

@@ -7,18 +7,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.entries import put_together
-from hf_ga.exact.forward import LossFunction
+from hf_ga.exact.forward import LossFunction, restored_buffers
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.override import override
 from hf_ga.exact.router import Router
 from hf_ga.exact.rule import structure_of
 from hf_ga.exact.sums_of_means import kind_of
-from hf_ga.proof.prober import Prober
+from hf_ga.proof import causes
+from hf_ga.proof.prober import BatchLoss, Prober
 from hf_ga.proof.probes import (
     NUM_IN_A,
     NUM_PROBE_SAMPLES,
@@ -144,6 +147,7 @@ class Prover(Prober):
                     f"(relative error {residual:.1e}). Set "
                     "output_router_logits=False (no load balancing), or pass loss_fn."
                 )
+        self._check_state(batches)
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
@@ -178,7 +182,9 @@ class Prover(Prober):
         }
         if len(shares) != 1:
             losses = {name: probe[0] for name, probe in probes.items()}
-            raise LossNotAdditive(_no_single_rule(self.model, fitting, residuals, counts, losses))
+            self._check_unchanged()
+            cause = causes.likely_cause(self.model, losses)
+            raise _not_additive(_no_single_rule(cause, fitting, residuals, counts, losses), cause)
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
@@ -288,44 +294,101 @@ class Prover(Prober):
         reversed_batch = take_rows(batch, reverse, self.entries)
         rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
         if not rounding <= MAX_ROUNDING:
-            cause = (
-                likely_cause(self.model, None)
-                if probe[0] == probe[0]
-                else "the loss is NaN, a mean over no targets"
-            )
-            raise LossNotAdditive(
+            depends = (
                 "the loss or its gradient depends on the order of the samples in a batch "
-                f"(relative error {rounding:.1e}, limit "
-                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}. Low precision can be a cause, too."
+                f"(relative error {rounding:.1e}, limit {MAX_ROUNDING:.0e}). "
+            )
+            if probe[0] != probe[0]:
+                raise LossNotAdditive(
+                    f"{depends}Likely cause: the loss is NaN, a mean over no targets."
+                )
+            self._check_unchanged()
+            apart = causes.apart(self.dropout)
+            if apart is not None and self._is_due_to_masks(batch, rows):
+                raise _not_additive(f"{depends}Cause: {apart}.", apart)
+            cause = causes.likely_cause(self.model, None)
+            raise _not_additive(
+                f"{depends}Likely cause: {cause}. Low precision can be a cause, too.", cause
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
+    def _is_due_to_masks(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Whether the order of the samples does not matter without dropout."""
 
-def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """The most likely cause of a loss that is not additive."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return (
-                f"{name} ({type(module).__name__}) normalises by the statistics of the whole "
-                "micro-batch: freeze it with "
-                "module.eval(), or use GroupNorm instead"
+        def keep_all(key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+            return torch.ones(shape, dtype=torch.bool, device=self.device)
+
+        reverse = np.arange(len(rows))[::-1].copy()
+        reversed_batch = take_rows(batch, reverse, self.entries)
+        with override(self.dropout, _draw=keep_all):
+            probe = self._probe(batch, rows)
+            rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
+        return rounding <= MAX_ROUNDING
+
+    def _check_unchanged(self) -> None:
+        """Where a loss is not additive: check that this is not due to buffers that forwards change.
+
+        Raises:
+            LossNotAdditive: If it may be.
+        """
+        if causes.normalisation(self.model) is not None:
+            return
+        changed = [
+            name
+            for name in causes.changed_buffers(self.model, self._buffers)
+            if not causes.is_running_statistic(self.model, name)
+        ]
+        names = [*dict.fromkeys([*causes.power_iterations(self.model), *changed])]
+        if names:
+            raise _depends_on_state(self.model, names)
+
+    def _check_state(self, batches: dict[str, Batch]) -> None:
+        """Check that what training forwards write to buffers does not depend on the split.
+
+        Raises:
+            LossNotAdditive: If it does.
+        """
+        names = causes.power_iterations(self.model)
+        changed = causes.changed_buffers(self.model, self._buffers)
+        if changed and not names:
+            split, whole = (
+                self._buffers_after(changed, [batches[name] for name in order], order)
+                for order in (["A", "B"], ["A+B"])
             )
-    config = getattr(model, "config", None)
-    if getattr(config, "expert_capacity", None):
-        return (
-            "the capacity of an expert (expert_capacity) limits its tokens over the whole "
-            "micro-batch"
-        )
-    if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
-        return "the loss is a sum, not a mean"
-    return (
-        "a loss across samples (in-batch negatives), a sum of several means, or a mean over "
-        "something else"
+            names = [
+                name
+                for name in changed
+                if not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
+            ]
+        if names:
+            raise _depends_on_state(self.model, names)
+
+    def _buffers_after(
+        self, names: list[str], batches: list[Batch], order: list[str]
+    ) -> dict[str, Tensor]:
+        """Buffers after a window of these micro-batches."""
+        with restored_buffers(self.model):
+            self._compute(BatchLoss(self.loss_fn), batches, [GROUPS[name] for name in order])
+            return {name: self.model.get_buffer(name).clone() for name in names}
+
+
+def _depends_on_state(model: nn.Module, names: list[str]) -> LossNotAdditive:
+    """The error where training forwards change these buffers."""
+    cause = causes.state(model, names)
+    return _not_additive(
+        f"{cause}. Keep them unchanged in training forwards: most modules do after module.eval().",
+        cause,
     )
 
 
+def _not_additive(message: str, cause: str) -> LossNotAdditive:
+    error = LossNotAdditive(message)
+    error.cause = cause
+    return error
+
+
 def _no_single_rule(
-    model: nn.Module,
+    cause: str,
     fitting: list[str],
     residuals: dict[str, float],
     counts: dict[str, list],
@@ -350,7 +413,7 @@ def _no_single_rule(
     )
     return (
         "the loss of a batch is not the mean over its targets by any counting rule. Likely "
-        f"cause: {likely_cause(model, losses)}. "
+        f"cause: {cause}. "
         f"Remedy: {remedy}. (Of two groups of samples and both together: losses {shown}; "
         f"{numbers}.)"
     )
