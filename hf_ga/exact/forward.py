@@ -177,13 +177,29 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Undo what a training forward does to buffers (running statistics)."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    restore = buffers_as_now(model)
     try:
         yield
     finally:
+        restore()
+
+
+def buffers_as_now(model: nn.Module) -> Callable[[], None]:
+    """A function that puts all buffers of a model back, also those that were replaced."""
+    saved = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def restore() -> None:
         with torch.no_grad():
-            for buffer, value in saved:
+            for module, name, buffer, value in saved:
+                module._buffers[name] = buffer
                 buffer.copy_(value)
+
+    return restore
 
 
 @contextmanager
