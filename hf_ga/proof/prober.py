@@ -109,6 +109,7 @@ class Prober:
                 self.model.train()
             self._entries = Entries(self._in_full_precision, self.by_length[-1])
             self._entries.look_at(self.candidates[::4])
+            self.collate([self.by_length[0], self.by_length[-1]])  # can be cut into samples
             self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
             try:
                 yield
