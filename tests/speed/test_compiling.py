@@ -10,9 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from steps import backward_window, train_step
+from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
 
 import hf_ga
+from hf_ga.exact.hashing import signed
+from hf_ga.exact.masks import _whole_mask, keep_mask
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +138,7 @@ def test_wrappers_of_torch_compile_are_refused_by_name(dropout):
     ["eager", pytest.param("inductor", marks=pytest.mark.slow("compiles C++"))],
 )
 def test_a_compiled_function_in_the_model_draws_keyed_dropout(backend):
-    """torch.compile reads the names of torch's functions, which are replaced, and keeps them."""
+    """It is compiled anew, in parts, or not at all."""
 
     @torch.compile(backend=backend)
     def dropped(x, p):
@@ -159,10 +162,53 @@ def test_a_compiled_function_in_the_model_draws_keyed_dropout(backend):
     inputs = h.pad_right(data[:8])
     native(inputs["input_ids"], inputs["labels"]).backward()
     assert h.relative_error(h.gradients(native), expected) > 1e-2
-    collected = weakref.ref(model)
-    del model, native
+
+
+def test_masks_are_compiled_while_torchs_functions_are_replaced(monkeypatch):
+    """As on a GPU, where the first mask of a window is compiled within it."""
+    compiled = torch.compile(_whole_mask, dynamic=True, backend="eager")
+
+    def keep(keys, site, shape, axis, p):
+        seeds = keys ^ signed(site)
+        threshold = round(p * 2**32) - 2**31
+        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+        drawn = compiled(seeds, inner, threshold).view(shape[axis], *inner[1:]).movedim(0, axis)
+        assert torch.equal(drawn, keep_mask(keys, site, shape, axis, p))
+        return drawn
+
+    data = h.token_samples(12)
+    expected = gradient(tagger(0.2), data)
+    monkeypatch.setattr("hf_ga.exact.dropout.keep_mask", keep)
+    assert h.relative_error(gradient(tagger(0.2), data), expected) == 0
+    assert counters["stats"]["unique_graphs"]
+
+
+TABLES = (
+    torch.overrides.get_testing_overrides,
+    torch.overrides._get_overridable_functions,
+    trace_rules.get_torch_obj_rule_map,
+)
+
+
+def test_torch_keeps_tables_of_its_functions():
+    """torch.compile makes them when it needs them first, and keeps them: they need names, and the
+    functions of a window must not keep its model.
+    """
+    data = h.token_samples(12)
+    model = tagger(0.2)
+    dropout = hf_ga.prove_targets(model, data, h.pad_right).dropout
+    for table in TABLES:
+        table.cache_clear()
+    with dropout.scope(model):
+        for table in TABLES:
+            assert table()
+        assert torch.nn.functional.dropout.__name__ == "dropout"
+    freed = weakref.ref(model)
+    del model, dropout
     gc.collect()
-    assert collected() is None, "torch.compile keeps no model"
+    assert freed() is None
+    for table in TABLES:
+        table.cache_clear()
 
 
 @h.seeded
