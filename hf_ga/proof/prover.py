@@ -147,7 +147,7 @@ class Prover(Prober):
                     f"(relative error {residual:.1e}). Set "
                     "output_router_logits=False (no load balancing), or pass loss_fn."
                 )
-        self._check_state(batches)
+        self._check_state(whole, ALL_ROWS, is_additive=True)
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
@@ -182,7 +182,7 @@ class Prover(Prober):
         }
         if len(shares) != 1:
             losses = {name: probe[0] for name, probe in probes.items()}
-            self._check_unchanged()
+            self._check_state(batches["A+B"], ALL_ROWS, is_additive=False)
             cause = causes.likely_cause(self.model, losses)
             raise _not_additive(_no_single_rule(cause, fitting, residuals, counts, losses), cause)
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
@@ -302,7 +302,7 @@ class Prover(Prober):
                 raise LossNotAdditive(
                     f"{depends}Likely cause: the loss is NaN, a mean over no targets."
                 )
-            self._check_unchanged()
+            self._check_state(batch, rows, is_additive=False)
             apart = causes.apart(self.dropout)
             if apart is not None and self._is_due_to_masks(batch, rows):
                 raise _not_additive(f"{depends}Cause: {apart}.", apart)
@@ -325,60 +325,51 @@ class Prover(Prober):
             rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
         return rounding <= MAX_ROUNDING
 
-    def _check_unchanged(self) -> None:
-        """Where a loss is not additive: check that this is not due to buffers that forwards change.
-
-        Raises:
-            LossNotAdditive: If it may be.
-        """
-        if causes.normalisation(self.model) is not None:
-            return
-        changed = [
-            name
-            for name in causes.changed_buffers(self.model, self._buffers)
-            if not causes.is_running_statistic(self.model, name)
-        ]
-        names = [*dict.fromkeys([*causes.power_iterations(self.model), *changed])]
-        if names:
-            raise _depends_on_state(self.model, names)
-
-    def _check_state(self, batches: dict[str, Batch]) -> None:
+    def _check_state(self, batch: Batch, rows: np.ndarray, *, is_additive: bool) -> None:
         """Check that what training forwards write to buffers does not depend on the split.
+
+        Args:
+            batch: A probe batch. rows: The positions of its samples.
+            is_additive: Whether the loss is. If not, the running values of norms are not the
+                cause: training forwards do not read them.
 
         Raises:
             LossNotAdditive: If it does.
         """
+        if causes.normalisation(self.model) is not None:
+            return
         names = causes.power_iterations(self.model)
-        changed = causes.changed_buffers(self.model, self._buffers)
-        if changed and not names:
-            split, whole = (
-                self._buffers_after(changed, [batches[name] for name in order], order)
-                for order in (["A", "B"], ["A+B"])
-            )
-            names = [
+        changed = [
+            name
+            for name in causes.changed_buffers(self.model, self._buffers)
+            if is_additive or not causes.is_running_statistic(self.model, name)
+        ]
+        if changed:
+            ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
+            parts = [take_rows(batch, part, self.entries) for part in ends]
+            split = self._buffers_after(changed, parts, [rows[part] for part in ends])
+            whole = self._buffers_after(changed, [batch], [rows])
+            names += [
                 name
                 for name in changed
-                if not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
+                if name not in names
+                and not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
             ]
         if names:
-            raise _depends_on_state(self.model, names)
+            cause = causes.state(self.model, names)
+            raise _not_additive(
+                f"{cause}. Keep them unchanged in training forwards: most modules do after "
+                "module.eval().",
+                cause,
+            )
 
     def _buffers_after(
-        self, names: list[str], batches: list[Batch], order: list[str]
+        self, names: list[str], batches: list[Batch], rows: list[np.ndarray]
     ) -> dict[str, Tensor]:
         """Buffers after a window of these micro-batches."""
         with restored_buffers(self.model):
-            self._compute(BatchLoss(self.loss_fn), batches, [GROUPS[name] for name in order])
+            self._compute(BatchLoss(self.loss_fn), batches, rows)
             return {name: self.model.get_buffer(name).clone() for name in names}
-
-
-def _depends_on_state(model: nn.Module, names: list[str]) -> LossNotAdditive:
-    """The error where training forwards change these buffers."""
-    cause = causes.state(model, names)
-    return _not_additive(
-        f"{cause}. Keep them unchanged in training forwards: most modules do after module.eval().",
-        cause,
-    )
 
 
 def _not_additive(message: str, cause: str) -> LossNotAdditive:

@@ -151,8 +151,9 @@ def test_another_cause_is_not_taken_for_state():
     model = Classifier(nn.Linear(4, 8), nn.BatchNorm1d(8))
     with pytest.raises(hf_ga.LossNotAdditive, match=r"layers.1 \(BatchNorm1d\) normalises"):
         hf_ga.prove_targets(model, features(), stack)
-    model = Classifier(nn.Linear(4, 8), Channels())
-    plain = model.forward
-    model.forward = lambda x, labels: {"loss": plain(x, labels)["loss"] ** 2}
-    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
-        hf_ga.prove_targets(model, features(), stack)
+    for layer in (Channels(), Counting()):
+        model = Classifier(nn.Linear(4, 8), layer)
+        plain = model.forward
+        model.forward = lambda x, labels, plain=plain: {"loss": plain(x, labels)["loss"] ** 2}
+        with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+            hf_ga.prove_targets(model, features(), stack)
