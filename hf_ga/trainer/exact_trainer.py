@@ -110,7 +110,8 @@ class TrainerWindow:
             )
         trainer = self.trainer
         accelerator = trainer.accelerator
-        check_step(trainer.optimizer)  # Trainer may have made it after its loader
+        if trainer.optimizer is not None:  # Trainer makes it after its loader
+            check_step(trainer.optimizer)
         request = replace(batches[0].request, seed=trainer.args.seed)
         window = Window(request, self.fetcher, batches[: len(request.micro_batches)])
         backend = backend_for(accelerator)
