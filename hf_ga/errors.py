@@ -16,7 +16,12 @@ class DataError(HfGaError, ValueError):
 class LossNotAdditive(HfGaError, RuntimeError):
     """No counting rule (or more than one) makes the loss of a batch the weighted sum of its
     parts.
+
+    Attributes:
+        cause: The most likely cause, as a clause. None: unknown.
     """
+
+    cause: str | None = None
 
 
 class NoLoss(LossNotAdditive):

@@ -16,7 +16,7 @@ from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import LossFunction, is_compiled, module_modes, unwrapped
 from hf_ga.exact.hooks import SpeedUp
-from hf_ga.exact.precision import check_optimizer, check_precision
+from hf_ga.exact.precision import check_optimizer, check_precision, check_step
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.step import add_gradients
 from hf_ga.exact.update import StepResult, update
@@ -147,11 +147,13 @@ def prepare(
 
     Raises:
         LossNotAdditive, UnkeyedRandomness, ConfigError: See `prove_targets`.
+        ConfigError: Also for an optimizer whose step needs a closure (LBFGS).
 
     Example:
         windows = hf_ga.WindowLoader(dataset, collate_fn, accelerator=accelerator)
         model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     """
+    check_step(optimizer)
     base = unwrapped(model)
     given = Given(loss_fn, allow_split_dependent_randomness, rule, audit)
     remember(accelerator, base, given)
@@ -247,8 +249,8 @@ def train_step(
             window out. Neither updates any parameter.
 
     Raises:
-        ConfigError: Also for a ReduceLROnPlateau, and under fp16 for an optimizer that was not
-            prepared.
+        ConfigError: Also for a ReduceLROnPlateau, for an optimizer whose step needs a closure
+            (LBFGS), and under fp16 for one that was not prepared.
         NonFinite: If the loss or a gradient of the window is not finite. The message names the
             samples and the first module with a non-finite output.
         Others: See `backward_window`.

@@ -39,6 +39,7 @@ from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
+from hf_ga.exact.precision import check_step
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
@@ -193,9 +194,16 @@ class Accelerator(accelerate.Accelerator):
             prepared.windows  # noqa: B018 - sets the accumulation steps, which scripts read
         return prepared
 
-    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
-        """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window."""
-        prepared = super().prepare_optimizer(*args, **kwargs)
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> AcceleratedOptimizer:
+        """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window.
+
+        Raises:
+            ConfigError: If the optimizer's step needs a closure (LBFGS).
+        """
+        check_step(optimizer)
+        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = WindowOptimizer
             prepared.owner = self

@@ -6,7 +6,8 @@ dropout is drawn, and which speed-ups change nothing). The loss is the loop's ow
 divisor torch's loss function tells (`criteria.py`), or is given with `num_targets`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 from hf_ga.accelerator.losses import GivenSum
 from hf_ga.accelerator.outputs import named_arguments, tensors_of
-from hf_ga.errors import ConfigError, LossNotAdditive, NoLoss
+from hf_ga.errors import ConfigError, LossNotAdditive, NoLoss, UnkeyedRandomness
 from hf_ga.exact.loss import HeadMean, Loss
 from hf_ga.exact.rule import Rule
-from hf_ga.proof.prover import likely_cause
+from hf_ga.proof.causes import likely_cause
 from hf_ga.training import prove_targets
 
 
@@ -80,16 +81,45 @@ def prove_first_forward(
     )
     head: Loss | None = None
     try:
-        rule = prove()
+        with _naming(shared, num_samples):
+            rule = prove()
         head = rule.loss
     except NoLoss:
-        rule = _prove_outputs(model, prove)
+        with _naming(shared, num_samples):
+            rule = _prove_outputs(model, prove)
     if head is not None and not isinstance(head, HeadMean):
         raise ConfigError(
             f"the model's loss is {head.name}, which needs the batch by its names: let the collate "
             "function return a dict, and call model(**batch)."
         )
     return replace(rule, loss=GivenSum(), pad_to_window=True, width_matters=None), head
+
+
+@contextmanager
+def _naming(shared: dict[str, Any], num_samples: int) -> Iterator[None]:
+    """Name arguments that all samples were taken to share, if the proof fails with them.
+
+    Args:
+        shared: The arguments without one row for each sample.
+        num_samples: Samples in the arguments.
+    """
+    try:
+        yield
+    except (NoLoss, UnkeyedRandomness):
+        raise
+    except Exception as error:
+        several = [
+            f"{name} of shape {list(value.shape)}"
+            for name, value in shared.items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        if not several:
+            raise
+        raise ConfigError(
+            f"the model was called with {', '.join(several)} for {num_samples} samples, so these "
+            "arguments cannot be cut into samples: let the collate function return a dict, call "
+            "model(**batch), and let the model return its loss."
+        ) from error
 
 
 def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
@@ -100,7 +130,8 @@ def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
     except LossNotAdditive as error:
         raise LossNotAdditive(
             "the model's outputs for one sample depend on the other samples of its micro-batch, so "
-            f"no split of a window is the full batch. Likely cause: {likely_cause(model, None)}."
+            "no split of a window is the full batch. Likely cause: "
+            f"{error.cause or likely_cause(model, None)}."
         ) from error
 
 

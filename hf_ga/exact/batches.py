@@ -1,7 +1,6 @@
 """Small helpers on samples and on what a collate function returns."""
 
-import copy
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from hf_ga.errors import DataError
+from hf_ga.exact.precision import at_least_float32
 
 Batch = Mapping[str, Any]
 IGNORED_LABEL = -100  # the label that torch's cross entropy leaves out
+
+
+class Parts(list):
+    """An entry of a batch in which samples do not have one row each, as the rows of each sample."""
 
 
 @dataclass(frozen=True)
@@ -63,54 +67,20 @@ def as_batch(collated: Any) -> dict[str, Any]:
     return dict(collated)
 
 
-def entries_of_samples(collate_fn: Callable[[list[Any]], Any], sample: Any) -> frozenset[str]:
-    """The entries of a batch that hold one row a sample, found by collating 2 and 3 equal samples.
-    The others are shared by all.
-
-    Raises:
-        DataError: the batch cannot be cut into samples: no entry has one row a sample, or not on
-            its first axis.
-    """
-    # Copies: a collate function may take entries out of its samples.
-    two, three = (
-        as_batch(collate_fn([copy.copy(sample) for _ in range(count)])) for count in (2, 3)
-    )
-    found = set()
-    for name in two:
-        small, large = (_shape(batch[name]) for batch in (two, three))
-        if small != large:
-            if small[:1] != (2,) or large[:1] != (3,) or small[1:] != large[1:]:
-                raise DataError(
-                    f"the collate function's {name!r} has shape {small} for 2 samples and {large} "
-                    "for 3: every tensor needs its "
-                    "samples on the first axis, one row per sample."
-                )
-            found.add(name)
-    if nested := [name for name, value in two.items() if isinstance(value, Mapping)]:
-        raise DataError(
-            f"the collate function's {nested[0]!r} is a nested dict: put its tensors at the top "
-            "level."
-        )
-    if not found:
-        raise DataError(
-            f"nothing that the collate function returns ({', '.join(two)}) has one row per "
-            "sample: let it return tensors."
-        )
-    return frozenset(found)
-
-
 def take_rows(
     batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]
 ) -> dict[str, Any]:
-    """Some samples of a collated batch: the entries in `names` (see `entries_of_samples`) are
-    indexed, the others stay.
+    """Some samples of a collated batch: the entries in `names` (see `entries.Entries`) are indexed,
+    the others stay.
     """
     taken, rows = dict(batch), np.array(rows)  # a copy: torch has no negative strides
     for name in names:
         value = batch[name]
-        taken[name] = (
-            value[rows] if isinstance(value, Tensor | np.ndarray) else [value[row] for row in rows]
-        )
+        if isinstance(value, Tensor | np.ndarray):
+            taken[name] = value[rows]
+        else:
+            kind = Parts if isinstance(value, Parts) else list
+            taken[name] = kind(value[row] for row in rows)
     return taken
 
 
@@ -126,6 +96,9 @@ def equal_batches(value: Any, other: Any) -> bool:
         )
     if isinstance(value, list | tuple):
         return len(value) == len(other) and all(map(equal_batches, value, other))
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # numpy has no bfloat16
+        value, other = at_least_float32(value), at_least_float32(other)
     if isinstance(value, Tensor | np.ndarray):
         value, other = np.asarray(value), np.asarray(other)
         return value.shape == other.shape and bool(
@@ -142,18 +115,30 @@ def widest(batch: Batch, num_samples: int) -> int:
     return max((tensor.numel() for tensor in tensors), default=num_samples)
 
 
+def marks_tokens(mask: Any) -> bool:
+    """Whether an attention mask has a 1 for each real token and 0 elsewhere.
+
+    Others are added to the attention scores: 0 and minus infinity, of shape (samples, 1, tokens,
+    tokens).
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    return bool(((mask == 0) | (mask == 1)).all())
+
+
 def count_tokens(batch: Batch, num_samples: int) -> int:
     """Real tokens of a batch: the sum of `attention_mask`, else the elements of `input_ids`, else
     the samples.
     """
-    if isinstance(mask := batch.get("attention_mask"), Tensor):
+    mask = batch.get("attention_mask")
+    if marks_tokens(mask):
         return int(mask.sum())
     if isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()
     return num_samples
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
     """Of a tensor or array; the length of a list; nothing else has one."""
     if isinstance(value, Tensor | np.ndarray):
         return tuple(value.shape)

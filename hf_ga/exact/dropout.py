@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, update_wrapper
 from typing import Any
 from unittest.mock import patch
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,11 @@ class DropoutSite:
     shapes: list[torch.Size] = field(default_factory=list)
     axis: int | None = None
     is_keyed: bool = True
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Of its masks along the sample axis; 1 where the window shares the mask."""
+        return 1 if self.axis is None else self.shapes[0][self.axis] // 2
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,20 @@ class KeyedDropout(Hook):
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
                 stack.enter_context(
-                    patch.object(owner, name, partial(keyed, self, getattr(owner, name)))
+                    patch.object(owner, name, self._replacement(owner, name, keyed))
                 )
             stack.callback(self._stack.clear)
             stack.callback(self._calls.clear)
             yield
+
+    def _replacement(self, owner: object, name: str, keyed: Callable) -> Callable:
+        """What is called in place of a function of torch.
+
+        Has the function's own name, which torch.compile reads of all functions of torch. Refers to
+        the model weakly, because torch.compile keeps these functions for ever.
+        """
+        original = getattr(owner, name)
+        return update_wrapper(partial(keyed, proxy(self), original), original)
 
     def join_forward(self, args: tuple, kwargs: dict) -> None:
         """For a scope that is entered while the model's forward begins: the hook that starts a

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.batches import as_batch, entries_of_samples, equal_batches, take_rows
+from hf_ga.exact.batches import as_batch, equal_batches, take_rows
 from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.generators import (
     moved_generators,
     preserved_random_states,
@@ -54,7 +55,7 @@ class Fetcher:
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.is_repeatable = False  # not known yet
-        self.sample_entries: frozenset[str] | None = None  # not known yet
+        self.entries: Entries | None = None  # not known yet
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         with preserved_random_states():
@@ -115,8 +116,11 @@ class Fetcher:
         once, for any split.
         """
         samples = self.samples(request, np.arange(len(request.positions)))
-        if self.sample_entries is None:
-            self.sample_entries = entries_of_samples(self.collate_fn, samples[0])
+        if self.entries is None:
+            self.entries = Entries(self.collate_fn, samples[0])
+            self.entries.look_at(samples)
         seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
-        return [take_rows(batch, offsets, self.sample_entries) for offsets in request.micro_batches]
+        batch = self.entries.split(batch, samples)
+        parts = (take_rows(batch, o, self.entries.of_samples) for o in request.micro_batches)
+        return [put_together(part) for part in parts]

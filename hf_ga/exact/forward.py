@@ -1,6 +1,7 @@
 """One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -122,10 +123,39 @@ def run_forward(
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `Module.compile` was called for anything in it. (A wrapper of `torch.compile` is
-    refused when it is proven.)
+    """Whether `Module.compile` was called for anything in it, or a forward was given to
+    `torch.compile`. (A module that `torch.compile` wrapped is refused: `check_not_wrapped`.)
     """
-    return any(m._compiled_call_impl is not None for m in model.modules())
+    return any(
+        module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Check that neither the model nor a module in it is a wrapper that `torch.compile` returned.
+
+    Raises:
+        ConfigError: If one is.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped by torch.compile, which gives its parameters "
+                "other names: pass the original module, and compile it in place with its method "
+                "compile()."
+            )
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Run the block without compiled code: everything given to torch.compile runs as written."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
@@ -147,13 +177,29 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Undo what a training forward does to buffers (running statistics)."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    restore = buffers_as_now(model)
     try:
         yield
     finally:
+        restore()
+
+
+def buffers_as_now(model: nn.Module) -> Callable[[], None]:
+    """A function that puts all buffers of a model back, also those that were replaced."""
+    saved = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def restore() -> None:
         with torch.no_grad():
-            for buffer, value in saved:
+            for module, name, buffer, value in saved:
+                module._buffers[name] = buffer
                 buffer.copy_(value)
+
+    return restore
 
 
 @contextmanager

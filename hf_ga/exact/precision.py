@@ -1,5 +1,7 @@
 """Mixed precision: whether Accelerate applies the requested one, and the dtypes of sums."""
 
+import inspect
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -33,12 +35,14 @@ def check_precision(accelerator: Accelerator) -> None:
 
 
 def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would take scaled gradients for the true ones.
+    """Refuse an optimizer that would take scaled gradients for the true ones, or that cannot step
+    with the gradient of a window.
 
     Raises:
         ConfigError: the accelerator scales the loss, and the optimizer was not prepared by it (or
-            before it had its scaler).
+            before it had its scaler). Others: see `check_step`.
     """
+    check_step(optimizer)
     if accelerator.scaler is None or getattr(optimizer, "scaler", None) is accelerator.scaler:
         return
     raise ConfigError(
@@ -47,6 +51,29 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
         "use the accelerator's scaler: call model, optimizer = accelerator.prepare(model, "
         "optimizer), after enable_fp16_on_cpu."
     )
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot step with the gradient of a window.
+
+    Raises:
+        ConfigError: its step needs a closure (LBFGS), or sparse gradients (SparseAdam).
+    """
+    while hasattr(optimizer, "optimizer"):  # wrapped by Accelerate
+        optimizer = optimizer.optimizer
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{kind.__name__} computes the loss several times in each step, by a closure, but a "
+            "window is computed once and then updated: use an optimizer whose step() needs no "
+            "closure, such as AdamW."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "SparseAdam needs sparse gradients, but those of a window are dense tensors: use Adam "
+            "or AdamW."
+        )
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

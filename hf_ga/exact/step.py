@@ -5,11 +5,10 @@ out.
 import itertools
 from dataclasses import replace
 
-import torch
 from accelerate.utils.memory import clear_device_cache
 
 from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import gradients_apart
+from hf_ga.exact.forward import buffers_as_now, gradients_apart
 from hf_ga.exact.memory import TooLarge
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
@@ -29,16 +28,14 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
         See `hf_ga.backward_window`.
     """
     for retries in itertools.count():
-        buffers = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
+        restore_buffers = buffers_as_now(engine.model)
         try:
             with gradients_apart(engine.parameters):
                 result = compute(engine, window)
             return replace(result, retries=retries)
         except TooLarge as error:
             window.state.max_elements = error.num_elements // 2
-        with torch.no_grad():
-            for buffer, before in buffers:  # what counts samples must not count them twice
-                buffer.copy_(before)
+        restore_buffers()  # what counts samples must not count them twice
         # After the traceback has released the failed try's tensors.
         clear_device_cache(garbage_collection=True)
 

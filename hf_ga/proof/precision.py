@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.forward import check_not_wrapped
 from hf_ga.exact.precision import LOW_PRECISION
 
 
@@ -54,10 +55,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     """Raise ConfigError for a model that cannot be trained exactly with any loss."""
-    if hasattr(model, "_orig_mod"):
-        raise ConfigError(
-            "models wrapped by torch.compile are not supported yet: pass the original model."
-        )
+    check_not_wrapped(model)
     if sparse := [
         name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
     ]:

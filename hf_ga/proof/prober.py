@@ -6,6 +6,7 @@ small.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,24 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import LossNotAdditive
+from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import LocalBackend, added
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
     as_batch,
-    entries_of_samples,
     sample_length,
     take_rows,
 )
 from hf_ga.exact.engine import Engine
+from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
     gradients_apart,
     head_loss,
+    not_compiled,
     own_loss,
     restored_buffers,
     restored_modes,
@@ -82,7 +84,7 @@ class Prober:
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
         self.candidates = [self.by_length[i] for i in spread]
         self.collate_draws = False
-        self.entries: frozenset[str] = frozenset()  # of a batch, with one row per sample
+        self._entries: Entries | None = None
         self.loss: Loss | None = None
 
     @contextmanager
@@ -99,12 +101,16 @@ class Prober:
             restored_buffers(self.model),
             restored_modes(self.model),
             full_precision(self.model),
+            not_compiled(),
         ):
             # A model in training mode keeps its submodules in evaluation mode: it will be trained
             # this way.
             if not self.model.training:
                 self.model.train()
-            self.entries = entries_of_samples(self.collate, self.by_length[-1])
+            self._entries = Entries(self._in_full_precision, self.by_length[-1])
+            self._entries.look_at(self.candidates[::4])
+            self.collate([self.by_length[0], self.by_length[-1]])  # can be cut into samples
+            self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
             try:
                 yield
             except IndexError as error:
@@ -121,32 +127,80 @@ class Prober:
         """
         self.dropout = find_dropout_sites(
             self.model,
-            self._forward_copies,
+            partial(self._forward_copies, self.by_length[-1]),
             allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
+        if self._entries.joined and self.dropout.sites:
+            self._check_masks_of_samples(allow_split_dependent_randomness)
         for module in self.dropout.unkeyed:
             module.training = False
+
+    def _check_masks_of_samples(self, allow_split_dependent_randomness: bool) -> None:
+        """Where samples have different numbers of rows in some entries: check that no mask is drawn
+        for these rows.
+
+        Raises:
+            UnkeyedRandomness: If one is.
+        """
+        by_number = sorted(self.candidates, key=self._entries.num_joined)
+        few, many = (
+            find_dropout_sites(
+                self.model,
+                partial(self._forward_copies, sample),
+                allow_split_dependent_randomness=allow_split_dependent_randomness,
+            ).sites
+            for sample in (by_number[0], by_number[-1])
+        )
+        of_rows = [
+            site
+            for key, site in (many | self.dropout.sites).items()
+            if key not in few or any(found.rows_per_sample != 1 for found in (few[key], site))
+        ]
+        if of_rows and not allow_split_dependent_randomness:
+            names = ", ".join(dict.fromkeys(site.name for site in of_rows))
+            entries = ", ".join(sorted(self._entries.joined))
+            raise UnkeyedRandomness(
+                f"{names} draws dropout masks for the rows of {entries}, of which samples do not "
+                "have one each, so the masks cannot be tied to samples. Set this dropout to 0."
+            )
+        for site in of_rows:
+            site.is_keyed = False
+            self.dropout.sites[site.key] = site
+            self.dropout.unkeyed.append(site.module)
+
+    @property
+    def entries(self) -> set[str]:
+        """Names of the entries of a batch that hold rows of samples."""
+        return self._entries.of_samples
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Collate with seeded generators, so that random collate functions are repeatable.
 
-        Half precision becomes float32, as all of the proof.
+        Returns:
+            The batch, with `Parts` in place of entries without one row for each sample, to be cut
+            into samples; half precision becomes float32, as all of the proof.
         """
+        return self._entries.split(self._seeded(samples), samples)
+
+    def _seeded(self, samples: list[Any]) -> dict[str, Any]:
         seed_generators(0)
         before = random_states()
-        batch = as_batch(self.collate_fn(samples))
+        batch = self._in_full_precision(samples)
         self.collate_draws |= bool(moved_generators(before))
+        return batch
+
+    def _in_full_precision(self, samples: list[Any]) -> dict[str, Any]:
         return {
             name: at_least_float32(value) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
+            for name, value in as_batch(self.collate_fn(samples)).items()
         }
 
-    def _forward_copies(self, num_samples: int) -> None:
-        """A forward on equal samples. Random draws of the collate function do not count as the
+    def _forward_copies(self, sample: Any, num_samples: int) -> None:
+        """A forward on copies of a sample. Random draws of the collate function do not count as the
         model's.
         """
         with preserved_random_states():
-            batch = self.collate([self.by_length[-1]] * num_samples)
+            batch = self._seeded([sample] * num_samples)
         batch = send_to_device(batch, self.device)
         run_forward(self.model, batch, self.loss_fn)
 
@@ -176,7 +230,7 @@ class Prober:
             micro_batches=np.split(np.arange(len(positions)), ends[:-1]),
             whole_window=True,  # nothing is to be collated again
         )
-        return Window(request, Fetcher((), self.collate_fn), [dict(batch) for batch in batches])
+        return Window(request, Fetcher((), self.collate_fn), [put_together(b) for b in batches])
 
     def _engine(self, loss: Loss, speed_ups: Sequence[SpeedUp] | None = None) -> Engine:
         used = self.speed_ups if speed_ups is None else speed_ups

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import IGNORED_LABEL, Batch
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
 
 Probe = tuple[
     float, float, list[Tensor]
@@ -138,7 +138,7 @@ def applicable_rules(arguments: Batch) -> list[str]:
         return ["samples"]
     if labels.dim() == 1:
         return ["labels", "samples"]
-    attended = ["attended tokens"] if isinstance(arguments.get("attention_mask"), Tensor) else []
+    attended = ["attended tokens"] if marks_tokens(arguments.get("attention_mask")) else []
     return ["shifted labels", "labels", "samples", *attended]
 
 
@@ -178,5 +178,6 @@ def relative_error(probe: Probe, reference: Probe) -> float:
 def same_shapes(batch: Batch, other: Batch) -> bool:
     """Whether all tensors of two batches have equal shapes."""
     return all(
-        not isinstance(v, Tensor) or v.shape == other[name].shape for name, v in batch.items()
+        not isinstance(v, Tensor) or v.shape == getattr(other.get(name), "shape", None)
+        for name, v in batch.items()
     )

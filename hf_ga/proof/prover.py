@@ -12,19 +12,22 @@ from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
-from hf_ga.exact.forward import LossFunction
+from hf_ga.exact.entries import put_together
+from hf_ga.exact.forward import LossFunction, restored_buffers
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.override import override
 from hf_ga.exact.router import Router
 from hf_ga.exact.rule import structure_of
 from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.proof import causes
 from hf_ga.proof.coverage import (
     SPECIAL_TOKENS,
     num_classes,
     with_extreme_values,
     with_other_labels,
 )
-from hf_ga.proof.prober import Prober
+from hf_ga.proof.prober import BatchLoss, Prober
 from hf_ga.proof.probes import (
     NUM_IN_A,
     NUM_PROBE_SAMPLES,
@@ -50,10 +53,6 @@ TRIAL_ROWS = np.array(
     [0, 1, NUM_PROBE_SAMPLES - 1]
 )  # two short ones with few targets, and the longest
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
-OTHER_CAUSES = (
-    "a loss across samples (in-batch negatives), a sum of several means, or a mean over something "
-    "else"
-)
 # What to return where classes, samples or targets have weights.
 WEIGHTED_FORM = """
     losses = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="none")
@@ -110,7 +109,7 @@ class Prover(Prober):
                     self.left_out[speed_up.name] = reason
                 else:
                     self.speed_ups.append(speed_up)
-        self.structure = structure_of(self._accepted(batch))
+        self.structure = structure_of(self._accepted(put_together(batch)))
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
         """The reason why it fails; "" if it passes."""
@@ -159,6 +158,7 @@ class Prover(Prober):
                     f"(relative error {residual:.1e}). Set "
                     "output_router_logits=False (no load balancing), or pass loss_fn."
                 )
+        self._check_state(whole, ALL_ROWS, is_additive=True)
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
@@ -193,7 +193,11 @@ class Prover(Prober):
         }
         if not fitting or len(shares) > 1:
             losses = {name: probe[0] for name, probe in probes.items()}
-            raise LossNotAdditive(_no_single_rule(self.model, fitting, residuals, counts, losses))
+            self._check_state(batches["A+B"], ALL_ROWS, is_additive=False)
+            cause = causes.likely_cause(self.model, losses)
+            raise _not_additive(
+                _no_single_rule(self.model, cause, fitting, residuals, counts, losses), cause
+            )
         return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
@@ -350,49 +354,93 @@ class Prover(Prober):
         reversed_batch = take_rows(batch, reverse, self.entries)
         rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
         if not rounding <= MAX_ROUNDING:
-            cause = (
-                likely_cause(self.model, None)
-                if probe[0] == probe[0]
-                else "the loss is NaN, a mean over no targets"
-            )
-            raise LossNotAdditive(
+            depends = (
                 "the loss or its gradient depends on the order of the samples in a batch "
-                f"(relative error {rounding:.1e}, limit "
-                f"{MAX_ROUNDING:.0e}). Likely cause: {cause}. Low precision can be a cause, too."
+                f"(relative error {rounding:.1e}, limit {MAX_ROUNDING:.0e}). "
+            )
+            if probe[0] != probe[0]:
+                raise LossNotAdditive(
+                    f"{depends}Likely cause: the loss is NaN, a mean over no targets."
+                )
+            self._check_state(batch, rows, is_additive=False)
+            apart = causes.apart(self.dropout)
+            if apart is not None and self._is_due_to_masks(batch, rows):
+                raise _not_additive(f"{depends}Cause: {apart}.", apart)
+            cause = causes.likely_cause(self.model, None)
+            raise _not_additive(
+                f"{depends}Likely cause: {cause}. Low precision can be a cause, too.", cause
             )
         return max(TOLERANCE, TIMES_ROUNDING * rounding)
 
+    def _is_due_to_masks(self, batch: Batch, rows: np.ndarray) -> bool:
+        """Whether the order of the samples does not matter without dropout."""
 
-def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """The most likely cause of a loss that is not additive."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return (
-                f"{name} ({type(module).__name__}) normalises by the statistics of the whole "
-                "micro-batch: freeze it with "
-                "module.eval(), or use GroupNorm instead"
+        def keep_all(key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+            return torch.ones(shape, dtype=torch.bool, device=self.device)
+
+        reverse = np.arange(len(rows))[::-1].copy()
+        reversed_batch = take_rows(batch, reverse, self.entries)
+        with override(self.dropout, _draw=keep_all):
+            probe = self._probe(batch, rows)
+            rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
+        return rounding <= MAX_ROUNDING
+
+    def _check_state(self, batch: Batch, rows: np.ndarray, *, is_additive: bool) -> None:
+        """Check that what training forwards write to buffers does not depend on the split.
+
+        Args:
+            batch: A probe batch. rows: The positions of its samples.
+            is_additive: Whether the loss is. If not, the running values of norms are not the
+                cause: training forwards do not read them.
+
+        Raises:
+            LossNotAdditive: If it does.
+        """
+        if causes.normalisation(self.model) is not None:
+            return
+        names = causes.power_iterations(self.model)
+        changed = [
+            name
+            for name in causes.changed_buffers(self.model, self._buffers)
+            if is_additive or not causes.is_running_statistic(self.model, name)
+        ]
+        if changed:
+            ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
+            parts = [take_rows(batch, part, self.entries) for part in ends]
+            split = self._buffers_after(changed, parts, [rows[part] for part in ends])
+            whole = self._buffers_after(changed, [batch], [rows])
+            names += [
+                name
+                for name in changed
+                if name not in names
+                and not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
+            ]
+        if names:
+            cause = causes.state(self.model, names)
+            raise _not_additive(
+                f"{cause}. Keep them unchanged in training forwards: most modules do after "
+                "module.eval().",
+                cause,
             )
-    config = getattr(model, "config", None)
-    if getattr(config, "expert_capacity", None):
-        return (
-            "the capacity of an expert (expert_capacity) limits its tokens over the whole "
-            "micro-batch"
-        )
-    if losses and abs(losses["A"] + losses["B"] - losses["A+B"]) <= TOLERANCE * abs(losses["A+B"]):
-        return "the loss is a sum, not a mean"
-    return OTHER_CAUSES
+
+    def _buffers_after(
+        self, names: list[str], batches: list[Batch], rows: list[np.ndarray]
+    ) -> dict[str, Tensor]:
+        """Buffers after a window of these micro-batches."""
+        with restored_buffers(self.model):
+            self._compute(BatchLoss(self.loss_fn), batches, rows)
+            return {name: self.model.get_buffer(name).clone() for name in names}
 
 
-def weights_as_cause(model: nn.Module) -> str:
-    """Weights as a cause of a loss that is not additive: those of a module, or any."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.loss._WeightedLoss) and module.weight is not None:
-            return f"{name} ({type(module).__name__}) has weights"
-    return f"weights of classes or samples, {OTHER_CAUSES}"
+def _not_additive(message: str, cause: str) -> LossNotAdditive:
+    error = LossNotAdditive(message)
+    error.cause = cause
+    return error
 
 
 def _no_single_rule(
     model: nn.Module,
+    cause: str,
     fitting: list[str],
     residuals: dict[str, float],
     counts: dict[str, list],
@@ -411,9 +459,8 @@ def _no_single_rule(
             "make sure that loss_fn returns the sum of the loss over the targets, not their mean"
         )
     remedy += "."
-    cause = likely_cause(model, losses)
-    if cause == OTHER_CAUSES:
-        cause = weights_as_cause(model)
+    if cause == causes.UNKNOWN:
+        cause = causes.weights(model)
         remedy += f" With weights, return their sum in place of the number:{WEIGHTED_FORM}"
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(

@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import SUPPORTED
-from hf_ga.exact.precision import check_precision
+from hf_ga.exact.precision import check_precision, check_step
 
 # Methods that must be the mixin's: an override elsewhere would use its own order or batches.
 OWNED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
@@ -73,6 +73,8 @@ def check_trainer(trainer: Any, mixin: type) -> None:
     if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
     check_precision(trainer.accelerator)
+    if trainer.optimizer is not None:
+        check_step(trainer.optimizer)
 
 
 def _of_arguments(args: Any) -> Iterator[str]:

@@ -38,6 +38,7 @@ from hf_ga.exact.forward import (
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.precision import check_step
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
@@ -128,6 +129,8 @@ class TrainerWindow:
             )
         trainer = self.trainer
         accelerator = trainer.accelerator
+        if trainer.optimizer is not None:  # Trainer makes it after its loader
+            check_step(trainer.optimizer)
         request = replace(batches[0].request, seed=trainer.args.seed)
         own = batches[: len(request.micro_batches)]
         window = Window(request, self.fetcher, own, self.state)

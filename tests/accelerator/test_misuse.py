@@ -21,6 +21,7 @@ from documented_loop import (
     trained_weights,
 )
 from forked import on_ranks, without_errors
+from images import collate_images, image_samples, images_and_text
 from torch import nn
 from torch.nn import functional as F
 
@@ -759,3 +760,33 @@ def refused_on_one_rank():
 @pytest.mark.slow("starts processes")
 def test_a_loss_that_one_rank_refuses_ends_all():
     assert_refused_by_all(on_ranks(refused_on_one_rank, 2))
+
+
+def with_images_by_hand(accelerator, model, batch):
+    """Several images of a sample, in a call that is not that of the batch."""
+    outputs = model(batch["input_ids"], batch["labels"], batch["pixel_values"], batch["sizes"])
+    accelerator.backward(outputs.loss)
+
+
+def test_images_in_a_call_by_hand_are_refused_by_name():
+    """Only the arguments are there, which do not tell whose images they are."""
+
+    def renamed(samples):
+        batch = collate_images(samples)
+        return {**batch, "sizes": batch.pop("image_grid_thw")}
+
+    attempt = Attempt(
+        documented(with_images_by_hand),
+        images_and_text,
+        image_samples(16, num_images=[2, 1]),
+        renamed,
+    )
+    words = r"called with pixel_values of shape \[\d+, 6\], image_grid_thw .* cannot be cut into"
+    assert_refused(attempt, words)
+
+
+def test_an_optimizer_that_needs_a_closure():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    optimizer = torch.optim.LBFGS(h.bert_token_classifier().parameters())
+    with pytest.raises(HfGaError, match="LBFGS computes the loss several times in each step"):
+        accelerator.prepare(optimizer)

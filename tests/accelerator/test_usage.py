@@ -30,6 +30,7 @@ from documented_loop import (
     trained_weights,
 )
 from forked import on_ranks, without_errors
+from images import collate_images, image_samples, images_and_text
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -740,3 +741,12 @@ def test_evaluations_on_two_ranks_count_each_sample_once():
     for found in without_errors(on_ranks(work, 2)):
         _, counted = found
         assert Counter(counted) == Counter(range(NUM_SAMPLES))
+
+
+def test_samples_with_several_images_or_none():
+    """The loop passes the whole batch: it is proven on samples, each with its own images."""
+    attempt = Attempt(documented(own_loss), images_and_text, image_samples(WINDOW), collate_images)
+    expected = attempt.full_batch()
+    for layout in (TWO_STEPS, UNEVEN):
+        assert distance(attempt.run(Accelerator, layout), expected) < CLOSE
+    assert distance(attempt.run(accelerate.Accelerator, TWO_STEPS), expected) > 1e-4

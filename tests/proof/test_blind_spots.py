@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from windows import one_window
 
 import hf_ga
-from hf_ga.exact.batches import entries_of_samples, take_rows
+from hf_ga.exact.batches import take_rows
+from hf_ga.exact.entries import Entries
 
 WINDOW = 16
 
@@ -130,7 +131,7 @@ def test_entries_of_samples_and_rows():
             "table": torch.arange(3),
         }
 
-    entries = entries_of_samples(collate, {})
+    entries = Entries(collate, {}).of_samples
     assert entries == {"x", "names"}
     taken = take_rows(
         collate([{}] * 3), [0, 2], entries

@@ -2,15 +2,20 @@
 
 import copy
 import functools
+import gc
+import weakref
 
 import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
 from steps import backward_window, train_step
+from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
 
 import hf_ga
+from hf_ga.exact.hashing import signed
+from hf_ga.exact.masks import _whole_mask, keep_mask
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +85,148 @@ def test_a_compiled_model_with_dropout_is_refused():
     model.transformer.h[0].compile()
     with pytest.raises(hf_ga.ConfigError, match="compiled and draws dropout"):
         backward_window(Accelerator(cpu=True), model, window, rule=rule)
+
+
+def gradient(model, data):
+    model.zero_grad()
+    backward_window(Accelerator(cpu=True), model, next(iter(windows_of(data))))
+    return h.gradients(model)
+
+
+def compile_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+def compile_in_place(model, backend):
+    model.compile(backend=backend)
+
+
+@pytest.mark.parametrize("how", [compile_in_place, compile_forward])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_model_that_was_compiled_before_its_proof(how, dropout):
+    """It is tested as written. Without dropout it trains compiled, with dropout it is refused."""
+    data = h.token_samples(12)
+    model = tagger(dropout)
+    how(model, "eager")
+    if dropout:
+        with pytest.raises(hf_ga.ConfigError, match="compiled and draws dropout"):
+            gradient(model, data)
+        assert not counters["stats"]["unique_graphs"]
+        return
+    expected = gradient(tagger(dropout), data)
+    assert h.relative_error(gradient(model, data), expected) < 1e-6
+    assert counters["stats"]["unique_graphs"], "the step ran compiled"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_wrappers_of_torch_compile_are_refused_by_name(dropout):
+    data = h.token_samples(12)
+    with pytest.raises(hf_ga.ConfigError, match=r"the model is wrapped .* its method compile\(\)"):
+        gradient(torch.compile(tagger(dropout), backend="eager"), data)
+    model = h.gpt2(dropout=dropout)
+    model.transformer.h[1] = torch.compile(model.transformer.h[1], backend="eager")
+    with pytest.raises(hf_ga.ConfigError, match=r"transformer\.h\.1 is wrapped by torch\.compile"):
+        gradient(model, data)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning",
+)
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("inductor", marks=pytest.mark.slow("compiles C++"))],
+)
+def test_a_compiled_function_in_the_model_draws_keyed_dropout(backend):
+    """It is compiled anew, in parts, or not at all."""
+
+    @torch.compile(backend=backend)
+    def dropped(x, p):
+        return torch.nn.functional.dropout(x * 2, p) / 2
+
+    class Dropped(torch.nn.Module):
+        def forward(self, x):
+            return dropped(x, 0.2)
+
+    data = h.token_samples(12)
+    plain = tagger(0.2)
+    expected = gradient(plain, data)
+    model = copy.deepcopy(plain)
+    model.dropout = Dropped()
+    with torch.no_grad():  # compiled before, with dropout of torch's own
+        inputs = h.pad_right(data[:2])
+        model(inputs["input_ids"], inputs["labels"])
+    assert h.relative_error(gradient(model, data), expected) < 1e-6
+    native = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    inputs = h.pad_right(data[:8])
+    native(inputs["input_ids"], inputs["labels"]).backward()
+    assert h.relative_error(h.gradients(native), expected) > 1e-2
+
+
+def test_masks_are_compiled_while_torchs_functions_are_replaced(monkeypatch):
+    """As on a GPU, where the first mask of a window is compiled within it."""
+    compiled = torch.compile(_whole_mask, dynamic=True, backend="eager")
+
+    def keep(keys, site, shape, axis, p):
+        seeds = keys ^ signed(site)
+        threshold = round(p * 2**32) - 2**31
+        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
+        drawn = compiled(seeds, inner, threshold).view(shape[axis], *inner[1:]).movedim(0, axis)
+        assert torch.equal(drawn, keep_mask(keys, site, shape, axis, p))
+        return drawn
+
+    data = h.token_samples(12)
+    expected = gradient(tagger(0.2), data)
+    monkeypatch.setattr("hf_ga.exact.dropout.keep_mask", keep)
+    assert h.relative_error(gradient(tagger(0.2), data), expected) == 0
+    assert counters["stats"]["unique_graphs"]
+
+
+TABLES = (
+    torch.overrides.get_testing_overrides,
+    torch.overrides._get_overridable_functions,
+    trace_rules.get_torch_obj_rule_map,
+)
+
+
+def test_torch_keeps_tables_of_its_functions():
+    """torch.compile makes them when it needs them first, and keeps them: they need names, and the
+    functions of a window must not keep its model.
+    """
+    data = h.token_samples(12)
+    model = tagger(0.2)
+    dropout = hf_ga.prove_targets(model, data, h.pad_right).dropout
+    for table in TABLES:
+        table.cache_clear()
+    with dropout.scope(model):
+        for table in TABLES:
+            assert table()
+        assert torch.nn.functional.dropout.__name__ == "dropout"
+    freed = weakref.ref(model)
+    del model, dropout
+    gc.collect()
+    assert freed() is None
+    for table in TABLES:
+        table.cache_clear()
+
+
+@h.seeded
+def tagger(dropout):
+    return Tagger(dropout)
+
+
+class Tagger(torch.nn.Module):
+    """Small, so that it compiles in a moment."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(h.VOCABULARY, 8)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.head = torch.nn.Linear(8, h.VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.dropout(self.embedding(input_ids)).tanh())
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED
+        )

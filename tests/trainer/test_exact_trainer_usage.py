@@ -11,6 +11,7 @@ import transformers as tf
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from images import collate_images, image_samples, images_and_text
 from peft import LoraConfig, get_peft_model
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, LossOfMyOwn
 from torch import nn
@@ -444,3 +445,37 @@ def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):
     )
     with pytest.raises(DataError, match="no targets"):
         trainer.train()
+
+
+def test_samples_with_several_images_or_none(case):
+    given = case(images_and_text, image_samples(NUM_SAMPLES), dropout=0.0)
+    loaded = {"data_collator": collate_images}
+    still = {**STILL, "remove_unused_columns": False}
+    run, plain = (
+        given.run(trainer_class, (4, 4), trainer=loaded, **still)
+        for trainer_class in (ExactTrainer, tf.Trainer)
+    )
+    for step, window in enumerate([given.samples[:WINDOW], given.samples[WINDOW:]]):
+        reference = h.full_batch_gradient(given.model, collate_images(window))
+        assert h.relative_error(run.gradients[step], reference) < CLOSE
+        assert h.relative_error(plain.gradients[step], reference) > 0.01
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters()), None
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(case):
+    """Given to the trainer, and made by it."""
+
+    class Own(ExactTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            self.optimizer, _ = lbfgs(self.model)
+            return self.optimizer
+
+    model = h.bert_classifier()
+    for trainer in (prepared(case, model=model, optimizers=lbfgs(model)), prepared(case, Own)):
+        weights = copy.deepcopy(trainer.model.state_dict())
+        with pytest.raises(ConfigError, match="LBFGS computes the loss several times"):
+            trainer.train()
+        assert distance(trainer.model.state_dict(), weights) == 0
