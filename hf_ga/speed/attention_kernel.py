@@ -554,6 +554,7 @@ class Attention(torch.autograd.Function):
                 PADDED=padded_size(size),
                 ROWS=DELTA_ROWS,
                 num_warps=4,
+                enable_fp_fusion=True,
             )
             key_value_gradient_kernel[(key_blocks, num_key_heads, num_samples)](
                 *given, k_grad, v_grad, cu_seqlens, seeds, **sizes, **scalars, **_blocks(of_key)
@@ -642,6 +643,7 @@ def _blocks(launch: Launch) -> dict[str, int]:
         "COLUMNS": launch.columns,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
+        "enable_fp_fusion": True,  # the default, of which Triton 3.9 warns if it is not given
     }
 
 
