@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES)
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
     options = parser.parse_args(arguments)
-    print("capability  type  size  kernel                     blocks   warps  registers  shared KiB")
+    print(
+        "capability  type  size  kernel                     blocks   warps  registers  shared KiB"
+    )
     for capability in options.capabilities:
         for dtype in options.dtypes:
             for size in options.sizes:
@@ -152,8 +154,8 @@ def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capabil
 def check(compiled: Compiled, capability: int) -> None:
     """Fail if a kernel spills or needs too much shared memory."""
     limit = MOST_SHARED_MEMORY[capability]
-    if 0: assert compiled.shared_bytes <= limit, f"{compiled.name}: shared memory above {limit} bytes"
-    if 0: assert not compiled.spilled_bytes, f"{compiled.name} spills {compiled.spilled_bytes} bytes"
+    assert compiled.shared_bytes <= limit, f"{compiled.name}: shared memory above {limit} bytes"
+    assert not compiled.spilled_bytes, f"{compiled.name} spills {compiled.spilled_bytes} bytes"
 
 
 if __name__ == "__main__":

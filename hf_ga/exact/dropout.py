@@ -195,6 +195,17 @@ class KeyedDropout(Hook):
         frame.draws += 1
         return self._draw(key, shape, drop_probability)
 
+    def next_site(self) -> DropoutSite | None:
+        """The site of the next draw of the module that is running, for a mask that is drawn
+        elsewhere, as by a kernel. None: the probing forward drew no mask there.
+        """
+        frame = self._stack[-1]
+        return self.sites.get(cached_key(frame.key, frame.draws))
+
+    def skip_draw(self) -> None:
+        """Count a draw of the module that is running whose mask is drawn elsewhere."""
+        self._stack[-1].draws += 1
+
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         site = self.sites.get(key)
         if site is None:

@@ -431,17 +431,42 @@ class Launches:
     key_value_gradient: Launch
 
 
-# By the padded head size. Fixed, so that results do not depend on timings, and chosen so that no
-# registers are spilled (scripts/compile_kernels.py).
+# By the padded head size; smaller heads are launched as those of 64. Fixed, so that results do not
+# depend on timings, and chosen so that no registers are spilled (scripts/compile_kernels.py).
 HALF_PRECISION = {
-    64: Launches(Launch(128, 64, 4, 3), Launch(128, 64, 8, 2), Launch(64, 128, 8, 2)),
-    128: Launches(Launch(128, 64, 8, 2), Launch(128, 64, 8, 2), Launch(64, 64, 4, 2)),
-    256: Launches(Launch(64, 32, 4, 2), Launch(64, 32, 8, 2), Launch(32, 64, 8, 2)),
+    64: Launches(
+        forward=Launch(64, 64, num_warps=4, num_stages=3),
+        query_gradient=Launch(64, 64, num_warps=4, num_stages=3),
+        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=3),
+    ),
+    128: Launches(
+        forward=Launch(128, 64, num_warps=8, num_stages=2),
+        query_gradient=Launch(64, 64, num_warps=4, num_stages=2),
+        key_value_gradient=Launch(32, 64, num_warps=8, num_stages=2),
+    ),
+    256: Launches(
+        forward=Launch(64, 32, num_warps=8, num_stages=2),
+        query_gradient=Launch(64, 32, num_warps=8, num_stages=2),
+        key_value_gradient=Launch(32, 32, num_warps=8, num_stages=2),
+    ),
 }
+# Products in full precision need the operands' whole rows in registers: small blocks.
 FULL_PRECISION = {
-    64: Launches(Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2)),
-    128: Launches(Launch(32, 32, 4, 2), Launch(32, 32, 4, 2), Launch(32, 32, 4, 2)),
-    256: Launches(Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1)),
+    64: Launches(
+        forward=Launch(64, 32, num_warps=8, num_stages=2),
+        query_gradient=Launch(32, 32, num_warps=4, num_stages=2),
+        key_value_gradient=Launch(16, 64, num_warps=8, num_stages=2),
+    ),
+    128: Launches(
+        forward=Launch(16, 16, num_warps=4, num_stages=2),
+        query_gradient=Launch(32, 16, num_warps=4, num_stages=2),
+        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=2),
+    ),
+    256: Launches(
+        forward=Launch(16, 16, num_warps=8, num_stages=1),
+        query_gradient=Launch(16, 16, num_warps=4, num_stages=1),
+        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
+    ),
 }
 DELTA_ROWS = 64
 
