@@ -143,10 +143,11 @@ def resources_of(cubin: bytes) -> tuple[int, int]:
 def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capability: int) -> None:
     """One line of the table."""
     blocks = f"{launch.rows}x{launch.columns}"
+    shared = compiled.shared_bytes / 1024
     spills = f"  {compiled.spilled_bytes} bytes spilled" if compiled.spilled_bytes else ""
     print(
         f"{capability / 10:10}  {dtype}  {size:4}  {compiled.name:25}  {blocks:7}  "
-        f"{launch.num_warps:5}  {compiled.registers:9}  {compiled.shared_bytes / 1024:10.1f}{spills}",
+        f"{launch.num_warps:5}  {compiled.registers:9}  {shared:10.1f}{spills}",
         flush=True,
     )
 

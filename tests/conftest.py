@@ -32,6 +32,9 @@ with suppress(ImportError):
     # test. The GPU's tests run where it is not installed.
     import submitit  # noqa: F401
 
+if not torch.cuda.is_available():
+    # Before any kernel is defined: Triton's interpreter runs them on a CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 # The same examples in every run, however slow the machine is.

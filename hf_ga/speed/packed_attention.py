@@ -81,8 +81,8 @@ class PackedAttention:
         self._dropout = dropout
         self._use_kernel = use_kernel
         self._samples: PackedSamples | None = None  # of this micro-batch
-        # Masks of this micro-batch that were compared, how, and whether they are plain.
-        self._compared: list[tuple[Tensor, bool, int | None, bool]] = []
+        # Masks of this micro-batch that were compared, for what, and whether they are plain.
+        self._compared: list[tuple[Tensor, tuple[bool, int | None], bool]] = []
         # The most tokens of a sample for which a module's mask was seen to be plain.
         self._plain_up_to: dict[tuple[nn.Module, bool, int | None], int] = {}
 
@@ -181,14 +181,18 @@ class PackedAttention:
         kind = (arguments.is_causal, arguments.window)
         if samples.max_length <= self._plain_up_to.get((module, *kind), 0):
             return True
-        for mask, is_causal, window, is_plain in self._compared:
-            if mask is attention_mask and (is_causal, window) == kind:
-                break
-        else:
-            is_plain = is_plain_mask(attention_mask, samples.lengths, *kind)
-            self._compared.append((attention_mask, *kind, is_plain))
+        is_plain = self._compare(attention_mask, kind)
         if is_plain:
             self._plain_up_to[module, *kind] = samples.max_length
+        return is_plain
+
+    def _compare(self, attention_mask: Tensor, kind: tuple[bool, int | None]) -> bool:
+        """`is_plain_mask`, once for all layers that share a mask."""
+        for mask, compared_kind, is_plain in self._compared:
+            if mask is attention_mask and compared_kind == kind:
+                return is_plain
+        is_plain = is_plain_mask(attention_mask, self._samples.lengths, *kind)
+        self._compared.append((attention_mask, kind, is_plain))
         return is_plain
 
 
