@@ -41,6 +41,9 @@ UNSUPPORTED = (
 # Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
 # CPU: 0 % at 1.03, 7 % at 1.10.
 GAIN = 1.05
+# With the attention kernel and dropout also batches without padding are packed: otherwise attention
+# stores weights and masks of length x length.
+GAIN_WITH_KERNEL = 0.0
 
 
 class Packing(SpeedUp):
@@ -107,7 +110,7 @@ class Packing(SpeedUp):
 
     def before(self, call: Call) -> None:
         self._shared.clear()
-        self._tokens = _tokens(call, self._gain)
+        self._tokens = _tokens(call, self._gain_needed(call.keys.device))
         if self._tokens is not None:
             self._was_packed = True
             self._padded_masks = self._dropout.source
@@ -143,6 +146,12 @@ class Packing(SpeedUp):
         return (self._packed_masks if is_packed else self._padded_masks).mask(
             site, shape, drop_probability
         )
+
+    def _gain_needed(self, device: torch.device) -> float:
+        """The padding ratio above which a micro-batch on this device is packed."""
+        if self._dropout.sites and self._attention.can_run(device):
+            return GAIN_WITH_KERNEL
+        return self._gain
 
     def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
         """The packed samples; None if the attention kernel cannot run here, or needs other
