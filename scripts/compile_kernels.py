@@ -155,8 +155,16 @@ def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capabil
 def check(compiled: Compiled, capability: int) -> None:
     """Fail if a kernel spills or needs too much shared memory."""
     limit = MOST_SHARED_MEMORY[capability]
-    assert compiled.shared_bytes <= limit, f"{compiled.name}: shared memory above {limit} bytes"
-    assert not compiled.spilled_bytes, f"{compiled.name} spills {compiled.spilled_bytes} bytes"
+    if compiled.shared_bytes > limit:
+        raise SystemExit(
+            f"{compiled.name} needs {compiled.shared_bytes} bytes of shared memory, limit {limit}: "
+            "use smaller blocks or fewer stages."
+        )
+    if compiled.spilled_bytes:
+        raise SystemExit(
+            f"{compiled.name} spills {compiled.spilled_bytes} bytes of registers: use smaller "
+            "blocks or more warps."
+        )
 
 
 if __name__ == "__main__":
