@@ -151,7 +151,7 @@ def forward_kernel(
     """Output and log-sum-exp of a block of rows. Grid: (blocks of rows, heads, samples)."""
     # With causal attention the last blocks take longest: they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
     start = tl.load(OFFSETS + sample).to(tl.int64)
     length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
@@ -194,7 +194,7 @@ def forward_kernel(
     result = result * (rescale / total)[:, None]
     out_first = OUT + (start * num_heads + head) * SIZE
     store_tokens(out_first, num_heads * SIZE, rows, length, result, SIZE, PADDED)
-    lse_first = LSE + head.to(tl.int64) * num_tokens + start
+    lse_first = LSE + head * num_tokens + start
     tl.store(lse_first + rows, maximum + tl.log2(total), mask=rows < length)
 
 
@@ -209,7 +209,7 @@ def delta_kernel(
     ROWS: tl.constexpr,
 ):
     """The sum over each vector of output * its gradient. Grid: (blocks of tokens, heads)."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     first_token = tl.program_id(0).to(tl.int64) * ROWS
     tokens = tl.arange(0, ROWS)
@@ -218,7 +218,7 @@ def delta_kernel(
     out = load_tokens(OUT + first, num_heads * SIZE, tokens, length, SIZE, PADDED)
     grad = load_tokens(OUT_GRAD + first, num_heads * SIZE, tokens, length, SIZE, PADDED)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    delta_first = DELTA + head.to(tl.int64) * num_tokens + first_token
+    delta_first = DELTA + head * num_tokens + first_token
     tl.store(delta_first + tokens, delta, mask=tokens < length)
 
 
@@ -258,7 +258,7 @@ def query_gradient_kernel(
 ):
     """The gradient of a block of queries. Grid: (blocks of rows, heads, samples)."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
     start = tl.load(OFFSETS + sample).to(tl.int64)
     length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
@@ -272,7 +272,7 @@ def query_gradient_kernel(
     grad = load_tokens(OUT_GRAD + out_first, token, rows, length, SIZE, PADDED)
     k_first = K + start * k_token + (head // GROUP) * k_head
     v_first = V + start * v_token + (head // GROUP) * v_head
-    row_first = head.to(tl.int64) * num_tokens + start
+    row_first = head * num_tokens + start
     lse = tl.load(LSE + row_first + rows, mask=rows < length, other=0.0)[:, None]
     delta = tl.load(DELTA + row_first + rows, mask=rows < length, other=0.0)[:, None]
     if HAS_DROPOUT:
@@ -346,7 +346,7 @@ def key_value_gradient_kernel(
     after the other.
     """
     first_column = tl.program_id(0) * COLUMNS
-    key_head = tl.program_id(1)
+    key_head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
     start = tl.load(OFFSETS + sample).to(tl.int64)
     length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
@@ -370,7 +370,7 @@ def key_value_gradient_kernel(
         head = key_head * GROUP + member
         q_first = Q + start * q_token + head * q_head
         grad_first = OUT_GRAD + (start * num_heads + head) * SIZE
-        row_first = head.to(tl.int64) * num_tokens + start
+        row_first = head * num_tokens + start
         if HAS_DROPOUT:
             key = head_key(SEEDS, sample, head)
         for row in range(first_row, last_row, ROWS):

@@ -20,6 +20,7 @@ from hf_ga.exact.hashing import signed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD_SIZE = 256
+MOST_ELEMENTS = 2**31  # between the first and the last token of a sample
 # Arguments of attention functions that are understood. Position ids say nothing that the mask does
 # not say.
 UNDERSTOOD = ("scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids")
@@ -128,7 +129,7 @@ class PackedAttention:
         if arguments is None:
             return None
         tensors = autocast_tensors(query, key, value)
-        if not are_supported(*tensors, self._samples.keys.device):
+        if not are_supported(*tensors, self._samples):
             return None
         if not self._is_plain(module, attention_mask, arguments):
             return None
@@ -250,9 +251,11 @@ def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.dtype in DTYPES else x for x in tensors]
 
 
-def are_supported(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> bool:
+def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamples) -> bool:
     """Whether the kernels support these tensors, and the packed samples are on their device."""
     num_heads, num_tokens, size = query.shape[1:]
+    device = samples.keys.device
+    token_stride = max(x.stride(2) for x in (query, key, value))
     return (
         query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
@@ -261,6 +264,7 @@ def are_supported(query: Tensor, key: Tensor, value: Tensor, device: torch.devic
         and key.shape[2:] == (num_tokens, size)
         and num_heads % key.shape[1] == 0
         and size <= LARGEST_HEAD_SIZE
+        and samples.max_length * token_stride < MOST_ELEMENTS
     )
 
 

@@ -116,8 +116,8 @@ class Windows:
     def num_calls(self):
         return self.packing._attention.num_calls
 
-    def gradient(self, split=SPLIT, dtype=torch.float32):
-        """(Gradients, value) of the mean loss over all targets."""
+    def gradient(self, split=SPLIT, dtype=torch.float32, autocast=None):
+        """(Gradients, value) of the mean loss over all targets. autocast: a half precision."""
         model = self.model.to(dtype)
         model.zero_grad()
         total = h.num_targets(model, self.collate(self.samples))
@@ -134,7 +134,8 @@ class Windows:
                 call = Call(MicroBatch(batch, rows, rows), on_device, (), keys, shared)
                 self.dropout.before(call)
                 self.packing.before(call)
-                loss = model(**on_device).loss * (count / total)
+                with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
+                    loss = model(**on_device).loss * (count / total)
                 loss.backward()
                 value += float(loss.detach())
         gradients = {name: x.cpu() for name, x in h.gradients(model).items()}
@@ -175,6 +176,21 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
         other, _ = Windows(model, [*samples[1:], samples[0]]).gradient()
         with pytest.raises(AssertionError, match="all parameters"):
             h.assert_promise_1(other, full, truth)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_under_autocast_it_computes_in_half_precision(name):
+    build, make = MODELS[name]
+    model = build(0.1)
+    samples = samples_of(make)
+    truth, value, _ = padded_gradients(model, samples)
+    full, _ = Windows(model, samples, use_kernel=False).gradient(autocast=torch.bfloat16)
+    windows = Windows(model, samples)
+    gradients, loss = windows.gradient(autocast=torch.bfloat16)
+    assert windows.num_calls == 2 * len(SPLIT)
+    h.assert_promise_1(gradients, full, truth, h.ROUNDING["bf16"])
+    assert loss == pytest.approx(value, rel=h.ROUNDING["bf16"])
+    assert h.relative_error(gradients, truth) > 1e-4, "it was computed in float32"
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
