@@ -5,14 +5,16 @@ On a CPU the kernels run in Triton's interpreter.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import helpers as h
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import LLAMA_SIZES, SIZES, pad_right, seeded
+from helpers import LLAMA_SIZES, SIZES, VOCABULARY, WIDTH, pad_right, seeded
 from torch import nn
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_ga
@@ -71,6 +73,43 @@ def gpt2_classifier(dropout):
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     config = tf.GPT2Config(**SIZES, **rates, n_positions=32, pad_token_id=0, num_labels=3)
     return tf.GPT2ForSequenceClassification(config)
+
+
+class TwoDraws(nn.Module):
+    """A layer that draws dropout again in the module whose attention it is."""
+
+    is_causal = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, hidden_states, attention_mask):
+        projected = self.project(hidden_states).unflatten(-1, (3, 2, WIDTH // 2))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        attend = AttentionInterface().get_interface("sdpa", None)
+        attended, _ = attend(self, query, key, value, attention_mask, dropout=0.1)
+        return hidden_states + nn.functional.dropout(attended.flatten(2), 0.1)
+
+
+@seeded
+class LayersOfTwoDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(TwoDraws() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids, attention_mask, labels):
+        width = input_ids.shape[1]
+        earlier = torch.ones(width, width, dtype=torch.bool, device=input_ids.device).tril()
+        mask = earlier & attention_mask.bool()[:, None, None]
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        logits = self.head(hidden).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=h.IGNORED)
+        return SimpleNamespace(loss=loss)
 
 
 MODELS = {
@@ -227,6 +266,16 @@ def test_gradient_checkpointing_draws_the_same_masks_again():
     windows = Windows(model, samples)
     gradients, _ = windows.gradient()
     assert windows.num_calls == 2 * 2 * len(SPLIT)
+    h.assert_promise_1(gradients, full, truth)
+
+
+def test_attention_counts_as_one_draw_of_its_module():
+    model = LayersOfTwoDraws()
+    samples = samples_of(h.token_samples)
+    truth, _, full = padded_gradients(model, samples)
+    windows = Windows(model, samples)
+    gradients, _ = windows.gradient()
+    assert windows.num_calls == 2 * len(SPLIT)
     h.assert_promise_1(gradients, full, truth)
 
 
