@@ -279,19 +279,29 @@ def test_attention_counts_as_one_draw_of_its_module():
     h.assert_promise_1(gradients, full, truth)
 
 
-@pytest.mark.parametrize(
-    ("build", "make", "collate"),
-    [(gpt2_classifier, h.class_samples, pad_left), (gpt_oss, h.token_samples, pad_right)],
-    ids=["left padding", "sinks"],
-)
-def test_the_rest_is_padded_again(build, make, collate):
-    model = build(0.1)
-    samples = samples_of(make)
-    truth, _, full = padded_gradients(model, samples, collate)
-    windows = Windows(model, samples, collate=collate)
-    gradients, _ = windows.gradient(split=SPLIT[:2])
-    assert windows.packing._was_packed and windows.num_calls == 0
+def test_left_padding_is_padded_again():
+    """Also after right padding, whose masks were found to be plain."""
+    model = gpt2_classifier(0.1)
+    samples = samples_of(h.class_samples)
+    truth, _, full = padded_gradients(model, samples, pad_left)
+    windows = Windows(model, samples)
+    windows.gradient()
+    num_calls = windows.num_calls
+    assert num_calls == 2 * len(SPLIT)
+    windows.collate = pad_left
     gradients, _ = windows.gradient()
+    h.assert_promise_1(gradients, full, truth)
+    # Without padding (the last micro-batch of a single sample) there is no side.
+    assert windows.num_calls == num_calls + 2
+
+
+def test_attention_with_sinks_is_padded_again():
+    model = gpt_oss(0.1)
+    samples = samples_of(h.token_samples)
+    truth, _, full = padded_gradients(model, samples)
+    windows = Windows(model, samples)
+    gradients, _ = windows.gradient()
+    assert windows.packing._was_packed and windows.num_calls == 0
     h.assert_promise_1(gradients, full, truth)
 
 
