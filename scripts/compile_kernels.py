@@ -66,15 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for capability in options.capabilities:
         for dtype in options.dtypes:
             for size in options.sizes:
-                for kernel, launch in kernels(size, DTYPES[dtype]):
+                for kernel, launch in kernels(size, DTYPES[dtype], capability):
                     compiled = compile_kernel(kernel, launch, size, dtype, capability)
                     print_row(compiled, launch, size, dtype, capability)
                     check(compiled, capability)
 
 
-def kernels(size: int, dtype: torch.dtype) -> list[tuple[triton.JITFunction, Launch]]:
-    """The kernels and how they are launched for a head size and type."""
-    launches = attention_kernel.launches(size, dtype)
+def kernels(
+    size: int, dtype: torch.dtype, capability: int
+) -> list[tuple[triton.JITFunction, Launch]]:
+    """The kernels and how they are launched."""
+    launches = attention_kernel.launches(size, dtype, capability)
     delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
         (attention_kernel.forward_kernel, launches.forward),
@@ -120,7 +122,13 @@ def compile_kernel(
 
 def type_of(name: str, dtype: str) -> str:
     """The Triton type of a kernel's argument, by its name."""
-    types = {"LSE": "*fp32", "DELTA": "*fp32", "OFFSETS": "*i32", "SEEDS": "*i64"}
+    types = {
+        "LSE": "*fp32",
+        "DELTA": "*fp32",
+        "OFFSETS": "*i32",
+        "SEEDS": "*i64",
+        "ROW_KEYS": "*i64",
+    }
     if name in types:
         return types[name]
     if name in FLOATS:

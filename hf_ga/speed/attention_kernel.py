@@ -13,7 +13,7 @@ score times log2(e), so that exp2 of them is the weight. LSE is log2 of the sum 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,10 +75,14 @@ def base_2_scores(products, inner_scale, outer_scale, HAS_SOFTCAP: tl.constexpr)
 
 @triton.jit
 def is_visible(rows, columns, length, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Which keys a query attends to. `rows` and `columns` are broadcast against each other."""
-    visible = (columns < length) & (rows < length)
+    """Which keys a query attends to. `rows` and `columns` are broadcast against each other.
+
+    Rows beyond the length do no harm: they are not stored, and gradients of zeros add nothing.
+    """
+    last = length - 1
     if IS_CAUSAL:
-        visible = visible & (columns <= rows)
+        last = tl.minimum(rows, last)
+    visible = columns <= last
     if HAS_WINDOW:
         visible = visible & (columns > rows - window)
     return visible
@@ -231,6 +235,7 @@ def query_gradient_kernel(
     LSE,
     DELTA,
     Q_GRAD,
+    ROW_KEYS,
     OFFSETS,
     SEEDS,
     q_token,
@@ -256,7 +261,10 @@ def query_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """The gradient of a block of queries. Grid: (blocks of rows, heads, samples)."""
+    """The gradient of a block of queries. Grid: (blocks of rows, heads, samples).
+
+    Also stores the dropout keys of the rows, which the next kernel would compute several times.
+    """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
@@ -276,7 +284,10 @@ def query_gradient_kernel(
     lse = tl.load(LSE + row_first + rows, mask=rows < length, other=0.0)[:, None]
     delta = tl.load(DELTA + row_first + rows, mask=rows < length, other=0.0)[:, None]
     if HAS_DROPOUT:
-        row_keys = mixed(head_key(SEEDS, sample, head) ^ rows.to(tl.uint64))[:, None]
+        row_keys = mixed(head_key(SEEDS, sample, head) ^ rows.to(tl.uint64))
+        stored = row_keys.to(tl.int64, bitcast=True)
+        tl.store(ROW_KEYS + row_first + rows, stored, mask=rows < length)
+        row_keys = row_keys[:, None]
 
     first_column = 0
     last_column = length
@@ -315,8 +326,8 @@ def key_value_gradient_kernel(
     DELTA,
     K_GRAD,
     V_GRAD,
+    ROW_KEYS,
     OFFSETS,
-    SEEDS,
     q_token,
     q_head,
     k_token,
@@ -371,8 +382,6 @@ def key_value_gradient_kernel(
         q_first = Q + start * q_token + head * q_head
         grad_first = OUT_GRAD + (start * num_heads + head) * SIZE
         row_first = head * num_tokens + start
-        if HAS_DROPOUT:
-            key = head_key(SEEDS, sample, head)
         for row in range(first_row, last_row, ROWS):
             rows = row + tl.arange(0, ROWS)
             q = load_tokens(q_first, q_token, rows, length, SIZE, PADDED)
@@ -386,7 +395,8 @@ def key_value_gradient_kernel(
             weights = tl.exp2(tl.where(visible, scores - lse, -float("inf")))
             of_weights = product(v, tl.trans(grad))
             if HAS_DROPOUT:
-                row_keys = mixed(key ^ rows.to(tl.uint64))[None, :]
+                row_keys = tl.load(ROW_KEYS + row_first + rows, mask=rows < length, other=0)
+                row_keys = row_keys.to(tl.uint64, bitcast=True)[None, :]
                 kept = is_kept(row_keys, columns[:, None], threshold)
                 dropped = tl.where(kept, weights * rescale, 0.0)
                 of_weights = tl.where(kept, of_weights * rescale, 0.0)
@@ -437,7 +447,7 @@ HALF_PRECISION = {
     64: Launches(
         forward=Launch(64, 64, num_warps=4, num_stages=3),
         query_gradient=Launch(64, 64, num_warps=4, num_stages=3),
-        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=3),
+        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=2),
     ),
     128: Launches(
         forward=Launch(128, 64, num_warps=8, num_stages=2),
@@ -448,6 +458,13 @@ HALF_PRECISION = {
         forward=Launch(64, 32, num_warps=8, num_stages=2),
         query_gradient=Launch(64, 32, num_warps=8, num_stages=2),
         key_value_gradient=Launch(32, 32, num_warps=8, num_stages=2),
+    ),
+}
+# From compute capability 9.0 on, four warps multiply 64 keys together: eight need 128 keys.
+HALF_PRECISION_90 = HALF_PRECISION | {
+    128: replace(
+        HALF_PRECISION[128],
+        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=2),
     ),
 }
 # Products in full precision need the operands' whole rows in registers: small blocks.
@@ -476,9 +493,13 @@ def padded_size(size: int) -> int:
     return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
 
 
-def launches(size: int, dtype: torch.dtype) -> Launches:
-    """The launches for a head size and the type of the elements."""
-    table = FULL_PRECISION if dtype == torch.float32 else HALF_PRECISION
+def launches(size: int, dtype: torch.dtype, capability: int) -> Launches:
+    """The launches for a head size, the type of the elements and a compute capability (80, 90)."""
+    table = HALF_PRECISION
+    if dtype == torch.float32:
+        table = FULL_PRECISION
+    elif capability >= 90:
+        table = HALF_PRECISION_90
     return table[max(64, padded_size(size))]
 
 
@@ -527,8 +548,8 @@ class Attention(torch.autograd.Function):
             _with_contiguous_vectors(k),
             _with_contiguous_vectors(v),
         )
-        num_tokens, num_heads, size = q.shape
-        launch = launches(size, q.dtype).forward
+        num_tokens, num_heads = q.shape[:2]
+        launch = _launches(q).forward
         out = q.new_empty(q.shape)
         lse = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
         grid = (triton.cdiv(problem.max_length, launch.rows), num_heads, len(cu_seqlens) - 1)
@@ -559,14 +580,15 @@ class Attention(torch.autograd.Function):
         num_key_heads = k.shape[1]
         num_samples = len(cu_seqlens) - 1
         delta = torch.empty_like(lse)
+        row_keys = torch.empty_like(lse, dtype=torch.int64)
         q_grad = q.new_empty(q.shape)
         k_grad = k.new_empty(k.shape)
         v_grad = v.new_empty(v.shape)
         sizes = _sizes(q, k, v)
         scalars = {"scale": problem.scale, **problem.scalars()}
         given = (q, k, v, out_grad, lse, delta)
-        of_query = launches(size, q.dtype).query_gradient
-        of_key = launches(size, q.dtype).key_value_gradient
+        of_query = _launches(q).query_gradient
+        of_key = _launches(q).key_value_gradient
         query_blocks = triton.cdiv(problem.max_length, of_query.rows)
         key_blocks = triton.cdiv(problem.max_length, of_key.columns)
         with torch.cuda.device_of(q):
@@ -581,11 +603,25 @@ class Attention(torch.autograd.Function):
                 num_warps=4,
                 enable_fp_fusion=True,
             )
-            key_value_gradient_kernel[(key_blocks, num_key_heads, num_samples)](
-                *given, k_grad, v_grad, cu_seqlens, seeds, **sizes, **scalars, **_blocks(of_key)
-            )
             query_gradient_kernel[(query_blocks, num_heads, num_samples)](
-                *given, q_grad, cu_seqlens, seeds, **sizes, **scalars, **_blocks(of_query)
+                *given,
+                q_grad,
+                row_keys,
+                cu_seqlens,
+                seeds,
+                **sizes,
+                **scalars,
+                **_blocks(of_query),
+            )
+            key_value_gradient_kernel[(key_blocks, num_key_heads, num_samples)](
+                *given,
+                k_grad,
+                v_grad,
+                row_keys,
+                cu_seqlens,
+                **sizes,
+                **scalars,
+                **_blocks(of_key),
             )
         return q_grad, k_grad, v_grad, None, None, None
 
@@ -659,6 +695,15 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
         "SIZE": size,
         "PADDED": padded_size(size),
     }
+
+
+def _launches(q: Tensor) -> Launches:
+    """The launches for queries of shape (T, heads, size) where they are."""
+    capability = 80
+    if q.is_cuda:
+        major, minor = torch.cuda.get_device_capability(q.device)
+        capability = 10 * major + minor
+    return launches(q.shape[-1], q.dtype, capability)
 
 
 def _blocks(launch: Launch) -> dict[str, int]:
