@@ -477,7 +477,7 @@ FULL_PRECISION = {
     128: Launches(
         forward=Launch(16, 16, num_warps=4, num_stages=2),
         query_gradient=Launch(32, 16, num_warps=4, num_stages=2),
-        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=2),
+        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
     ),
     256: Launches(
         forward=Launch(16, 16, num_warps=8, num_stages=1),
