@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._triton import has_triton
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
@@ -36,8 +37,8 @@ NUM_PROOF_SAMPLES = 64  # spread over the whole dataset
 def default_speed_ups(model: nn.Module, accelerator: Accelerator | None = None) -> list[SpeedUp]:
     """The speed-ups to try on a model.
 
-    Packing and fused attention pay off on a CPU only (docs/performance.md), and sharded or
-    compiled layers do not support them.
+    Packing pays off on a CPU, and on a GPU with Triton, where a kernel computes its attention.
+    Fused attention is for a CPU. Sharded or compiled layers support neither.
 
     Args:
         model: The model, wrapped or not.
@@ -48,9 +49,13 @@ def default_speed_ups(model: nn.Module, accelerator: Accelerator | None = None) 
     sharded = isinstance(model, FullyShardedDataParallel)
     sharded |= hasattr(model, "set_requires_gradient_sync")
     sharded |= accelerator is not None and is_sharded(accelerator)
-    if device.type != "cpu" or sharded or is_compiled(model):
+    if sharded or is_compiled(model):
         return everywhere
-    return [*everywhere, Packing(), FusedAttention()]
+    if device.type == "cpu":
+        return [*everywhere, Packing(), FusedAttention()]
+    if device.type == "cuda" and has_triton():
+        return [*everywhere, Packing()]
+    return everywhere
 
 
 def prove_targets(

@@ -127,6 +127,8 @@ def test_the_library_imports_only_what_it_requires():
     optional = {  # where they are used, the user has imported the package, or gets MissingPackage
         "hf_ga/check/report.py": {"matplotlib"},
         "hf_ga/exact/lengths.py": {"datasets", "pyarrow"},
+        "hf_ga/exact/mask_kernel.py": {"triton"},
+        "hf_ga/speed/attention_kernel.py": {"triton"},
     }
     for path in sorted((ROOT / "hf_ga").rglob("*.py")):
         room = path.relative_to(ROOT).as_posix()

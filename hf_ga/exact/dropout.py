@@ -238,6 +238,17 @@ class KeyedDropout(Hook):
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
         return self.source.drop(self._site(key), input, drop_probability)
 
+    def next_site(self) -> DropoutSite | None:
+        """The site of the next draw of the module that is running, for a mask that is drawn
+        elsewhere, as by a kernel. None: the probing forward drew no mask there.
+        """
+        frame = self._stack[-1]
+        return self.sites.get(cached_key(frame.key, frame.draws))
+
+    def skip_draw(self) -> None:
+        """Count a draw of the module that is running whose mask is drawn elsewhere."""
+        self._stack[-1].draws += 1
+
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         return self.source.mask(self._site(key), shape, drop_probability)
 

@@ -5,8 +5,9 @@ Embeddings and heads stay padded, so collate functions, position ids, masks and 
 unchanged. Before the first layer of the stack, (n, S, H) is packed to (1, T, H); after the last
 one, the tokens are unpacked to (n, S, H), with zeros at the padding, which is neither a target nor
 attended to. Attention, the only operation across tokens in a layer, is called through transformers'
-attention interface, where samples are padded for this call. The proof decides for which models this
-leaves loss and gradient unchanged.
+attention interface: on a GPU a kernel computes it on packed tokens (`packed_attention.py`),
+elsewhere samples are padded for this call. The proof decides for which models this leaves loss and
+gradient unchanged.
 """
 
 import inspect
@@ -25,6 +26,7 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.dropout import DropoutSite, KeyedDropout, SampleMasks
 from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.override import override
+from hf_ga.speed.packed_attention import PackedAttention, PackedSamples
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
@@ -39,14 +41,22 @@ UNSUPPORTED = (
 # Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
 # CPU: 0 % at 1.03, 7 % at 1.10.
 GAIN = 1.05
+# With the attention kernel and dropout also batches without padding are packed: otherwise attention
+# stores weights and masks of length x length.
+GAIN_WITH_KERNEL = 0.0
 
 
 class Packing(SpeedUp):
-    """Packs the tokens of one model within a window."""
+    """Packs the tokens of one model within a window.
+
+    Args:
+        use_kernel: Whether the attention kernel computes what it can. None: on a GPU with Triton.
+    """
 
     name = "packing"
 
-    def __init__(self) -> None:
+    def __init__(self, use_kernel: bool | None = None) -> None:
+        self._use_kernel = use_kernel
         self._gain = GAIN
         self._is_on_trial = False
         self._proven_sides: set[str] = set()
@@ -70,6 +80,7 @@ class Packing(SpeedUp):
         if settings := [name for name in UNSUPPORTED if getattr(config, name, None)]:
             return f"its configuration has {settings[0]}"
         self._dropout: KeyedDropout = dropout
+        self._attention = PackedAttention(dropout, self._use_kernel)
         self._layers = layers
         self._modules = frozenset(module for layer in layers for module in layer.modules())
         self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
@@ -99,11 +110,12 @@ class Packing(SpeedUp):
 
     def before(self, call: Call) -> None:
         self._shared.clear()
-        self._tokens = _tokens(call, self._gain)
+        self._tokens = _tokens(call, self._gain_needed(call.keys.device))
         if self._tokens is not None:
             self._was_packed = True
             self._padded_masks = self._dropout.source
             self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
+            self._attention.start(self._samples_for_kernel(call))
             self._dropout.source = self
 
     @contextmanager
@@ -111,6 +123,7 @@ class Packing(SpeedUp):
         with ExitStack() as stack:
             stack.callback(self._shared.clear)
             stack.callback(setattr, self, "_tokens", None)
+            stack.callback(self._attention.start, None)
             for (
                 layer
             ) in self._layers:  # within the window: FSDP and checkpointing may have wrapped them
@@ -138,6 +151,21 @@ class Packing(SpeedUp):
     def _source_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
         is_packed = site.module in self._modules and not self._is_in_attention
         return self._packed_masks if is_packed else self._padded_masks
+
+    def _gain_needed(self, device: torch.device) -> float:
+        """The padding ratio above which a micro-batch on this device is packed."""
+        if self._dropout.sites and self._attention.can_run(device):
+            return GAIN_WITH_KERNEL
+        return self._gain
+
+    def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
+        """The packed samples; None if the attention kernel cannot run here, or needs other
+        padding.
+        """
+        mask = call.micro_batch.batch["attention_mask"]
+        if not self._attention.can_run(call.keys.device) or not padded_sides(mask) <= {"right"}:
+            return None
+        return PackedSamples.of(mask, call.keys)
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before a layer: pack per-token arguments; the first layer receives padded hidden
@@ -209,12 +237,17 @@ class Packing(SpeedUp):
         attention_mask: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call an attention function of transformers: pad (1, heads, T, size), use the model's own
-        mask, and pack the result.
+        """Call an attention function of transformers, or the kernel that computes the same from
+        packed tokens.
+
+        Without the kernel: pad (1, heads, T, size), use the model's own mask, and pack the result.
         """
         tokens = self._tokens
         if tokens is None or module not in self._modules:
             return original(module, query, key, value, attention_mask, **more)
+        attended = self._attention.attend(original, module, query, key, value, attention_mask, more)
+        if attended is not None:
+            return attended, None
         if "position_ids" in more:
             more["position_ids"] = None  # of packed tokens; the mask already separates samples
         padded = (tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))

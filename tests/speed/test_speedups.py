@@ -4,15 +4,18 @@ that it should, no wrong one.
 
 import itertools
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from steps import backward_window
 from windows import one_window
 
 import hf_ga
+import hf_ga.training
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.speed.fused_attention import FusedAttention
@@ -126,8 +129,18 @@ def test_a_wrong_speed_up_is_left_out(change, why):
 
 def test_speed_ups_are_chosen_by_the_device():
     assert [type(s) for s in default_speed_ups(h.gpt2())] == list(ALL.values())
-    on_gpu = torch.nn.Linear(2, 2, device="meta")
-    assert [type(s) for s in default_speed_ups(on_gpu)] == [LeanForward, ChunkedLoss]
+    elsewhere = torch.nn.Linear(2, 2, device="meta")
+    assert [type(s) for s in default_speed_ups(elsewhere)] == [LeanForward, ChunkedLoss]
+
+
+@pytest.mark.parametrize("with_triton", [True, False])
+def test_packing_is_for_a_gpu_with_triton(with_triton, monkeypatch):
+    monkeypatch.setattr(hf_ga.training, "has_triton", lambda: with_triton)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), distributed_type=DistributedType.NO)
+    expected = [LeanForward, ChunkedLoss] + [Packing] * with_triton
+    assert [type(s) for s in default_speed_ups(h.gpt2(), accelerator)] == expected
+    accelerator.distributed_type = DistributedType.FSDP
+    assert [type(s) for s in default_speed_ups(h.gpt2(), accelerator)] == expected[:2]
 
 
 def gradient(accelerator, model, rule, samples, plan="one"):
