@@ -14,8 +14,6 @@ from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
 
 import hf_ga
-from hf_ga.exact.hashing import signed
-from hf_ga.exact.masks import _whole_mask, keep_mask
 
 
 @pytest.fixture(autouse=True)
@@ -162,25 +160,6 @@ def test_a_compiled_function_in_the_model_draws_keyed_dropout(backend):
     inputs = h.pad_right(data[:8])
     native(inputs["input_ids"], inputs["labels"]).backward()
     assert h.relative_error(h.gradients(native), expected) > 1e-2
-
-
-def test_masks_are_compiled_while_torchs_functions_are_replaced(monkeypatch):
-    """As on a GPU, where the first mask of a window is compiled within it."""
-    compiled = torch.compile(_whole_mask, dynamic=True, backend="eager")
-
-    def keep(keys, site, shape, axis, p):
-        seeds = keys ^ signed(site)
-        threshold = round(p * 2**32) - 2**31
-        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
-        drawn = compiled(seeds, inner, threshold).view(shape[axis], *inner[1:]).movedim(0, axis)
-        assert torch.equal(drawn, keep_mask(keys, site, shape, axis, p))
-        return drawn
-
-    data = h.token_samples(12)
-    expected = gradient(tagger(0.2), data)
-    monkeypatch.setattr("hf_ga.exact.dropout.keep_mask", keep)
-    assert h.relative_error(gradient(tagger(0.2), data), expected) == 0
-    assert counters["stats"]["unique_graphs"]
 
 
 TABLES = (
