@@ -404,7 +404,7 @@ class Engine:
         Raises:
             LossNotAdditive: If it does not hold.
         """
-        if not self._is_audited_now:
+        if not self._is_audited_now or self.status.failure is not None:
             return
         with torch.no_grad(), restored_buffers(self.model):
             self._audit_outputs()

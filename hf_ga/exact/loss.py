@@ -158,6 +158,8 @@ class OwnSum(Loss):
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         total, number = own_loss(self.loss_fn, outputs, call.batch)
+        if number == 0 and bool(total.isnan()):
+            total = 0.0  # the mean over no targets is 0 / 0
         return (total,), call.counts or (number,)
 
 
