@@ -53,11 +53,18 @@ PARTS = {
     "environment": Part("Environment", "-W ignore -m torch.utils.collect_env", 40),
     "tests": Part(
         "Tests marked gpu",
-        f"{PYTEST} -m gpu tests/promises tests/parallel",
+        f"{PYTEST} -m gpu tests/promises/test_on_a_gpu.py tests/parallel/test_stand_in_device.py",
         150,
         "these tests run on a GPU only",
     ),
     "promises": Part("Promises 1 to 3, and the same bits", f"{LARGE_MODELS} promise_", 170),
+    "kernels": Part(
+        "Kernels for dropout and attention",
+        f"{PYTEST} tests/exact/test_mask_kernel.py tests/speed/test_attention_kernel.py "
+        "tests/speed/test_packed_attention.py",
+        100,
+        "a CPU's tests run them in Triton's interpreter",
+    ),
     "packed": Part(
         "Packed layers and kernels",
         f"{LARGE_MODELS} packed",
@@ -73,6 +80,7 @@ PARTS = {
         "Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"
     ),
     "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
+    "profile": Part("Where the time of a step goes", f"{BENCHMARK} profile attention", 60),
     "small_cost": Part(
         "Constants of the cost model, small models",
         f"{BENCHMARK} cost --size small",

@@ -161,6 +161,7 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="samples of a micro-batch (default: 8)",
     )
     add("--epochs", type=int, default=3, help="measured epochs, after one unmeasured (default: 3)")
+    add("--arms", nargs="+", default=(), help="arms of the section peers (default: all)")
     add(
         "--most_samples",
         type=int,

@@ -2,6 +2,7 @@
 targets.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 import hf_ga
 from benchmark.arms import ABLATION, DEFAULT, NATIVE, SPEED, TRAINER, default
-from benchmark.lap import measure_apart
+from benchmark.lap import Measured, measure_apart
 from benchmark.report import Bound, Section, ablation_section, speed_section
 from benchmark.setting import SIZES, Setting, build_model
 from benchmark.trainers import PEERS, PLAIN
@@ -29,11 +32,13 @@ def peers(setting: Setting) -> Section:
     """hf_ga, all modes of Trainer, TRL, a plain loop; useful FLOPs over the measured peak of a
     matrix product.
     """
-    name, arms = (
-        setting.model,
-        SPEED | {arm: run for arm, run in PEERS.items() if setting.model == "gpt" or arm == PLAIN},
-    )
-    section = speed_section(setting, measure_apart(setting, arms, f"{name}, peers"))
+    name = setting.model
+    arms = SPEED | {NATIVE: ABLATION[NATIVE]}
+    arms |= {arm: run for arm, run in PEERS.items() if name == "gpt" or arm == PLAIN}
+    chosen = {arm: run for arm, run in arms.items() if not setting.arms or arm in setting.arms}
+    left_out = Measured([math.nan] * setting.epochs * setting.windows_per_epoch)
+    measured = dict.fromkeys(arms, left_out) | measure_apart(setting, chosen, f"{name}, peers")
+    section = speed_section(setting, measured)
     dtype, size = (torch.bfloat16, 8192) if setting.device == "cuda" else (torch.float32, 512)
     x = torch.randn(size, size, dtype=dtype, device=setting.device)
     share = flops_per_token(setting) * seconds(lambda: x @ x, setting) / (2 * size**3)
@@ -184,4 +189,66 @@ def profile(setting: Setting) -> Section:
     return Section(title, ("kernel", "calls", "ms"), rows, [])
 
 
-SECTIONS = {"peers": peers, "dropout": dropout, "cost": cost, "profile": profile}
+def attention(setting: Setting) -> Section:
+    """Causal attention alone, forward and backward: the kernels on packed tokens beside torch's on
+    padded ones with its native dropout, in the heads of `setting`.
+    """
+    if setting.device == "cpu":
+        return Section("Attention alone: needs a GPU", ("attention",), [], [])
+    _, width, heads, _ = SIZES[setting.size]
+    size = width // heads
+    rows = []
+    for longest in (128, 512, 1024):
+        number = 2**15 // longest
+        lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, number)
+        kind = {"device": "cuda", "dtype": torch.bfloat16}
+        packed = torch.randn(int(lengths.sum()), 3, heads, size, **kind).requires_grad_()
+        padded = torch.randn(3, number, heads, longest, size, **kind).requires_grad_()
+        # Two products forward and five backward, of 2 x size operations for each pair of tokens.
+        operations = 14 * size * heads * float((lengths**2).sum()) / 2
+        for p in (0.0, 0.1):
+            for name, run in {
+                "packed, keyed": partial(_packed_attention, packed, lengths, p),
+                "padded, torch": partial(_padded_attention, padded, p),
+            }.items():
+                run()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                taken = seconds(run, setting)
+                mebibytes = (torch.cuda.max_memory_allocated() - before) / 2**20
+                rows.append([longest, p, name, 1e3 * taken, operations / taken / 1e12, mebibytes])
+    header = ("longest", "dropout", "attention", "ms", "TFLOP/s on real tokens", "memory, MiB")
+    return Section(f"Attention alone, {heads} heads of {size}, bf16", header, rows, [])
+
+
+def _packed_attention(packed: Tensor, lengths: np.ndarray, p: float) -> None:
+    from hf_ga.speed.attention_kernel import attention  # it needs Triton
+
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to("cuda")
+    query, key, value = packed.unbind(1)
+    out = attention(
+        query,
+        key,
+        value,
+        starts,
+        int(lengths.max()),
+        seeds=torch.arange(len(lengths), device="cuda") if p else None,
+        drop_probability=p,
+        scale=query.shape[-1] ** -0.5,
+        is_causal=True,
+    )
+    out.backward(query)
+
+
+def _padded_attention(padded: Tensor, p: float) -> None:
+    query, key, value = padded
+    scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True).backward(query)
+
+
+SECTIONS = {
+    "peers": peers,
+    "dropout": dropout,
+    "cost": cost,
+    "profile": profile,
+    "attention": attention,
+}

@@ -127,7 +127,7 @@ def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section
     whole, rows = measured[DEFAULT], []
     for arm, of in measured.items():
         time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
-        memory = added_memory(of) / (added_memory(whole) or math.nan)
+        memory = added_memory(of) / added_memory(whole)
         worth = (
             ""
             if arm == DEFAULT
@@ -206,7 +206,9 @@ def tokens_per_second(setting: Setting, measured: Measured) -> float:
 
 
 def added_memory(measured: Measured) -> float:
-    """MiB of peak memory above that before training."""
+    """MiB of peak memory above that before training; NaN for an arm that was not measured."""
+    if not measured.peak_memory:
+        return math.nan
     return (measured.peak_memory - measured.memory_before) / 2**20
 
 

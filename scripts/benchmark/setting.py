@@ -38,6 +38,7 @@ class Setting:
             tokens of a sample.
         window_size: samples in an optimizer step. micro_batch_size: samples in a micro-batch.
         epochs: measured epochs, after one unmeasured.
+        arms: names of the arms to measure; empty: all.
         samples: of an epoch, tokenized. num_labels, pad_token_id: of the task. See `with_samples`.
     """
 
@@ -52,6 +53,7 @@ class Setting:
     micro_batch_size: int = 8
     epochs: int = 3
     seed: int = 0
+    arms: tuple[str, ...] = ()
     samples: list[Sample] = field(default_factory=list, repr=False)
     num_labels: int = 2
     pad_token_id: int = 0

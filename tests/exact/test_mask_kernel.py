@@ -1,4 +1,4 @@
-"""The kernels that draw dropout on a GPU, in Triton's interpreter: the bits of `masks.py`."""
+"""The kernels that draw dropout, on a GPU or in Triton's interpreter: the bits of `masks.py`."""
 
 import helpers as h
 import numpy as np
@@ -11,19 +11,24 @@ from hf_ga.exact import mask_kernel, masks
 from hf_ga.exact.hashing import name_key
 from hf_ga.speed.packing import Packing
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SITE = name_key("encoder.layer.0.dropout")
 SHAPES = [(5, 16), (5, 3, 9, 9), (10, 1500), (5, 3, 4, 5, 6), (5, 4, 33, 47), (5, 0, 3)]
 
 
+def use_kernels(monkeypatch):
+    """Triton's kernels run on DEVICE: without a GPU, in the interpreter on a CPU."""
+    monkeypatch.setattr(masks, "has_kernels", lambda device: device.type == DEVICE.type)
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """As on a GPU: Triton's kernels run, here in its interpreter."""
-    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+    use_kernels(monkeypatch)
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit; in bf16 up to a step, as the interpreter rounds towards zero."""
-    if found.dtype == torch.bfloat16:
+    """Bit for bit; in bf16 up to a step in the interpreter, which rounds towards zero."""
+    if found.dtype == torch.bfloat16 and DEVICE.type == "cpu":
         assert torch.equal(found == 0, expected == 0)
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
     else:
@@ -38,27 +43,29 @@ def keys_of(num_samples: int) -> torch.Tensor:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.999])
 def test_the_mask_is_that_of_the_cpu_bit_for_bit(shape, p, monkeypatch):
     expected = masks.keep_mask(keys_of(5), SITE, shape, 0, p)
-    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
-    assert torch.equal(masks.keep_mask(keys_of(5), SITE, shape, 0, p), expected)
+    use_kernels(monkeypatch)
+    keys = keys_of(5).to(DEVICE)
+    assert torch.equal(masks.keep_mask(keys, SITE, shape, 0, p).cpu(), expected)
     if p == 0.1 and expected.numel() > 100:
-        assert not torch.equal(masks.keep_mask(keys_of(5), SITE + 1, shape, 0, p), expected)
+        assert not torch.equal(masks.keep_mask(keys, SITE + 1, shape, 0, p).cpu(), expected)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((6, 5, 4), 1), ((3, 4), None), ((2, 7, 8), None)])
 def test_other_sample_axes_too(shape, axis, monkeypatch):
     keys = keys_of(5) if axis == 1 else masks.window_key(1, 2, 3)
     expected = masks.keep_mask(keys, SITE, shape, axis, 0.4)
-    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
-    assert torch.equal(masks.keep_mask(keys, SITE, shape, axis, 0.4), expected)
+    use_kernels(monkeypatch)
+    assert torch.equal(masks.keep_mask(keys.to(DEVICE), SITE, shape, axis, 0.4).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropped_values_and_gradients_are_those_with_a_mask(shape, dtype, with_kernels):
     """Also the gradient of the gradient, which a penalty on gradients needs."""
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    kept = masks.keep_mask(keys_of(5), SITE, shape, 0, 0.3)
-    y = masks.drop(x, keys_of(5), SITE, 0, 0.3)
+    keys = keys_of(5).to(DEVICE)
+    x = torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True)
+    kept = masks.keep_mask(keys, SITE, shape, 0, 0.3)
+    y = masks.drop(x, keys, SITE, 0, 0.3)
     assert_same(y, masks.keyed_dropout(x.detach(), 0.3, kept))
     upstream = torch.randn_like(y).requires_grad_()
     (of_x,) = torch.autograd.grad(y, x, upstream, create_graph=True)
@@ -68,23 +75,29 @@ def test_dropped_values_and_gradients_are_those_with_a_mask(shape, dtype, with_k
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_mask(with_kernels):
-    keys = keys_of(5)
-    assert masks.drop(torch.ones(5, 4, dtype=torch.float64), keys, SITE, 0, 0.3) is None
-    assert masks.drop(torch.ones(4, 5, 3), keys, SITE, 1, 0.3) is None
-    assert masks.drop(torch.ones(5, 1, 1, 1, 1, 2), keys, SITE, 0, 0.3) is None
+    keys = keys_of(5).to(DEVICE)
+    for x, axis in [
+        (torch.ones(5, 4, dtype=torch.float64), 0),
+        (torch.ones(4, 5, 3), 1),
+        (torch.ones(5, 1, 1, 1, 1, 2), 0),
+    ]:
+        assert masks.drop(x.to(DEVICE), keys, SITE, axis, 0.3) is None
 
 
 def test_packed_tokens_keep_what_padded_ones_do(with_kernels):
-    samples, positions = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([0, 1, 0, 1, 2])
-    x = torch.randn(3, 3, 20)
-    padded = masks.drop(x, keys_of(3), SITE, 0, 0.5)
+    samples = torch.tensor([0, 0, 2, 2, 2], device=DEVICE)
+    positions = torch.tensor([0, 1, 0, 1, 2], device=DEVICE)
+    keys = keys_of(3).to(DEVICE)
+    x = torch.randn(3, 3, 20, device=DEVICE)
+    padded = masks.drop(x, keys, SITE, 0, 0.5)
     packed = x[samples, positions].unsqueeze(0)
-    found = masks.drop(packed, keys_of(3), SITE, 0, 0.5, (samples, positions))
+    found = masks.drop(packed, keys, SITE, 0, 0.5, (samples, positions))
     assert torch.equal(found[0], padded[samples, positions])
-    other = masks.drop(packed, keys_of(3), SITE, 0, 0.5, (samples, positions + 1))
+    other = masks.drop(packed, keys, SITE, 0, 0.5, (samples, positions + 1))
     assert not torch.equal(other, found)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="compares a CPU with its interpreter")
 @pytest.mark.parametrize("speed_ups", [[], [Packing]])
 @pytest.mark.parametrize(
     ("build", "make_samples"), [(h.gpt2, h.token_samples), (h.bert_classifier, h.class_samples)]
@@ -104,7 +117,7 @@ def test_a_window_has_the_gradient_without_kernels(build, make_samples, speed_up
     monkeypatch.setattr(mask_kernel, "_launch", lambda *a: drawn.append(a) or launch(*a))
     expected = gradient()
     assert not drawn
-    monkeypatch.setattr(masks, "has_kernels", lambda device: True)
+    use_kernels(monkeypatch)
     found = gradient()
     assert drawn
     assert all(torch.equal(found[name], expected[name]) for name in expected)
