@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
 from hf_ga.exact.hooks import Call, Counts
+from hf_ga.exact.precision import sum_dtype
 
 MOST_BY_VALUE = 16  # audits because of new values of one integer entry, as a vocabulary has many
 MOST_ELEMENTS = 4096  # of a float entry of one sample that is looked at
@@ -211,9 +212,7 @@ def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
         parts: Of groups of them.
     """
     worst = 0.0
-    for i, expected in enumerate(whole):
-        expected = expected.double().cpu()
-        found = [part[i].double().cpu() for part in parts]
+    for expected, *found in zip(*_on_host([whole, *parts]), strict=True):
         if not expected.isfinite().all():
             continue  # found, and its cause named, by the update's own check
         size = max(float(expected.norm()), sum(float(part.norm()) for part in found))
@@ -221,6 +220,16 @@ def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
         error = difference / max(size, 1e-12)
         worst = max(worst, error if np.isfinite(error) else np.inf)
     return worst
+
+
+def _on_host(groups: Sequence[Numbers]) -> list[Numbers]:
+    """The numbers in float64 on the host, as vectors. Waits for the device once."""
+    values = [value for numbers in groups for value in numbers]
+    device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+    dtype = sum_dtype(device)
+    flat = torch.cat([value.reshape(-1).to(device, dtype) for value in values]).cpu().double()
+    vectors = iter(flat.split([value.numel() for value in values]))
+    return [[next(vectors) for _ in numbers] for numbers in groups]
 
 
 @dataclass(frozen=True)

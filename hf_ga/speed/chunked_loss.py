@@ -17,7 +17,9 @@ from hf_ga.exact.precision import at_least_float32
 ROWS_ON_CPU = 256
 # Elsewhere: memory of one chunk's logits; at least that of the hidden states of all rows. Smaller
 # chunks would spend their time on accumulating the gradient of the layer's weight.
-CHUNK_BYTES = 32 << 20
+# Of the logits of a chunk on a GPU. Each chunk adds a gradient as large as the weight: with 32 MiB
+# that was a tenth of a step of GPT-2-small (H200, profile of scripts/gpu_report.py).
+CHUNK_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
