@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from forked import on_two_ranks
+from forked import on_ranks, on_two_ranks
 from processes import make_accelerator
 from torch import nn
 
 import hf_ga
-from hf_ga.errors import DataError, LossNotAdditive
+from hf_ga.errors import DataError, HfGaError, LossNotAdditive
 from hf_ga.exact.audit import Audits, Outputs, kinds_of, residual, together
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.hooks import Call
@@ -260,3 +260,57 @@ def test_a_rank_that_finds_it_stops_all():
     found = on_two_ranks(partial(on_a_rank, True))
     assert all("window 2 of epoch 0" in str(text) for text in found), found
     assert on_two_ranks(partial(on_a_rank, False)) == [4, 4], "control"
+
+
+def resumed_on_a_rank(folder) -> list:
+    """Windows 0 and 1 are trained and saved; window 2 is refused. Then the checkpoint goes on
+    without audits. Returns the message, and the distance from a run that never had any.
+    """
+
+    def started(audit):
+        torch.manual_seed(0)
+        accelerator = make_accelerator("ddp")
+        model = KnownOnly()
+        rule = hf_ga.prove_targets(model, points(32), stack)
+        windows = hf_ga.WindowLoader(
+            points(64, unknown=(37,)),
+            stack,
+            accelerator=accelerator,
+            per_device_batch_size=2,
+            global_batch_size=16,
+            shuffle=False,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = hf_ga.prepare(accelerator, model, optimizer, rule=rule, audit=audit)
+        accelerator.register_for_checkpointing(windows)
+        return accelerator, model, optimizer, windows
+
+    accelerator, model, optimizer, windows = started(audit=True)
+    message = ""
+    try:
+        for window in windows:
+            hf_ga.train_step(accelerator, model, optimizer, window)
+            accelerator.save_state(str(folder))
+    except HfGaError as error:
+        message = str(error)
+    accelerator, model, optimizer, windows = started(audit=False)
+    accelerator.load_state(str(folder))
+    num_left = 0
+    for window in windows:
+        hf_ga.train_step(accelerator, model, optimizer, window)
+        num_left += 1
+    accelerator, whole, optimizer, windows = started(audit=False)
+    for window in windows:
+        hf_ga.train_step(accelerator, whole, optimizer, window)
+    parameters = zip(model.parameters(), whole.parameters(), strict=True)
+    return [message, num_left, max(float((p - q).abs().max()) for p, q in parameters)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_stop_and_the_checkpoint_before_goes_on(num_ranks, tmp_path):
+    found = on_ranks(partial(resumed_on_a_rank, tmp_path), num_ranks, "ddp")
+    assert len(found) == num_ranks
+    for message, num_left, distance in found:
+        assert "window 2 of epoch 0" in message and "No parameter was updated" in message
+        assert num_left == 2
+        assert distance <= 1e-6

@@ -129,6 +129,18 @@ def with_loss(kind: Kind) -> type:
 
 def exact_trainer(kind: Kind, model: nn.Module, rows: Rows, recorder: Recorder) -> None:
     trainer_class = hf_ga.ExactTrainer if kind.loss_fn is None else with_loss(kind)
+    train_with(trainer_class, model, rows, recorder)
+
+
+def loss_sums_of_the_trainer(kind: Kind, model: nn.Module, rows: Rows, recorder: Recorder) -> None:
+    def loss_sums(self: tf.Trainer, outputs: Any, batch: dict[str, Tensor]) -> tuple:
+        return kind.loss_fn(outputs, batch)
+
+    trainer_class = type("SumsTrainer", (hf_ga.ExactTrainer,), {"loss_sums": loss_sums})
+    train_with(trainer_class, model, rows, recorder)
+
+
+def train_with(trainer_class: type, model: nn.Module, rows: Rows, recorder: Recorder) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(
             Path(folder),
@@ -213,6 +225,7 @@ Door = Callable[[Kind, nn.Module, Rows, Recorder], None]
 DOORS: dict[str, Door] = {
     "own loop": own_loop,
     "ExactTrainer": exact_trainer,
+    "loss_sums": loss_sums_of_the_trainer,
     "Accelerator": loop_of_accelerate,
     "loop's loss": loss_of_the_loop,
 }
@@ -311,8 +324,8 @@ def full_batch(kind: Kind, model: nn.Module, rows: Rows) -> h.Gradients:
 
 
 def must_be_accepted(kind: Kind, door: str) -> bool:
-    """Whether the kind is right as it is passed to this door: ExactTrainer gets the mean of a
-    `loss_fn`, whose weights it cannot know. Of a loop's loss, `hf_ga.Accelerator` knows the means
+    """Whether the kind is right as it is passed to this door: ExactTrainer's compute_loss gets the
+    mean of a `loss_fn`, whose weights it cannot know; its loss_sums gets both. Of a loop's loss, `hf_ga.Accelerator` knows the means
     that torch's functions compute.
     """
     if door == "loop's loss":
@@ -322,17 +335,26 @@ def must_be_accepted(kind: Kind, door: str) -> bool:
 
 def doors_of(kind: Kind) -> list[str]:
     """The doors that a kind can go through: a loop has no loss of a language model."""
-    if isinstance(kind.build(), Features):
-        return [*DOORS]
-    return [door for door in DOORS if door != "loop's loss"]
+    doors = [*DOORS]
+    if kind.loss_fn is None:
+        doors.remove("loss_sums")
+    if not isinstance(kind.build(), Features):
+        doors.remove("loop's loss")
+    return doors
 
 
 def is_fault(kind: Kind, door: str, outcome: Outcome) -> bool:
-    """Whether an outcome breaks the promise."""
+    """Whether an outcome breaks the promise.
+
+    A sum and a number that a loop of Accelerate computes itself are taken at their word: nobody but
+    the loop can compute them for other groups of samples.
+    """
     if outcome.is_foreign:
         return True
     if must_be_accepted(kind, door) and not outcome.accepted:
         return True
+    if door == "Accelerator" and kind.loss_fn is not None and not kind.is_right:
+        return False
     return outcome.is_wrong and (outcome.accepted or not kind.may_be_late)
 
 
