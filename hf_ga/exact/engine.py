@@ -6,6 +6,7 @@ Every loop drives it: `train_step`, Accelerate's own loop with `hf_ga.Accelerato
     loss of the window = sum over all micro-batches of (sum of the loss) / (targets of the window)
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -425,29 +426,60 @@ class Engine:
             raise not_additive(self._described_window(), error, self.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
-        """The numbers of two groups of samples are those of both together: of the halves of a call
-        or, where all of its samples are of the new kind, of the call and as many other samples.
+        """Audit one call, and note it. One that does not fit into memory is left out, and said."""
+        try:
+            for first, second in self._comparisons(chosen):
+                self._compare(first, second, chosen)
+        except Exception as error:
+            if not is_out_of_memory(error) or self.audits_together:
+                raise
+            warnings.warn(
+                f"hf_ga: {self._described_window()}: an audit ran out of memory and was left out.",
+                stacklevel=2,
+            )
+        self.window.state.audits.note(chosen)
+
+    def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Pairs of groups of samples, as offsets in the window, to be compared with both together:
+        the halves of the call; where all of its samples are of the new kind, also some of them and
+        as many others.
         """
         own = self.window.offsets_of(chosen.call.micro_batch)
         others = np.setdiff1d(np.arange(self.window.num_samples), own)
-        is_mixed = chosen.is_uniform or len(own) == 1 or self.audits_together
-        if is_mixed and len(others):
-            spread = np.linspace(0, len(others) - 1, len(own)).astype(int)
-            groups = [own, others[np.unique(spread)]]
-        else:
-            groups = [own[::2], own[1::2]]
-        is_known = chosen.call.index in self._numbers
-        if is_mixed or not is_known:
+
+        def some_others(number: int) -> np.ndarray:
+            spread = np.linspace(0, len(others) - 1, number).astype(int)
+            return others[np.unique(spread)]
+
+        halves = own[::2], own[1::2]
+        if self.audits_together:  # the same number of forwards on all ranks
+            return [(own, some_others(len(own))) if len(others) else halves]
+        pairs = [halves] if len(own) > 1 else []
+        if len(others) and (chosen.is_uniform or len(own) == 1):
+            number = max(1, len(own) // 2)
+            pairs.append((own[:number], some_others(number)))
+        return pairs
+
+    def _compare(self, first: np.ndarray, second: np.ndarray, chosen: Chosen) -> None:
+        """The numbers of two groups of samples must add up to those of both together.
+
+        Raises:
+            LossNotAdditive: If they do not.
+        """
+        groups = [first, second]
+        own = self.window.offsets_of(chosen.call.micro_batch)
+        is_call = np.array_equal(np.sort(np.concatenate(groups)), np.sort(own))
+        known = self._numbers.get(chosen.call.index) if is_call else None
+        if known is None or self.audits_together:
             *numbers, whole = self._numbers_of([*groups, np.concatenate(groups)])
         else:
             numbers = self._numbers_of(groups)
-            whole = self._numbers[chosen.call.index]
+            whole = known
         error = residual(whole, numbers)
         if error > self._tolerance(error, groups):
             ids = self.window.sample_ids[np.concatenate(groups)].tolist()
             where = f"{self._described_window()}, samples {ids[:8]}"
             raise not_additive(where, error, self.rule.name, chosen.new)
-        self.window.state.audits.note(chosen)
 
     def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
         """Sums and counts of groups of the window's samples, by forwards without gradients.

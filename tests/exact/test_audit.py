@@ -248,6 +248,28 @@ def test_no_false_alarm_in_a_run_with_dropout(precision, own_accelerator_state):
     assert windows.state.audits.num_audits >= 8
 
 
+def test_an_audit_that_does_not_fit_into_memory_is_left_out_and_said():
+    """Two samples together do not fit; each one does."""
+    model = KnownOnly()
+
+    def fail(module, args, kwargs):
+        if len(kwargs["x"]) > 1:
+            raise torch.OutOfMemoryError("on purpose")
+
+    accelerator = Accelerator()
+    rule = hf_ga.prove_targets(model, points(32), stack)
+    windows = hf_ga.WindowLoader(
+        points(4), stack, accelerator=accelerator, per_device_batch_size=1, global_batch_size=4
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hf_ga.prepare(accelerator, model, optimizer, rule=rule)
+    (window,) = windows
+    handle = model.register_forward_pre_hook(fail, with_kwargs=True)
+    with handle, pytest.warns(UserWarning, match="an audit ran out of memory"):
+        result = hf_ga.train_step(accelerator, model, optimizer, window)
+    assert result.retries == 0 and not result.skipped
+
+
 def on_a_rank(audit: bool) -> int:
     """Sample 37 is on rank 1 only."""
     torch.manual_seed(0)
