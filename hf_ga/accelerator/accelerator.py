@@ -753,7 +753,7 @@ class Accelerator(accelerate.Accelerator):
             return
         inner = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
         if isinstance(inner, HeadMean):
-            engine.backward(loss)
+            engine.backward(loss, is_whole=loss is loss_of(watch.outputs))
             return
         # A sum of means is computed from the outputs; a penalty on the weights is in the loss only.
         term, counts = engine.term(watch.outputs)

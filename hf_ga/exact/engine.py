@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError, DataError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.audit import (
     TIMES_ROUNDING,
     TOLERANCES,
@@ -145,6 +145,8 @@ class Engine:
             self._choose_audits()
         if self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
+        if self.audits_together:
+            self._audit_together()
 
     def count_in_forward(self, loss: Loss) -> None:
         """Before the first backward: the loop passes other sums than the proven loss has, and
@@ -198,14 +200,24 @@ class Engine:
             self._sped_up(planned),
         ):
             yield self.call.batch
-            moved = moved_generators(before)
-            if moved and not self.allow_split_dependent_randomness:
-                raise UnkeyedRandomness(
-                    f"window {self.window.index} of epoch {self.window.epoch} drew from "
-                    f"{' and '.join(moved)} although the probing forward did not: this randomness "
-                    "depends on the split of the window. Switch it off, or accept it with "
-                    "allow_split_dependent_randomness."
-                )
+            self._check_generators(before)
+
+    def _check_generators(self, before: dict[str, bytes]) -> None:
+        """Check that no random generator moved.
+
+        Args:
+            before: `random_states`.
+
+        Raises:
+            UnkeyedRandomness: If one did.
+        """
+        moved = moved_generators(before)
+        if moved and not self.allow_split_dependent_randomness:
+            raise UnkeyedRandomness(
+                f"{self._described_window()} drew from {' and '.join(moved)} although the probing "
+                "forward did not: this randomness depends on the split of the window. Switch it "
+                "off, or accept it with allow_split_dependent_randomness."
+            )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The entries of a batch that the model's forward takes."""
@@ -229,21 +241,27 @@ class Engine:
         """The mean loss over the targets of the current micro-batch alone."""
         return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
 
-    def term(self, outputs: Any) -> tuple[Tensor | float, Counts]:
-        """What the current micro-batch adds to the window's mean loss, and its targets."""
+    def term(self, outputs: Any, *, is_whole: bool = True) -> tuple[Tensor | float, Counts]:
+        """What the current micro-batch adds to the window's mean loss, and its targets.
+
+        Args:
+            outputs: What the model returned for it, or its loss alone.
+            is_whole: Nothing was added to that loss (a penalty), so another forward gives it again.
+        """
         sums, counts = self.sums(outputs)
-        if self._is_audited_now:
+        if self._is_audited_now and is_whole:
             self._keep(outputs, numbers_of(sums, counts))
         return self.loss.mean(sums, self.totals), counts
 
-    def backward(self, outputs: Any) -> None:
+    def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
         """Backward of the current micro-batch's term.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
+            is_whole: See `term`.
         """
         with self.backend.autocast():
-            term, counts = self.term(outputs)
+            term, counts = self.term(outputs, is_whole=is_whole)
         self.backward_term(term, counts)
 
     def backward_term(self, term: Tensor | float, counts: Counts) -> None:
@@ -271,8 +289,9 @@ class Engine:
             Exception: A failure of this rank that was kept (see `keeping_failures`).
             ProcessFailed: If another rank failed. Nothing was updated on any rank.
         """
-        with self.keeping_failures():
-            self._audit()
+        if not self.audits_together:
+            with self.keeping_failures():
+                self._audit()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         status = self.backend.all_reduce_status(self.status)
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
@@ -407,10 +426,29 @@ class Engine:
         """
         if not self._is_audited_now or self.status.failure is not None:
             return
+        call = self.call
         with torch.no_grad(), restored_buffers(self.model):
             self._audit_outputs()
             for chosen in self._chosen:
                 self._audit_call(chosen)
+        self.call = call  # the audits made others
+
+    def _audit_together(self) -> None:
+        """The audits of ranks whose forwards are collectives, before the window's own: FSDP keeps
+        the gradients of a window where other forwards would disturb them.
+
+        Raises:
+            LossNotAdditive: If the rule does not hold.
+            ProcessFailed: If it does not hold on another rank.
+        """
+        if not self._chosen:
+            return
+        try:
+            self._audit()
+        except (LossNotAdditive, UnkeyedRandomness) as error:
+            self.status.failure = error
+        if self.backend.num_processes > 1 or self.status.failure is not None:
+            self.backend.all_reduce_status(self.status)  # raises on all ranks
 
     def _audit_outputs(self) -> None:
         """The user's loss function of all outputs together is that of the micro-batches."""
@@ -488,6 +526,7 @@ class Engine:
             groups: Offsets in the window.
         """
         num_plain = self.window.state.num_plain
+        before = random_states()
         found = []
         with self.scope(), self.backend.autocast():
             for index, micro_batch in enumerate(self.window.split(groups).micro_batches):
@@ -495,6 +534,7 @@ class Engine:
                 outputs = self._first_forward(Call(micro_batch, index=index, counts=counts))
                 found.append(numbers_of(*self.sums(outputs)))
         self.window.state.num_plain = num_plain
+        self._check_generators(before)
         return found
 
     def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:

@@ -144,7 +144,12 @@ class TrainerWindow:
             audits_together=True,  # a user's loss may be a collective (TRL's gathers metrics)
         )
         trainer.model.train()  # for a first pass; Trainer calls it in each training step only
-        with _without_bookkeeping(trainer):
+        gather = partial(gather_uneven, accelerator.gather)
+        with (
+            _without_bookkeeping(trainer),
+            _accumulation_unseen(trainer),
+            override(accelerator, gather=gather),
+        ):
             self.engine.begin(window, num_calls=len(batches))
         self.batches = batches
         self.num_begun = 0
@@ -368,8 +373,7 @@ class ExactTrainerMixin:
             ):
                 super().training_step(model, inputs)
             if index == len(window.batches) - 1:
-                with _without_bookkeeping(self):
-                    window.end()
+                window.end()
         return window.logged()
 
 

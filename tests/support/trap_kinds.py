@@ -353,10 +353,19 @@ def groups(generator: np.random.Generator, count: int, rate: float) -> Rows:
     return feature_rows(generator, count, generator.integers(0, 2, count), weights=group)
 
 
+def late_rows(count: int) -> np.ndarray:
+    """Which rows are late: none that a proof takes, which spreads its samples over the data."""
+    is_late = np.arange(count) >= FIRST_ODD_WINDOW * WINDOW
+    for number in (64, 63):
+        is_late[np.linspace(0, count - 1, number).astype(int)] = False
+        is_late[np.linspace(0, count - 1, number).round().astype(int)] = False
+    is_late[:: max(1, count // 64)] = False
+    return is_late
+
+
 def late_weights(generator: np.random.Generator, count: int, rate: float) -> Rows:
-    weights = np.ones(count)
-    start = FIRST_ODD_WINDOW * WINDOW
-    weights[start:] = 1 + 9 * (generator.random(count - start) < 0.5)
+    is_odd = late_rows(count) & (generator.random(count) < 0.5)
+    weights = np.where(is_odd, 10.0, 1.0)
     return feature_rows(generator, count, generator.integers(0, 2, count), weights=weights)
 
 
@@ -373,9 +382,8 @@ def ragged_text(generator: np.random.Generator, count: int, rate: float) -> Rows
 
 
 def late_token_weights(generator: np.random.Generator, count: int, rate: float) -> Rows:
-    """Late rows are the longest ones: the proof takes the shorter half."""
-    is_late = np.arange(count) >= FIRST_ODD_WINDOW * WINDOW
-    rows = text_rows(generator, np.where(is_late, 12, generator.integers(4, 12, count)))
+    is_late = late_rows(count)
+    rows = text_rows(generator, generator.integers(4, 12, count))
     for row, late in zip(rows, is_late, strict=True):
         del row["attention_mask"]
         weight = float(generator.integers(1, 10)) if late else 1.0
