@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from benchmark.arms import DEFAULT, EXACT_TRAINER, GROUPED, OWN_LOOP, REBALANCED, TRAINER
 from benchmark.lap import Measured
 from benchmark.setting import Setting
@@ -72,12 +74,13 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
     """All arms on ragged samples."""
     rates = {arm: tokens_per_second(setting, of) for arm, of in measured.items()}
     memory = {arm: added_memory(of) for arm, of in measured.items()}
-    better = max(rates[GROUPED], rates[REBALANCED])
+    # Of those that were measured.
+    better = np.nanmax([rates[GROUPED], rates[REBALANCED]])
     rows = [
         [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]]
         for arm, of in measured.items()
     ]
-    lowest = min(memory[GROUPED], memory[REBALANCED])
+    lowest = np.nanmin([memory[GROUPED], memory[REBALANCED]])
     name = setting.model
     bounds = [
         Bound(
