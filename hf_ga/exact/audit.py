@@ -6,7 +6,7 @@ which it first matters:
 
     n L = n1 L1 + n2 L2
 
-for a micro-batch of n targets and its two halves, by forwards without gradients and with the same
+for a micro-batch of n targets and two parts of it, by forwards without gradients and with the same
 keyed dropout. A micro-batch is audited in windows 1, 2, 4, 8, ..., and whenever it has a kind of
 row that no audit has seen. A loss function of the user's on small outputs is audited in every
 window, by calling it once more on the outputs of all micro-batches together.
@@ -15,6 +15,7 @@ window, by calling it once more on the outputs of all micro-batches together.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,8 @@ class Audits:
     def more(self, calls: Sequence[Call], number: int) -> list[Chosen]:
         """Further calls, because the schedule or other ranks ask for them, each in its turn."""
         calls = [call for call in calls if call.weight] or list(calls)
+        if not calls:
+            return []  # of a rank without samples
         return [Chosen(calls[(self.num_windows + i) % len(calls)]) for i in range(number)]
 
     def note(self, chosen: Chosen) -> None:
@@ -193,6 +196,19 @@ def _kinds_of_labels(labels: np.ndarray) -> dict[Any, int]:
         kinds = dict.fromkeys(kinds, 1)
         kinds["a row without targets"] = int((labels == IGNORED_LABEL).all(1).sum())
     return kinds
+
+
+def uneven_part(num_samples: int) -> np.ndarray:
+    """The rows of the first of two parts of a micro-batch: about half of them, spread over it.
+
+    Their number has no common divisor with that of all rows. Otherwise weights of two values could
+    be distributed over both parts in the same way, and weigh nothing.
+
+    >>> uneven_part(8)
+    array([0, 4, 7])
+    """
+    size = max((k for k in range(1, num_samples // 2 + 1) if gcd(k, num_samples) == 1), default=0)
+    return np.linspace(0, num_samples - 1, size).round().astype(int)
 
 
 Numbers = list[Tensor]  # the sums of a loss and its counts, float64 on the host
@@ -323,7 +339,7 @@ def not_additive(
         shown = sorted(f"{entry} {what}" for entry, what in kinds if entry != "entries")[:4]
         special = f" What no audit had seen before: {', '.join(shown)}." if shown else ""
     return LossNotAdditive(
-        f"{where}: the loss of these samples together is not that of their two halves (targets "
+        f"{where}: the loss of these samples together is not that of two parts of them (targets "
         f"counted as {name}, relative error {error:.1e}), although it was for the samples of the "
         f"proof. No parameter was updated.{special} Likely cause: the loss averages over something "
         "else than its targets: class weights, sample weights, valid entries only, the hardest "

@@ -30,6 +30,7 @@ from hf_ga.exact.audit import (
     numbers_of,
     residual,
     together,
+    uneven_part,
 )
 from hf_ga.exact.backend import Backend, RankStatus, added
 from hf_ga.exact.forward import argument_filter, callable_module, restored_buffers
@@ -443,10 +444,11 @@ class Engine:
         """
         if not self._chosen:
             return
-        try:
-            self._audit()
-        except (LossNotAdditive, UnkeyedRandomness) as error:
-            self.status.failure = error
+        with self.keeping_failures():
+            try:
+                self._audit()
+            except (LossNotAdditive, UnkeyedRandomness) as error:
+                self.status.failure = error  # of all ranks, which are all here
         if self.backend.num_processes > 1 or self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
 
@@ -479,8 +481,8 @@ class Engine:
 
     def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
         """Pairs of groups of samples, as offsets in the window, to be compared with both together:
-        the halves of the call; where all of its samples are of the new kind, also some of them and
-        as many others.
+        the two parts of the call; where all of its samples are of the new kind, also some of them
+        and as many others.
         """
         own = self.window.offsets_of(chosen.call.micro_batch)
         others = np.setdiff1d(np.arange(self.window.num_samples), own)
@@ -489,9 +491,10 @@ class Engine:
             spread = np.linspace(0, len(others) - 1, number).astype(int)
             return others[np.unique(spread)]
 
-        halves = own[::2], own[1::2]
+        first = uneven_part(len(own))
+        halves = own[first], np.delete(own, first)
         if self.audits_together:  # the same number of forwards on all ranks
-            return [(own, some_others(len(own))) if len(others) else halves]
+            return [(own, some_others(max(1, len(own) - 1))) if len(others) else halves]
         pairs = [halves] if len(own) > 1 else []
         if len(others) and (chosen.is_uniform or len(own) == 1):
             number = max(1, len(own) // 2)

@@ -113,7 +113,7 @@ def test_the_whole_report_on_a_cpu(tmp_path):
     }
     assert (
         skipped
-        == {"tests", "packed", "waits", "small_cost"}
+        == {"tests", "kernels", "packed", "waits", "small_cost"}
         == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
     )
     rates = {row[0]: row[1] for row in found["peers"]["sections"][-1]["rows"]}
