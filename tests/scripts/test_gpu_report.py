@@ -117,6 +117,6 @@ def test_the_whole_report_on_a_cpu(tmp_path):
         == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
     )
     rates = {row[0]: row[1] for row in found["peers"]["sections"][-1]["rows"]}
-    assert len(rates) == 10 and min(rates.values()) > 0
+    assert len(rates) == 11 and min(rates.values()) > 0
     assert "8 passed" in found["promises"]["output"]
     assert "target >= 0.45" in (tmp_path / "report.md").read_text()
