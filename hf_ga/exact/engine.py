@@ -6,7 +6,6 @@ Every loop drives it: `train_step`, Accelerate's own loop with `hf_ga.Accelerato
     loss of the window = sum over all micro-batches of (sum of the loss) / (targets of the window)
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,31 +17,19 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, DataError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
-from hf_ga.exact.audit import (
-    TIMES_ROUNDING,
-    TOLERANCES,
-    Chosen,
-    Numbers,
-    Outputs,
-    is_small,
-    not_additive,
-    numbers_of,
-    residual,
-    together,
-    uneven_part,
-)
+from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, added
-from hf_ga.exact.forward import argument_filter, callable_module, restored_buffers
+from hf_ga.exact.forward import argument_filter, callable_module
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
-from hf_ga.exact.loss import Loss, OwnSum, Sums
+from hf_ga.exact.loss import Loss, Sums
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
+from hf_ga.exact.window_audit import WindowAudit
 
 FILLER = -1  # the index of a call that repeats a sample because a loop needs one more batch
 
@@ -102,7 +89,7 @@ class Engine:
         self.call: Call | None = None
         self.totals: Counts = ()
         self.has_targets = True
-        self._is_training = True
+        self.is_training = True
         self._module = callable_module(model) if module is None else module
         self._accepted = argument_filter(self._module)
 
@@ -133,21 +120,18 @@ class Engine:
         self.window = window
         self.calls = []
         self.call = None
-        self._chosen: list[Chosen] = []
-        self._numbers: dict[int, Numbers] = {}
-        self._outputs: list[Outputs] = []
-        self._is_training = training
+        self.is_training = training
         self.loss = self.rule.loss
         self.status = self._empty_status()
         if training:
             self.backend.begin(self.model, self.loss)
         with self.keeping_failures():
             self._plan(window, skip_empty, num_calls)
-            self._choose_audits()
+            self.audit = WindowAudit(self)
         if self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
-            self._audit_together()
+            self.audit.run_together()
 
     def count_in_forward(self, loss: Loss) -> None:
         """Before the first backward: the loop passes other sums than the proven loss has, and
@@ -195,15 +179,15 @@ class Engine:
         """
         planned = self.calls[index]
         is_last = index == len(self.calls) - 1
-        before = random_states() if self._is_training else {}
+        before = random_states() if self.is_training else {}
         with (
-            self.backend.sync(self.model, is_last or not self._is_training),
+            self.backend.sync(self.model, is_last or not self.is_training),
             self._sped_up(planned),
         ):
             yield self.call.batch
-            self._check_generators(before)
+            self.check_generators(before)
 
-    def _check_generators(self, before: dict[str, bytes]) -> None:
+    def check_generators(self, before: dict[str, bytes]) -> None:
         """Check that no random generator moved.
 
         Args:
@@ -215,7 +199,7 @@ class Engine:
         moved = moved_generators(before)
         if moved and not self.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
-                f"{self._described_window()} drew from {' and '.join(moved)} although the probing "
+                f"{self.described_window()} drew from {' and '.join(moved)} although the probing "
                 "forward did not: this randomness depends on the split of the window. Switch it "
                 "off, or accept it with allow_split_dependent_randomness."
             )
@@ -250,8 +234,8 @@ class Engine:
             is_whole: Nothing was added to that loss (a penalty), so another forward gives it again.
         """
         sums, counts = self.sums(outputs)
-        if self._is_audited_now and is_whole:
-            self._keep(outputs, numbers_of(sums, counts))
+        if is_whole:
+            self.audit.keep(outputs, sums, counts)
         return self.loss.mean(sums, self.totals), counts
 
     def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
@@ -292,14 +276,14 @@ class Engine:
         """
         if not self.audits_together:
             with self.keeping_failures():
-                self._audit()
+                self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         status = self.backend.all_reduce_status(self.status)
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
             raise DataError(
-                f"{self._described_window()}: the numbers of targets (or weights) add up to 0, but "
+                f"{self.described_window()}: the numbers of targets (or weights) add up to 0, but "
                 f"the sum of the loss is {float(status.loss):.4g}, so there is no mean. Nothing "
                 "was updated: leave such samples out, or make the window larger."
             )
@@ -357,7 +341,7 @@ class Engine:
             Call(m, index=i, counts=self.loss.count(m.batch, len(m)))
             for i, m in enumerate(window.micro_batches)
         ]
-        if self._is_training:
+        if self.is_training:
             self.totals = self._count(window, calls)
             self.has_targets = any(self.totals)
             if self.has_targets:
@@ -376,7 +360,7 @@ class Engine:
             all_reduce = partial(self.backend.all_reduce, status=self.status)
             with self.scope(), self.backend.autocast():
                 self.totals = self.loss.prepare(
-                    self.calls, self.totals, self._first_forward, all_reduce, self.backend.device
+                    self.calls, self.totals, self.first_forward, all_reduce, self.backend.device
                 )
 
     def _equalize(self, calls: list[Call], skip_empty: bool) -> None:
@@ -396,169 +380,10 @@ class Engine:
         self.status.counts = added(self.status.counts, *(call.counts for call in calls))
         return self.backend.all_reduce_status(self.status).counts
 
-    # Audits: which calls is decided in `begin`, their numbers are kept, `end` compares.
-
-    @property
-    def _is_audited_now(self) -> bool:
-        is_whole = self.backend.num_processes == 1 and len(self.window.micro_batches) == 1
-        return self.is_audited and self._is_training and self.loss.is_audited and not is_whole
-
-    def _choose_audits(self) -> None:
-        if not self._is_audited_now or not self.has_targets or self.window.num_samples < 2:
-            return
-        audits = self.window.state.audits
-        self._chosen = audits.choose(self.calls)
-        if self.audits_together:
-            number = self.backend.most_on_a_rank(len(self._chosen))
-            self._chosen += audits.more(self.calls, number - len(self._chosen))
-
-    def _keep(self, outputs: Any, numbers: Numbers) -> None:
-        """Keep what the audits at the end of the window compare with."""
-        self._numbers[self.call.index] = numbers
-        if isinstance(self.loss, OwnSum) and self.call.weight and is_small(outputs):
-            number = len(self.call.micro_batch)
-            self._outputs.append(Outputs(outputs, self.call.batch, number, numbers))
-
-    def _audit(self) -> None:
-        """Test the rule on this window.
-
-        Raises:
-            LossNotAdditive: If it does not hold.
-        """
-        if not self._is_audited_now or self.status.failure is not None:
-            return
-        call = self.call
-        with torch.no_grad(), restored_buffers(self.model):
-            self._audit_outputs()
-            for chosen in self._chosen:
-                self._audit_call(chosen)
-        self.call = call  # the audits made others
-
-    def _audit_together(self) -> None:
-        """The audits of ranks whose forwards are collectives, before the window's own: FSDP keeps
-        the gradients of a window where other forwards would disturb them.
-
-        Raises:
-            LossNotAdditive: If the rule does not hold.
-            ProcessFailed: If it does not hold on another rank.
-        """
-        if not self._chosen:
-            return
-        with self.keeping_failures():
-            try:
-                self._audit()
-            except (LossNotAdditive, UnkeyedRandomness) as error:
-                self.status.failure = error  # of all ranks, which are all here
-        if self.backend.num_processes > 1 or self.status.failure is not None:
-            self.backend.all_reduce_status(self.status)  # raises on all ranks
-
-    def _audit_outputs(self) -> None:
-        """The user's loss function of all outputs together is that of the micro-batches."""
-        whole = together(self._outputs)
-        if whole is None:
-            return
-        outputs, batch = whole
-        with self.backend.autocast():
-            sums, counts = self.loss.sums(outputs, Call(self.call.micro_batch, batch))
-        parts = [kept.numbers for kept in self._outputs]
-        error = residual(numbers_of(sums, counts), parts)
-        if error > TOLERANCES[torch.float32]:
-            raise not_additive(self._described_window(), error, self.rule.name)
-
-    def _audit_call(self, chosen: Chosen) -> None:
-        """Audit one call, and note it. One that does not fit into memory is left out, and said."""
-        try:
-            for first, second in self._comparisons(chosen):
-                self._compare(first, second, chosen)
-        except Exception as error:
-            if not is_out_of_memory(error) or self.audits_together:
-                raise
-            warnings.warn(
-                f"hf_ga: {self._described_window()}: an audit ran out of memory and was left out.",
-                stacklevel=2,
-            )
-        self.window.state.audits.note(chosen)
-
-    def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of groups of samples, as offsets in the window, to be compared with both together:
-        the two parts of the call; where all of its samples are of the new kind, also some of them
-        and as many others.
-        """
-        own = self.window.offsets_of(chosen.call.micro_batch)
-        others = np.setdiff1d(np.arange(self.window.num_samples), own)
-
-        def some_others(number: int) -> np.ndarray:
-            spread = np.linspace(0, len(others) - 1, number).astype(int)
-            return others[np.unique(spread)]
-
-        first = uneven_part(len(own))
-        halves = own[first], np.delete(own, first)
-        if self.audits_together:  # the same number of forwards on all ranks
-            return [(own, some_others(max(1, len(own) - 1))) if len(others) else halves]
-        pairs = [halves] if len(own) > 1 else []
-        if len(others) and (chosen.is_uniform or len(own) == 1):
-            number = max(1, len(own) // 2)
-            pairs.append((own[:number], some_others(number)))
-        return pairs
-
-    def _compare(self, first: np.ndarray, second: np.ndarray, chosen: Chosen) -> None:
-        """The numbers of two groups of samples must add up to those of both together.
-
-        Raises:
-            LossNotAdditive: If they do not.
-        """
-        groups = [first, second]
-        own = self.window.offsets_of(chosen.call.micro_batch)
-        is_call = np.array_equal(np.sort(np.concatenate(groups)), np.sort(own))
-        known = self._numbers.get(chosen.call.index) if is_call else None
-        if known is None or self.audits_together:
-            *numbers, whole = self._numbers_of([*groups, np.concatenate(groups)])
-        else:
-            numbers = self._numbers_of(groups)
-            whole = known
-        error = residual(whole, numbers)
-        if error > self._tolerance(error, groups):
-            ids = self.window.sample_ids[np.concatenate(groups)].tolist()
-            where = f"{self._described_window()}, samples {ids[:8]}"
-            raise not_additive(where, error, self.rule.name, chosen.new)
-
-    def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
-        """Sums and counts of groups of the window's samples, by forwards without gradients.
-
-        Args:
-            groups: Offsets in the window.
-        """
-        num_plain = self.window.state.num_plain
-        before = random_states()
-        found = []
-        with self.scope(), self.backend.autocast():
-            for index, micro_batch in enumerate(self.window.split(groups).micro_batches):
-                counts = self.loss.count(micro_batch.batch, len(micro_batch))
-                outputs = self._first_forward(Call(micro_batch, index=index, counts=counts))
-                found.append(numbers_of(*self.sums(outputs)))
-        self.window.state.num_plain = num_plain
-        self._check_generators(before)
-        return found
-
-    def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:
-        """The relative error that rounding may cause: in doubt, as much as another order of the
-        same samples does.
-        """
-        device = self.backend.device.type
-        with self.backend.autocast():
-            is_autocast = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if is_autocast else torch.float32
-        tolerance = TOLERANCES[dtype]
-        if error <= tolerance or self.audits_together:
-            return tolerance
-        whole = np.concatenate(halves)
-        in_order, reversed_order = self._numbers_of([whole, whole[::-1]])
-        return max(tolerance, TIMES_ROUNDING * residual(in_order, [reversed_order]))
-
-    def _described_window(self) -> str:
+    def described_window(self) -> str:
         return f"window {self.window.index} of epoch {self.window.epoch}"
 
-    def _first_forward(self, call: Call) -> Any:
+    def first_forward(self, call: Call) -> Any:
         with self._sped_up(call):
             return self.forward(self.call.batch)
 

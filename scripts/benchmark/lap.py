@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,9 +68,10 @@ class Lap:
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Collate, and record the samples."""
         batch = self.collator(samples)
+        if not torch.is_grad_enabled():  # an audit collates some samples again
+            return batch
         self._ids += [sample["id"] for sample in samples]
         self._padded_tokens += batch["input_ids"].numel()
-        self._real_tokens += sum(len(sample["input_ids"]) for sample in samples)
         return batch
 
     def run(self, arm: Callable[["Lap"], None]) -> Measured:
@@ -83,11 +83,9 @@ class Lap:
             arm(self)
         return Measured(
             seconds=self.seconds[setting.windows_per_epoch :],
-            padding=self._padded_tokens / self._real_tokens,
-            # Windows have a fixed size, so at least once is once. Audits collate some again.
-            each_once=all(
-                Counter(self._ids)[sample["id"]] >= setting.epochs for sample in setting.samples
-            ),
+            padding=self._padded_tokens / (setting.epochs * setting.real_tokens),
+            each_once=sorted(self._ids)
+            == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
             peak_memory=peak_memory(setting.device),
             memory_before=before,
         )
@@ -112,7 +110,6 @@ class Lap:
         ):  # the first epoch is not measured
             self._ids = []
             self._padded_tokens = 0
-            self._real_tokens = 0
         if self._turn is not None:
             self._turn.send(None)
             self._turn.recv()

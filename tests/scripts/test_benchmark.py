@@ -224,4 +224,4 @@ def test_two_ranks_share_each_window():
         and min(measured.seconds) > 0
         and 0 < measured.memory_before <= measured.peak_memory
     )
-    assert not measured.each_once and 0 < measured.padding < 1.5  # rank 0 has a part of each window
+    assert not measured.each_once and 0 < measured.padding < 1.2  # rank 0 has a part of each window
