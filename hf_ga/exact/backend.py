@@ -279,6 +279,7 @@ def sum_gradients(
     parameters: Sequence[nn.Parameter],
     has_gradient: Sequence[bool],
     bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace each `.grad` by its sum over all ranks, in the buckets of DDP; a rank without one
     adds zero.
@@ -287,7 +288,7 @@ def sum_gradients(
 
     Args:
         parameters: the same on all ranks, in the same order. has_gradient: of each, whether any
-            rank has a gradient.
+            rank has a gradient. group: the ranks; left out, all of them.
     """
     used = [
         *compress(reversed(parameters), reversed(has_gradient))
@@ -298,7 +299,7 @@ def sum_gradients(
         flat = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
         )
-        under_way.append(dist.all_reduce(flat, async_op=True))
+        under_way.append(dist.all_reduce(flat, group=group, async_op=True))
         for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
     for work in under_way:
