@@ -29,6 +29,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import gradients_apart, module_modes
 from hf_ga.exact.generators import random_states
+from hf_ga.exact.loss import HeadMean
 from hf_ga.exact.precision import check_optimizer, check_precision
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult, update
@@ -313,10 +314,11 @@ def check_rule(rule: Rule) -> None:
     Raises:
         ConfigError: If it cannot.
     """
-    if rule.loss.needs_first_pass:
+    if not isinstance(rule.loss, HeadMean):
         raise ConfigError(
-            "unsupported: a router's balancing loss in a pipeline. Set router_aux_loss_coef to 0, "
-            "or use FSDP."
+            f"unsupported loss in a pipeline: {rule.name}. Stages cannot audit it on the data that "
+            "is trained on, so only the mean that the model's own head computes is supported: "
+            "leave loss_fn and router balancing out, or use FSDP."
         )
     if getattr(rule.dropout, "unkeyed", ()):
         raise ConfigError(
