@@ -156,8 +156,8 @@ class Pipeline:
         schedule = self._schedule(
             stage, num_calls, loss_fn=lambda term, index: term, scale_grads=False
         )
-        # torch cuts the batch of a step into equal parts along the first axis. Micro-batches of a
-        # window are not equal, so their numbers are cut, and each stage looks its own batch up.
+        # torch cuts what it is given into equal parts along the first axis. Micro-batches are not
+        # equal, so it is given their numbers, by which each stage looks its own batch up.
         indices = torch.arange(num_calls)
         schedule.step(index=indices, target=indices, return_outputs=False)
 
@@ -175,9 +175,8 @@ class Pipeline:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = f"model-{self.stage + 1:05}-of-{self.num_stages:05}.safetensors"
-        weights = own_weights(self.model)
-        if self._backend.tied is not None and self._backend.is_last:
-            weights = {n: w for n, w in weights.items() if w is not self._backend.tied}
+        copy = self._backend.tied if self._backend.is_last else None  # the first stage saves it
+        weights = own_weights(self.model, left_out=copy)
         if self.replica == 0:
             save_file(weights, folder / file, metadata={"format": "pt"})
         sizes = {name: weight.nbytes for name, weight in weights.items()}
@@ -189,6 +188,7 @@ class Pipeline:
                 "weight_map": {name: file for file, sizes in files for name in sizes},
             }
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+        self._backend.accelerator.wait_for_everyone()
 
 
 class StageForward(nn.Module):
@@ -360,10 +360,15 @@ def hidden_shape(engine: Engine, width: int) -> tuple[int, int, int]:
     return max(len(one) for one in ids), max(one.shape[1] for one in ids), width
 
 
-def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names, each once."""
+def own_weights(model: nn.Module, left_out: nn.Parameter | None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names, each once.
+
+    Args:
+        model: One stage.
+        left_out: A parameter that another stage holds, too.
+    """
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen = {id(left_out)}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             found[name] = tensor

@@ -167,7 +167,7 @@ def check_can_be_cut(model: nn.Module, num_stages: int) -> None:
             f"num_stages must be between 2 and the number of layers, got {num_stages} stages for "
             f"{num_layers} layers of {name}."
         )
-    if model.is_gradient_checkpointing:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigError(
             "unsupported: gradient checkpointing in a pipeline, because a stage runs backward of "
             "one micro-batch after the forward of another, so recomputed dropout would be the "
