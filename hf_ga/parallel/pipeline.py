@@ -35,6 +35,7 @@ from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.pipeline_backend import PipelineBackend
 from hf_ga.parallel.pipeline_model import StageModel, check_can_be_cut
 from hf_ga.parallel.processes import check_agreement
@@ -73,26 +74,29 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         window: Window,
         *,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """One update of this rank's stage: as `hf_ga.train_step`. All ranks must call it.
+        """One update of this rank's stage: gradient of the window, clip once, step the optimizer,
+        zero the gradients. All ranks must call it.
 
         Args:
             optimizer: Of `model.parameters()`.
             window: From the `WindowLoader` that was given to `prepare_pipeline`.
-            scheduler: Steps if the optimizer did.
             max_grad_norm: L2 norm of the gradient over all stages to clip to. None or 0: no
                 clipping.
 
         Returns:
-            Loss, number of targets and norm of the whole window, the same on all ranks.
+            Loss, number of targets and norm of the whole window, the same on all ranks; step a
+            scheduler unless the window was `skipped`.
 
         Raises:
             NonFinite: If the loss or a gradient is not finite, on any rank. No stage is updated.
             ProcessFailed: If another rank failed before the schedule ran.
         """
-        check_optimizer(self._backend.accelerator, optimizer)
+        accelerator = self._backend.accelerator
+        check_optimizer(accelerator, optimizer)
+        # After an unfinished `accumulate`, a prepared optimizer would not step.
+        accelerator.sync_gradients = True
         optimizer.zero_grad(set_to_none=True)
         result = self.backward_window(window)
         if result.skipped:
@@ -105,8 +109,6 @@ class Pipeline:
                 "finite. No parameter was updated: lower the learning rate, or look for the cause "
                 "with hf_ga.train_step on one process."
             )
-        if scheduler is not None and not result.skipped:
-            scheduler.step()
         return result
 
     def backward_window(self, window: Window) -> StepResult:
@@ -159,7 +161,12 @@ class Pipeline:
         # torch cuts what it is given into equal parts along the first axis. Micro-batches are not
         # equal, so it is given their numbers, by which each stage looks its own batch up.
         indices = torch.arange(num_calls)
-        schedule.step(index=indices, target=indices, return_outputs=False)
+        try:
+            schedule.step(index=indices, target=indices, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # what a stage raised; torch adds a list of shapes
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Save the whole model in the format of transformers: one safetensors file for each stage,
@@ -237,7 +244,7 @@ class StageForward(nn.Module):
     def _padded(self, hidden: Tensor) -> Tensor:
         num_samples, num_tokens, _ = self.shape
         missing = (0, 0, 0, num_tokens - hidden.shape[1], 0, num_samples - hidden.shape[0])
-        padded = F.pad(hidden.float(), missing)
+        padded = F.pad(hidden.float(), missing).contiguous()
         # A stage without trainable parameters is sent a gradient, too.
         return padded if padded.requires_grad else padded.requires_grad_()
 
@@ -288,10 +295,7 @@ def prepare_pipeline(
     check_can_be_cut(model, num_stages)
     rule.check_fits(model)
     check_rule(rule)
-    check_supported(accelerator)
-    check_precision(accelerator)
-    if accelerator.scaler is not None:
-        raise ConfigError("unsupported: fp16 in a pipeline. Use bf16, or no mixed precision.")
+    check_accelerator(accelerator)
     if not isinstance(windows, WindowLoader):
         raise ConfigError(
             f"a pipeline needs a WindowLoader, got a {type(windows).__name__}: load the dataset "
@@ -306,6 +310,23 @@ def prepare_pipeline(
     backend.tied = stage_model.tied
     windows.split_over(backend.num_replicas, backend.replica)
     return Pipeline(backend, stage_model, rule_of_stage(rule, model), schedule)
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Check that stages can be trained with the settings of an accelerator.
+
+    Raises:
+        ConfigError: If they cannot.
+    """
+    check_supported(accelerator)
+    check_precision(accelerator)
+    if accelerator.scaler is not None:
+        raise ConfigError("unsupported: fp16 in a pipeline. Use bf16, or no mixed precision.")
+    if is_sharded(accelerator):
+        raise ConfigError(
+            "unsupported: FSDP in a pipeline. Launch with a profile without FSDP, such as "
+            "accelerate_configs/multi_gpu.yaml, or use FSDP without stages."
+        )
 
 
 def check_rule(rule: Rule) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from accelerate.utils import DistributedType
 from forked import on_ranks, outcome, without_errors
 from pipelines import (
     FLOOR,
@@ -28,6 +29,7 @@ from pipelines import (
     one_process_with,
     put_together,
     train,
+    weights_of,
     windows_of,
 )
 from processes import make_accelerator
@@ -129,6 +131,42 @@ def test_a_window_without_targets_is_skipped():
     assert on_ranks(work, 2) == [[False, True]] * 2
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_stage_is_updated_if_one_is_not_finite(clip):
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == 1:
+            pipeline.model.transformer.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
+        before = weights_of(pipeline.model)
+        optimizer = build_optimizer(pipeline.model)
+        window = next(iter(windows))
+        said = outcome(partial(pipeline.train_step, optimizer, window, max_grad_norm=clip))
+        after = weights_of(pipeline.model)
+        return said, all(torch.equal(after[name], weight) for name, weight in before.items())
+
+    for said, is_unchanged in on_ranks(work, 2):
+        assert "NonFinite: the loss or a gradient of window 0 of epoch 0" in said
+        assert is_unchanged
+
+
+def test_a_stage_that_fails_ends_all():
+    """With its own error; the other stage loses the connection."""
+
+    def work() -> None:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+
+        def fail(*args: Any) -> None:
+            raise torch.OutOfMemoryError("on purpose")
+
+        if pipeline.stage == 1:
+            pipeline.model.register_forward_pre_hook(fail)
+        pipeline.backward_window(next(iter(windows)))
+
+    first, second = on_ranks(work, 2)
+    assert "Connection" in first
+    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be cut" in second
+
+
 def test_killed_and_resumed_on_one_process(tmp_path):
     """Control: without the optimizer's state the weights differ."""
     kill_two_stages(tmp_path)
@@ -212,6 +250,19 @@ def summed_logits(outputs: Any, batch: dict) -> tuple[torch.Tensor, int]:
 )
 def test_unsupported_settings_are_refused_by_name(model, options, words):
     assert words in refused(model(), h.token_samples(8), **options)
+
+
+def test_fp16_and_fsdp_are_refused(monkeypatch):
+    accelerator = make_accelerator("ddp")
+    windows = windows_of(accelerator, h.token_samples(8))
+    rule = hf_ga.prove_targets(h.gpt2(), h.token_samples(8), h.pad_right)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match="unsupported: fp16 in a pipeline"):
+        hf_ga.prepare_pipeline(accelerator, h.gpt2(), windows, rule, num_stages=2)
+    accelerator.scaler = None
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ConfigError, match="unsupported: FSDP in a pipeline"):
+        hf_ga.prepare_pipeline(accelerator, h.gpt2(), windows, rule, num_stages=2)
 
 
 def test_weights_that_differ_between_ranks_are_refused():

@@ -47,9 +47,18 @@ def build_classifier() -> nn.Module:
     return h.bert_classifier(DROPOUT, num_hidden_layers=NUM_LAYERS)
 
 
+def build_frozen_llama() -> nn.Module:
+    """The first of two stages has no trainable parameter."""
+    model = build_llama()
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    return model
+
+
 MODELS = {
     "GPT-2": build_gpt2,
     "Llama": build_llama,
+    "frozen Llama": build_frozen_llama,
     "BERT masked LM": build_masked_lm,
     "BERT classifier": build_classifier,
 }
