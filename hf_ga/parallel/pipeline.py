@@ -33,7 +33,7 @@ from hf_ga.exact.loss import HeadMean
 from hf_ga.exact.precision import check_optimizer, check_precision
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult, update
-from hf_ga.exact.window import Window
+from hf_ga.exact.window import LoaderState, Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.pipeline_backend import PipelineBackend
@@ -57,7 +57,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, backend: PipelineBackend, stage_model: StageModel, rule: Rule, schedule: str
+        self,
+        backend: PipelineBackend,
+        stage_model: StageModel,
+        rule: Rule,
+        schedule: str,
+        loader_state: LoaderState,
     ) -> None:
         self.model = stage_model.model
         self.stage = backend.stage
@@ -67,6 +72,7 @@ class Pipeline:
         self._backend = backend
         self._stage_model = stage_model
         self._schedule = SCHEDULES[schedule]
+        self._loader_state = loader_state
         self._engine = Engine(backend, self.model, rule, module=stage_model)
 
     def train_step(
@@ -119,12 +125,18 @@ class Pipeline:
             window: See `train_step`.
 
         Raises:
-            ConfigError: If the model is in evaluation mode, or the window is cut into chunks for
-                the same bits.
+            ConfigError: If the model is in evaluation mode, or the window is of another loader or
+                cut into chunks for the same bits.
             ProcessFailed: See `train_step`.
         """
         engine = self._engine
         engine.rule.check_fits(self.model)
+        if window.state is not self._loader_state:
+            raise ConfigError(
+                "this window is not from the WindowLoader that was given to prepare_pipeline: "
+                "another one gives the stages of a model different samples. Use that loader, or "
+                "call its load_state_dict to go on elsewhere."
+            )
         if window.request.chunks is not None:
             raise ConfigError(
                 "a pipeline does not support same_bits (canonical_micro_batch), because stages add "
@@ -293,8 +305,7 @@ def prepare_pipeline(
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.")
     check_can_be_cut(model, num_stages)
-    rule.check_fits(model)
-    check_rule(rule)
+    check_rule(rule, model)
     check_accelerator(accelerator)
     if not isinstance(windows, WindowLoader):
         raise ConfigError(
@@ -309,7 +320,8 @@ def prepare_pipeline(
     stage_model.to(accelerator.device)
     backend.tied = stage_model.tied
     windows.split_over(backend.num_replicas, backend.replica)
-    return Pipeline(backend, stage_model, rule_of_stage(rule, model), schedule)
+    stage_rule = rule_of_stage(rule, model)
+    return Pipeline(backend, stage_model, stage_rule, schedule, windows.state)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -329,12 +341,22 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_rule(rule: Rule) -> None:
+def check_rule(rule: Rule, model: nn.Module) -> None:
     """Check that what was proven of the whole model can be computed by stages.
+
+    Args:
+        rule: The proof's result.
+        model: The whole model.
 
     Raises:
         ConfigError: If it cannot.
     """
+    rule.check_fits(model)
+    if getattr(rule.dropout, "model", model) is not model:
+        raise ConfigError(
+            "the rule was proven for another model, whose dropout is not this one's: call "
+            "prove_targets with the model that is passed to prepare_pipeline."
+        )
     if not isinstance(rule.loss, HeadMean):
         raise ConfigError(
             f"unsupported loss in a pipeline: {rule.name}. Stages cannot audit it on the data that "

@@ -252,17 +252,39 @@ def test_unsupported_settings_are_refused_by_name(model, options, words):
     assert words in refused(model(), h.token_samples(8), **options)
 
 
+def test_a_rule_of_another_model_is_refused():
+    """Its dropout sites are those of the other model's modules."""
+    accelerator = make_accelerator("ddp")
+    windows = windows_of(accelerator, h.token_samples(8))
+    rule = hf_ga.prove_targets(h.gpt2(0.1), h.token_samples(8), h.pad_right)
+    with pytest.raises(ConfigError, match="the rule was proven for another model"):
+        hf_ga.prepare_pipeline(accelerator, h.gpt2(0.1), windows, rule, num_stages=2)
+
+
+def test_windows_of_another_loader_are_refused():
+    """It gives each stage samples of its own."""
+
+    def work() -> str:
+        pipeline, _ = make_pipeline("GPT-2", 2, "gpipe")
+        others = windows_of(make_accelerator("ddp"), h.token_samples(WINDOW))
+        return outcome(partial(pipeline.backward_window, next(iter(others))))
+
+    for said in on_ranks(work, 2):
+        assert "ConfigError: this window is not from the WindowLoader" in said
+
+
 def test_fp16_and_fsdp_are_refused(monkeypatch):
     accelerator = make_accelerator("ddp")
     windows = windows_of(accelerator, h.token_samples(8))
-    rule = hf_ga.prove_targets(h.gpt2(), h.token_samples(8), h.pad_right)
+    model = h.gpt2()
+    rule = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
     accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ConfigError, match="unsupported: fp16 in a pipeline"):
-        hf_ga.prepare_pipeline(accelerator, h.gpt2(), windows, rule, num_stages=2)
+        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
     accelerator.scaler = None
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="unsupported: FSDP in a pipeline"):
-        hf_ga.prepare_pipeline(accelerator, h.gpt2(), windows, rule, num_stages=2)
+        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
 
 
 def test_weights_that_differ_between_ranks_are_refused():
