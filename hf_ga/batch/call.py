@@ -1,0 +1,269 @@
+"""`hf_ga.backward`: the gradient of one batch in micro-batches, in place of
+`model(**batch).loss.backward()`.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hf_ga.batch.collated import BatchFetcher, CollatedBatch
+from hf_ga.batch.ranks import (
+    Agreement,
+    agree,
+    make_backend,
+    proof_samples,
+    raise_on_all_ranks,
+)
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.exact.backend import Backend
+from hf_ga.exact.engine import Engine
+from hf_ga.exact.fetch import WindowRequest
+from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
+from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.step import add_gradients
+from hf_ga.exact.window import LoaderState, Window
+from hf_ga.training import Given, rule_for
+
+# A sample's dropout masks are keyed by one int64: step, then place in the global batch.
+MOST_SAMPLES = 2**32
+MOST_STEPS = 2**31
+
+
+class BatchWindow(Window):
+    """The global batch of one call."""
+
+    @property
+    def description(self) -> str:
+        return f"the batch of step {self.index}"
+
+
+@dataclass
+class CallMemory:
+    """What is kept of a model between calls.
+
+    Attributes:
+        step: Number of the next call.
+        max_elements: Most padded elements in one micro-batch; None: memory never ran out.
+        states: For each kind of batch, what was proven, and what audits have seen.
+        loss_fn: Of the last call.
+    """
+
+    step: int = 0
+    max_elements: int | None = None
+    states: dict[Any, LoaderState] = field(default_factory=dict)
+    loss_fn: LossFunction | None = None
+
+    def note_function(self, loss_fn: LossFunction | None) -> None:
+        """Note the loss function of a call, and warn if it is another one than before."""
+        if loss_fn is not None and self.loss_fn not in (None, loss_fn):
+            warnings.warn(
+                "hf_ga.backward: loss_fn is another function than in the last call, so it is "
+                "proven again, which takes time: define it outside of the loop.",
+                stacklevel=3,
+            )
+        self.loss_fn = loss_fn
+
+    def __reduce__(self) -> tuple:
+        """A copy of the model starts anew: what was proven holds hooks of this one."""
+        return CallMemory, ()
+
+
+def backward(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    micro_batch_size: int | Literal["auto"],
+    loss_fn: LossFunction | None = None,
+    accelerator: Accelerator | None = None,
+    seed: int | None = None,
+    step: int | None = None,
+    allow_split_dependent_randomness: bool = False,
+    audit: bool = True,
+) -> Tensor:
+    """Add the gradient of a batch's mean loss to `.grad`, computed in micro-batches.
+
+    Replaces `loss = model(**batch).loss; loss.backward()` in any loop. The gradient is that of one
+    forward and backward of the whole batch, for every `micro_batch_size`; with several ranks that
+    of the batches of all ranks together, which may differ in size. Gradients are summed over the
+    ranks here, once; under DistributedDataParallel and with a plain model in a process group.
+
+    The first call of a model, and of each new kind of batch (other entries), proves on samples of
+    the batch what the loss averages over.
+
+    Args:
+        model: In training mode; may be wrapped by DistributedDataParallel, not by FSDP.
+        batch: The model's arguments by name, with one row for each sample. A batch on a GPU is
+            copied to the host first, so pass it as the DataLoader returns it.
+        micro_batch_size: Largest number of samples in one forward. "auto" starts with the whole
+            batch. Whenever memory runs out, the batch is computed again in micro-batches of half
+            the size, which the next calls keep to.
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
+            the head's own loss. Define it outside of the loop.
+        accelerator: That prepared the model, for its precision (the loss scale of fp16) and its
+            ranks. Default: the caller's `torch.autocast` and torch's default process group.
+        seed: Of the dropout masks. Default: `torch.initial_seed()` of rank 0.
+        step: Number of this call, which keys its dropout masks. Default: one more than in the last
+            call, beginning with 0. After a resume pass it once, and the count goes on from there.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        audit: Test the loss again on the batches that come, before their gradients are returned.
+
+    Returns:
+        The mean loss over the targets of the global batch, a detached scalar; 0 for a batch without
+        targets, which adds no gradient.
+
+    Raises:
+        ConfigError: If an argument cannot be used, or the model is in evaluation mode.
+        DataError: If the batch cannot be cut into samples.
+        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`. Also if an audit fails.
+        OutOfMemory: If a single sample does not fit.
+        ProcessFailed: If another rank raised an error.
+
+    Example:
+        for batch in loader:
+            loss = hf_ga.backward(model, batch, micro_batch_size=8)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    _check_arguments(model, micro_batch_size, step)
+    backend = make_backend(model, accelerator)
+    memory = _memory_of(model)
+    memory.note_function(loss_fn)
+    step = memory.step if step is None else step
+    given = Given(loss_fn, allow_split_dependent_randomness, None, audit)
+    with torch.autocast(backend.device.type, enabled=False):  # the backend's is for forwards
+        collated, agreement = _agreed(backend, model, batch, memory, seed, step)
+        window = _window(backend, collated, agreement, memory, micro_batch_size, step)
+        rule = _rule(backend, model, window, given)
+        _check_widths(rule, agreement)
+        engine = Engine(
+            backend,
+            model,
+            rule,
+            allow_split_dependent_randomness=allow_split_dependent_randomness,
+            is_audited=audit,
+        )
+        result = add_gradients(engine, window)
+    memory.max_elements = window.state.max_elements
+    memory.step = step + 1
+    return result.loss_tensor
+
+
+def _check_arguments(model: nn.Module, micro_batch_size: Any, step: Any) -> None:
+    is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
+    if micro_batch_size != "auto" and (not is_number or micro_batch_size < 1):
+        raise ConfigError(
+            f'micro_batch_size must be an integer of at least 1 or "auto", got '
+            f"{micro_batch_size!r}."
+        )
+    if step is not None and not 0 <= step < MOST_STEPS:
+        raise ConfigError(f"step must be at least 0 and below {MOST_STEPS}, got {step}.")
+    if not model.training:
+        raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
+
+
+def _memory_of(model: nn.Module) -> CallMemory:
+    """Kept by the model itself: what was proven refers to it, so a table of models would keep it
+    from being freed.
+    """
+    return vars(unwrapped(model)).setdefault("_hf_ga_backward", CallMemory())
+
+
+def _agreed(
+    backend: Backend,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    memory: CallMemory,
+    seed: int | None,
+    step: int,
+) -> tuple[CollatedBatch, Agreement]:
+    """This rank's batch, and what the ranks agreed on.
+
+    Raises:
+        ConfigError, DataError, ProcessFailed: See `agree`.
+    """
+    collated, failure = None, None
+    try:
+        collated = CollatedBatch(batch)
+    except DataError as error:
+        failure = error
+    agreement = agree(
+        backend,
+        collated,
+        failure,
+        seed=torch.initial_seed() if seed is None else seed,
+        step=step,
+        setup=[module_modes(unwrapped(model)), memory.loss_fn is None, len(memory.states)],
+    )
+    return collated, agreement
+
+
+def _window(
+    backend: Backend,
+    collated: CollatedBatch,
+    agreement: Agreement,
+    memory: CallMemory,
+    micro_batch_size: int | Literal["auto"],
+    step: int,
+) -> BatchWindow:
+    """The global batch of all ranks, with this rank's samples in micro-batches of similar
+    lengths.
+    """
+    first = agreement.first_of(backend.process_index)
+    size = max(1, collated.num_samples) if micro_batch_size == "auto" else micro_batch_size
+    (micro_batches,) = plan_by_sizes(collated.lengths, 1, [size])
+    places = np.arange(agreement.num_samples)
+    request = WindowRequest(
+        seed=agreement.seed,
+        epoch=0,
+        index=step,
+        positions=step * MOST_SAMPLES + places,
+        sample_ids=places,
+        micro_batches=[first + rows for rows in micro_batches],
+        whole_window=False,
+    )
+    state = memory.states.setdefault(agreement.kind, LoaderState())
+    state.max_elements = memory.max_elements
+    samples_of_proof = partial(proof_samples, backend, collated, agreement)
+    fetcher = BatchFetcher(collated, first, samples_of_proof)
+    return BatchWindow(request, fetcher, fetcher[request], state)
+
+
+def _rule(backend: Backend, model: nn.Module, window: BatchWindow, given: Given) -> Rule:
+    """What was proven for this kind of batch, proven now if it was not.
+
+    Raises:
+        See `backward`.
+    """
+    rules = window.state.rules
+    known = rules.get(unwrapped(model))
+    failure = None
+    try:
+        rule = rule_for(model, window, given)
+    except Exception as error:
+        failure = error
+    if failure is not None or rules.get(unwrapped(model)) is not known:
+        raise_on_all_ranks(backend, failure)
+    rule.check_fits(model)
+    return rule
+
+
+def _check_widths(rule: Rule, agreement: Agreement) -> None:
+    """Refuse batches of different widths whose loss depends on the width.
+
+    Raises:
+        ConfigError: If no single batch would have the samples of all ranks.
+    """
+    if rule.pad_to_window and agreement.is_padded and not agreement.has_one_width:
+        raise ConfigError(
+            "the loss depends on the padded width (or that could not be tested), and the batches "
+            "of the ranks have different widths, so they are no one batch: pad all batches to the "
+            "same width in the collate function."
+        )

@@ -1,0 +1,239 @@
+"""What ranks agree on before each of them computes a batch of its own."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_ga.batch.collated import CollatedBatch, Row
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.exact.backend import Backend, RankStatus, check_supported
+from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.precision import check_precision
+from hf_ga.parallel.fsdp import backend_for
+
+MASK63 = (1 << 63) - 1  # non-negative int64
+
+
+class CallerBackend(Backend):
+    """Without an accelerator: the ranks of torch's default process group, or this process alone;
+    the autocast of the caller.
+
+    Args:
+        device: The model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.device = device
+        self.num_processes = dist.get_world_size() if is_distributed else 1
+        self.process_index = dist.get_rank() if is_distributed else 0
+        self.autocast_dtype: torch.dtype | None = None
+        if torch.is_autocast_enabled(device.type):
+            self.autocast_dtype = torch.get_autocast_dtype(device.type)
+        if self.autocast_dtype == torch.float16:
+            raise ConfigError(
+                "fp16 autocast is on, and fp16 needs a loss scale: pass accelerator="
+                "Accelerator(mixed_precision='fp16') that prepared model and optimizer, or use "
+                "bf16."
+            )
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The caller's precision, around forwards and losses only."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        # Within the caller's context a cache would outlive the audits, whose casts of the weights
+        # have no gradient.
+        return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
+
+    def backward(self, term: Tensor | float, weight: int) -> None:
+        """Backward without a loss scale; a constant has no gradient."""
+        if weight and isinstance(term, Tensor) and term.requires_grad:
+            term.backward()
+
+
+def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
+    """How the ranks of a call communicate, and its precision.
+
+    Raises:
+        ConfigError: If gradients could not be summed exactly, or would have another precision than
+            the loop asks for.
+    """
+    base = unwrapped(model)
+    device = next(base.parameters()).device
+    if accelerator is not None:
+        check_supported(accelerator)
+        check_precision(accelerator)
+        if torch.is_autocast_enabled(device.type):
+            raise ConfigError(
+                "torch.autocast is on around hf_ga.backward, but the accelerator decides the "
+                "precision: use Accelerator(mixed_precision=...) alone, or leave accelerator out."
+            )
+        backend = backend_for(accelerator)
+    elif hasattr(base, "_original_forward"):
+        raise ConfigError(
+            "the model was prepared by an Accelerator with mixed precision: pass accelerator=, "
+            "which knows the loss scale."
+        )
+    else:
+        backend = CallerBackend(device)
+    if backend.is_sharded or any(isinstance(p, DTensor) for p in base.parameters()):
+        raise ConfigError(
+            "hf_ga.backward does not support sharded parameters (FSDP, tensor parallelism): use "
+            "hf_ga.Accelerator or hf_ga.train_step."
+        )
+    group = getattr(model, "process_group", None)
+    if isinstance(model, nn.parallel.DistributedDataParallel) and group.size() != (
+        backend.num_processes
+    ):
+        raise ConfigError(
+            f"the model's DistributedDataParallel has {group.size()} ranks, the default process "
+            f"group {backend.num_processes}: gradients are summed over the default group, so wrap "
+            "the model for all of its ranks."
+        )
+    return backend
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of a global batch that lies on them in parts.
+
+    Attributes:
+        sizes: Samples on each rank.
+        seed: Of the dropout masks: rank 0's.
+        is_padded: Whether any rank's batch has padding that may be cut.
+        has_one_width: Whether the batches of all ranks have the same width.
+        kind: Of the batches: what a proof is made for.
+        rank_of_proof: On whose samples it is made.
+    """
+
+    sizes: tuple[int, ...]
+    seed: int
+    is_padded: bool
+    has_one_width: bool
+    kind: tuple[int, ...]
+    rank_of_proof: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch."""
+        return sum(self.sizes)
+
+    def first_of(self, rank: int) -> int:
+        """Offset of a rank's first sample in the global batch."""
+        return [0, *accumulate(self.sizes)][rank]
+
+
+def agree(
+    backend: Backend,
+    batch: CollatedBatch | None,
+    failure: Exception | None,
+    *,
+    seed: int,
+    step: int,
+    setup: Iterable[object],
+) -> Agreement:
+    """Exchange sizes of the ranks' batches, by one small all-gather.
+
+    Args:
+        backend: How ranks communicate.
+        batch: This rank's. Keeps its padding if the ranks do not have the same token entries.
+        failure: Why there is none.
+        seed: Of this rank.
+        step: Must be the same on all ranks.
+        setup: What else must be, of any type that prints the same on all ranks.
+
+    Raises:
+        ConfigError: If ranks differ in what they should not.
+        DataError: If the batch cannot be used, or no rank has any sample.
+        ProcessFailed: If another rank's cannot.
+    """
+    own = [1, 0, 0, 0, 0, 0, 0, 0]
+    if batch is not None:
+        own = [
+            0,
+            batch.num_samples,
+            seed & MASK63,
+            step,
+            _fingerprint([*setup, *batch.structure]),
+            _fingerprint(batch.token_entries),
+            _fingerprint(batch.widths),
+            batch.is_padded,
+        ]
+    rows = all_gather(backend, own)
+    failed, sizes, seeds, steps, setups, entries, widths, are_padded = zip(*rows, strict=True)
+    if any(failed):
+        raise_on_all_ranks(backend, failure)
+    if not sum(sizes):
+        raise DataError("the batch has no samples: leave it out.")
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"ranks are at different steps ({', '.join(map(str, steps))}), so they would draw "
+            "other dropout masks: call hf_ga.backward on all ranks, with the same step."
+        )
+    with_samples = [rank for rank, size in enumerate(sizes) if size]
+    _check_equal(setups, with_samples)
+    has_same_entries = len({entries[rank] for rank in with_samples}) == 1
+    if not has_same_entries:
+        batch.cut_padding_of(())
+    is_padded = has_same_entries and any(are_padded)
+    of_first = with_samples[0]
+    return Agreement(
+        sizes=sizes,
+        seed=seeds[0],
+        is_padded=any(are_padded),
+        has_one_width=len({widths[rank] for rank in with_samples}) == 1,
+        kind=(setups[of_first], entries[of_first] if has_same_entries else 0, is_padded),
+        rank_of_proof=max(with_samples, key=lambda rank: (are_padded[rank], sizes[rank])),
+    )
+
+
+def proof_samples(
+    backend: Backend, batch: CollatedBatch, agreement: Agreement, most: int
+) -> list[Row]:
+    """Samples of one rank's batch, on all ranks: each proves the same."""
+    samples = batch.samples(most)
+    if backend.num_processes == 1:
+        return samples
+    shared = [samples]
+    dist.broadcast_object_list(shared, agreement.rank_of_proof, device=backend.device)
+    return shared[0]
+
+
+def all_gather(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
+    """Integers of all ranks, below 2**63 in size."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=backend.device)
+    if backend.num_processes == 1:
+        return [own.tolist()]
+    gathered = [torch.empty_like(own) for _ in range(backend.num_processes)]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered).tolist()
+
+
+def raise_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
+    """Raise this rank's failure, or ProcessFailed where another rank has one."""
+    loss = torch.zeros((), device=backend.device)
+    backend.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
+
+
+def _check_equal(setups: Sequence[int], ranks: Sequence[int]) -> None:
+    different = [rank for rank in ranks if setups[rank] != setups[ranks[0]]]
+    if different:
+        raise ConfigError(
+            f"the batches of ranks {ranks[0]} and {different[0]} have other entries, or their "
+            "models other training modes or loss functions: call hf_ga.backward with the same "
+            "kind of batch on all ranks."
+        )
+
+
+def _fingerprint(values: Iterable[object]) -> int:
+    """A number below 2**63 that is the same in every process."""
+    text = "\n".join(map(str, values))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) & MASK63
