@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_ga.batch.collated import BatchFetcher, CollatedBatch
+from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.batch.ranks import (
     Agreement,
     agree,
@@ -21,7 +22,7 @@ from hf_ga.batch.ranks import (
     proof_samples,
     raise_on_all_ranks,
 )
-from hf_ga.errors import ConfigError, DataError
+from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.fetch import WindowRequest
@@ -53,12 +54,14 @@ class CallMemory:
         step: Number of the next call.
         max_elements: Most padded elements in one micro-batch; None: memory never ran out.
         states: For each kind of batch, what was proven, and what audits have seen.
+        token_entries: For each structure of a batch, those that had one width in all batches.
         loss_fn: Of the last call.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
+    token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
     loss_fn: LossFunction | None = None
 
     def note_function(self, loss_fn: LossFunction | None) -> None:
@@ -192,16 +195,21 @@ def _agreed(
     collated, failure = None, None
     try:
         collated = CollatedBatch(batch)
-    except DataError as error:
+    except Exception as error:  # for all ranks
         failure = error
+    if collated is not None and collated.structure in memory.token_entries:
+        known = memory.token_entries[collated.structure]
+        collated.cut_padding_of(refined(collated.token_entries, known))
     agreement = agree(
         backend,
         collated,
         failure,
         seed=torch.initial_seed() if seed is None else seed,
         step=step,
-        setup=[module_modes(unwrapped(model)), memory.loss_fn is None, len(memory.states)],
+        setup=[module_modes(unwrapped(model)), memory.loss_fn is None],
     )
+    if collated.num_samples:
+        memory.token_entries[collated.structure] = collated.token_entries
     return collated, agreement
 
 
@@ -220,6 +228,8 @@ def _window(
     size = max(1, collated.num_samples) if micro_batch_size == "auto" else micro_batch_size
     (micro_batches,) = plan_by_sizes(collated.lengths, 1, [size])
     places = np.arange(agreement.num_samples)
+    state = memory.states.setdefault(agreement.kind, LoaderState())
+    state.max_elements = memory.max_elements
     request = WindowRequest(
         seed=agreement.seed,
         epoch=0,
@@ -227,10 +237,8 @@ def _window(
         positions=step * MOST_SAMPLES + places,
         sample_ids=places,
         micro_batches=[first + rows for rows in micro_batches],
-        whole_window=False,
+        whole_window=state.pad_to_window,
     )
-    state = memory.states.setdefault(agreement.kind, LoaderState())
-    state.max_elements = memory.max_elements
     samples_of_proof = partial(proof_samples, backend, collated, agreement)
     fetcher = BatchFetcher(collated, first, samples_of_proof)
     return BatchWindow(request, fetcher, fetcher[request], state)

@@ -40,19 +40,16 @@ class CollatedBatch:
         self.entries: dict[str, Any] = send_to_device(dict(batch), "cpu")
         self.of_samples = {name for name, value in self.entries.items() if shape_of(value)}
         self.num_samples = _num_samples(self.entries, self.of_samples)
-        self.token_entries: tuple[TokenEntries, ...] = ()
-        self.lengths = np.ones(self.num_samples, np.int64)
-        self.is_padded = False
-        if self.num_samples:
-            self.cut_padding_of(find_token_entries(self.entries, self.of_samples))
+        found = find_token_entries(self.entries, self.of_samples) if self.num_samples else ()
+        self.cut_padding_of(found)
 
     def cut_padding_of(self, token_entries: Sequence[TokenEntries]) -> None:
         """Choose the entries from which padding is cut."""
         self.token_entries = tuple(token_entries)
-        lengths = [group.lengths(self.entries) for group in token_entries]
-        self.lengths = sum(lengths, start=np.zeros(self.num_samples, np.int64)).clip(1)
+        self._lengths = [group.lengths(self.entries) for group in token_entries]
+        self.lengths = sum(self._lengths, start=np.zeros(self.num_samples, np.int64)).clip(1)
         self.is_padded = any(
-            each.min() < width for each, width in zip(lengths, self.widths, strict=True)
+            lengths.min() < width for lengths, width in zip(self._lengths, self.widths, strict=True)
         )
 
     @property
@@ -61,9 +58,11 @@ class CollatedBatch:
         return tuple(group.width(self.entries) for group in self.token_entries)
 
     @property
-    def structure(self) -> list[str]:
-        """Names, dtypes and numbers of dimensions of its entries, the same on all ranks."""
-        return sorted(map(str, structure_of(self.entries)))
+    def structure(self) -> tuple[str, ...]:
+        """Names, dtypes and numbers of dimensions of its entries, which print the same on all
+        ranks.
+        """
+        return tuple(sorted(map(str, structure_of(self.entries))))
 
     def rows(self, rows: Sequence[int] | np.ndarray, *, is_cut: bool = True) -> dict[str, Any]:
         """Some samples as a batch.
@@ -72,14 +71,12 @@ class CollatedBatch:
             rows: Which ones.
             is_cut: Without columns that only other samples need.
         """
-        taken = take_rows(self.entries, rows, self.of_samples)
-        if not is_cut:
-            return taken
-        for group in self.token_entries:
-            width = int(group.lengths(taken).max())
-            for name in group.names:
-                taken[name] = taken[name][:, :width].contiguous()
-        return taken
+        entries = dict(self.entries)
+        if is_cut:
+            for group, lengths in zip(self.token_entries, self._lengths, strict=True):
+                width = int(lengths[rows].max())
+                entries |= {name: entries[name][:, :width] for name in group.names}
+        return take_rows(entries, rows, self.of_samples)
 
     def samples(self, most: int) -> list["Row"]:
         """At most `most` of its samples, spread over it."""

@@ -1,7 +1,8 @@
 """Padding in a collated batch: which entries hold tokens, and how many tokens each sample has."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,6 +25,11 @@ class TokenEntries:
 
     names: tuple[str, ...]
     marks: tuple[str, ...]
+
+    @property
+    def shows_padding(self) -> bool:
+        """Whether what has no mark is padding: labels alone leave out real tokens, too."""
+        return any(name in MASKS for name in self.marks) or self.names == self.marks == (LABELS,)
 
     def width(self, batch: Batch) -> int:
         """Columns of these entries, padding included."""
@@ -60,12 +66,30 @@ def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntri
         value = batch[name]
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1]:
             by_width.setdefault(value.shape[1], []).append(name)
+    groups = [
+        TokenEntries(tuple(group), tuple(name for name in group if _is_mark(name, batch[name])))
+        for group in by_width.values()
+    ]
+    return tuple(sorted((group for group in groups if group.shows_padding), key=str))
+
+
+def refined(
+    groups: Sequence[TokenEntries], others: Sequence[TokenEntries]
+) -> tuple[TokenEntries, ...]:
+    """The groups of two batches, split where entries had the same width in one of them by chance.
+
+    >>> mask, labels = "attention_mask", "labels"
+    >>> by_chance = [TokenEntries((mask, labels), (mask, labels))]
+    >>> apart = [TokenEntries((mask,), (mask,)), TokenEntries((labels,), (labels,))]
+    >>> refined(by_chance, apart) == refined(apart, by_chance) == tuple(apart)
+    True
+    """
     found = []
-    for group in by_width.values():
-        marks = [name for name in group if _is_mark(name, batch[name])]
-        if group == [LABELS] or any(name in MASKS for name in marks):
-            found.append(TokenEntries(tuple(group), tuple(marks)))
-    return tuple(group for group in found if group.marks)
+    for one, other in product(groups, others):
+        names = tuple(name for name in one.names if name in other.names)
+        marks = tuple(name for name in names if name in one.marks and name in other.marks)
+        found.append(TokenEntries(names, marks))
+    return tuple(sorted((group for group in found if group.shows_padding), key=str))
 
 
 def _is_mark(name: str, value: Tensor) -> bool:

@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_ga.batch.collated import CollatedBatch, Row
+from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.backend import Backend, RankStatus, check_supported
 from hf_ga.exact.forward import unwrapped
@@ -68,6 +70,11 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
     """
     base = unwrapped(model)
     device = next(base.parameters()).device
+    if hasattr(accelerator, "begin_window"):  # ours, of a room that this one does not import
+        raise ConfigError(
+            "hf_ga.Accelerator makes windows of its own loader's batches: use it without "
+            "hf_ga.backward, or pass an accelerate.Accelerator."
+        )
     if accelerator is not None:
         check_supported(accelerator)
         check_precision(accelerator)
@@ -101,6 +108,19 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
     return backend
 
 
+class Share(NamedTuple):
+    """What a rank tells the others of its batch, in integers below 2**63."""
+
+    has_failed: int
+    size: int = 0
+    seed: int = 0
+    step: int = 0
+    setup: int = 0
+    token_entries: int = 0
+    widths: int = 0
+    is_padded: int = 0
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What all ranks know of a global batch that lies on them in parts.
@@ -128,7 +148,7 @@ class Agreement:
 
     def first_of(self, rank: int) -> int:
         """Offset of a rank's first sample in the global batch."""
-        return [0, *accumulate(self.sizes)][rank]
+        return sum(self.sizes[:rank])
 
 
 def agree(
@@ -144,7 +164,7 @@ def agree(
 
     Args:
         backend: How ranks communicate.
-        batch: This rank's. Keeps its padding if the ranks do not have the same token entries.
+        batch: This rank's. The token entries of all ranks become the same.
         failure: Why there is none.
         seed: Of this rank.
         step: Must be the same on all ranks.
@@ -155,44 +175,49 @@ def agree(
         DataError: If the batch cannot be used, or no rank has any sample.
         ProcessFailed: If another rank's cannot.
     """
-    own = [1, 0, 0, 0, 0, 0, 0, 0]
+    own = Share(has_failed=1)
     if batch is not None:
-        own = [
-            0,
-            batch.num_samples,
-            seed & MASK63,
-            step,
-            _fingerprint([*setup, *batch.structure]),
-            _fingerprint(batch.token_entries),
-            _fingerprint(batch.widths),
-            batch.is_padded,
-        ]
-    rows = all_gather(backend, own)
-    failed, sizes, seeds, steps, setups, entries, widths, are_padded = zip(*rows, strict=True)
-    if any(failed):
-        raise_on_all_ranks(backend, failure)
-    if not sum(sizes):
-        raise DataError("the batch has no samples: leave it out.")
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f"ranks are at different steps ({', '.join(map(str, steps))}), so they would draw "
-            "other dropout masks: call hf_ga.backward on all ranks, with the same step."
+        own = Share(
+            has_failed=0,
+            size=batch.num_samples,
+            seed=seed & MASK63,
+            step=step,
+            setup=_fingerprint([*setup, *batch.structure]),
+            token_entries=_fingerprint(batch.token_entries),
+            widths=_fingerprint(batch.widths),
+            is_padded=int(batch.is_padded),
         )
-    with_samples = [rank for rank, size in enumerate(sizes) if size]
-    _check_equal(setups, with_samples)
-    has_same_entries = len({entries[rank] for rank in with_samples}) == 1
-    if not has_same_entries:
-        batch.cut_padding_of(())
-    is_padded = has_same_entries and any(are_padded)
-    of_first = with_samples[0]
+    shares = [Share(*numbers) for numbers in all_gather(backend, own)]
+    if any(share.has_failed for share in shares):
+        raise_on_all_ranks(backend, failure)
+    _check_steps([share.step for share in shares])
+    ranks = [rank for rank, share in enumerate(shares) if share.size]
+    if not ranks:
+        raise DataError("the batch has no samples: leave it out.")
+    first = shares[ranks[0]]
+    _check_setups([share.setup for share in shares], ranks)
+    token_entries = first.token_entries
+    if any(shares[rank].token_entries != token_entries for rank in ranks):
+        token_entries = _fingerprint(agree_on_token_entries(backend, batch))
+    is_padded = any(share.is_padded for share in shares)
     return Agreement(
-        sizes=sizes,
-        seed=seeds[0],
-        is_padded=any(are_padded),
-        has_one_width=len({widths[rank] for rank in with_samples}) == 1,
-        kind=(setups[of_first], entries[of_first] if has_same_entries else 0, is_padded),
-        rank_of_proof=max(with_samples, key=lambda rank: (are_padded[rank], sizes[rank])),
+        sizes=tuple(share.size for share in shares),
+        seed=shares[0].seed,
+        is_padded=is_padded,
+        has_one_width=len({shares[rank].widths for rank in ranks}) == 1,
+        kind=(first.setup, token_entries, int(is_padded)),
+        rank_of_proof=max(ranks, key=lambda rank: (shares[rank].is_padded, shares[rank].size)),
     )
+
+
+def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[TokenEntries, ...]:
+    """Split the token entries of all ranks where they have the same width on some ranks only."""
+    of_ranks: list[Any] = [None] * backend.num_processes
+    dist.all_gather_object(of_ranks, batch.token_entries if batch.num_samples else None)
+    agreed = reduce(refined, [entries for entries in of_ranks if entries is not None])
+    if batch.num_samples:
+        batch.cut_padding_of(agreed)
+    return agreed
 
 
 def proof_samples(
@@ -223,7 +248,15 @@ def raise_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
     backend.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
 
 
-def _check_equal(setups: Sequence[int], ranks: Sequence[int]) -> None:
+def _check_steps(steps: Sequence[int]) -> None:
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"ranks are at different steps ({', '.join(map(str, steps))}), so they would draw "
+            "other dropout masks: call hf_ga.backward on all ranks, with the same step."
+        )
+
+
+def _check_setups(setups: Sequence[int], ranks: Sequence[int]) -> None:
     different = [rank for rank in ranks if setups[rank] != setups[ranks[0]]]
     if different:
         raise ConfigError(

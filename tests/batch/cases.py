@@ -42,7 +42,7 @@ def answers() -> dict:
 def summaries() -> dict:
     """The texts of a T5: targets have a width of their own."""
     batch = h.pad_right(h.token_samples(NUM_SAMPLES))
-    return {**batch, "labels": batch["labels"].flip(0)[:, :9]}
+    return {**batch, "labels": batch["labels"].flip(0)[:, :9].contiguous()}
 
 
 CASES = {

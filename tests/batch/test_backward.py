@@ -343,6 +343,14 @@ def test_fp16_needs_an_accelerator():
         hf_ga.backward(model, BATCH(), micro_batch_size=4)
 
 
+def test_our_own_accelerator_is_refused():
+    AcceleratorState._reset_state()
+    accelerator = hf_ga.Accelerator(cpu=True)
+    model = accelerator.prepare(h.bert_classifier())
+    with pytest.raises(ConfigError, match=r"accelerate\.Accelerator"):
+        hf_ga.backward(model, BATCH(), micro_batch_size=4, accelerator=accelerator)
+
+
 def test_two_precisions_are_refused():
     accelerator = accelerator_in("no")
     model = accelerator.prepare(h.bert_classifier())
@@ -411,3 +419,20 @@ def test_shared_entries_and_lists_are_kept():
     hf_ga.backward(model, batch, micro_batch_size=3, loss_fn=loss_fn, audit=False)
     assert len(model.seen) == 7
     assert all(of_names == of_x for of_names, of_x in model.seen)
+
+
+def test_axes_of_one_width_by_chance_are_told_apart():
+    """The targets of a T5 are as long as its texts in the first batch only."""
+    batch = cases.summaries()
+    width = batch["input_ids"].shape[1]
+    equal = {**batch, "labels": F.pad(batch["labels"], (0, width - 9), value=h.IGNORED)}
+    model = h.t5()
+    for each in (equal, batch, equal):
+        truth = h.full_batch_gradient(model, each)
+        model.zero_grad()
+        hf_ga.backward(model, each, micro_batch_size=3)
+        assert h.relative_error(h.gradients(model), truth) < 1e-6
+    memory = vars(model)["_hf_ga_backward"]
+    (groups,) = memory.token_entries.values()
+    assert [group.names for group in groups] == [("attention_mask", "input_ids"), ("labels",)]
+    assert len(memory.states) == 2

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from cases import CASES, NUM_SAMPLES, SEED, gradient
 from forked import on_ranks, on_two_ranks, without_errors
+from memory_limits import Device
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import hf_ga
 
@@ -116,8 +118,6 @@ def test_accelerate_s_ranks():
 
 
 def test_memory_that_runs_out_on_one_rank():
-    from memory_limits import Device
-
     case = CASES["GPT-2"]
     whole, _ = gradient(case, 0.1, NUM_SAMPLES, step=1)
 
@@ -179,6 +179,30 @@ def test_widths_that_a_loss_depends_on_must_be_equal():
     case = cases.Case(h.xlnet_classifier, lambda: share_of(batch, order))
     for found in on_two_ranks(lambda: on_rank(case, 0.0, 4, cut=narrow)):
         assert found.startswith("ConfigError: the loss depends on the padded width")
+
+
+def refused(make) -> list[str]:
+    """What two ranks raise for a model that `make(rank)` wraps."""
+
+    def work():
+        model = make(join_group())
+        hf_ga.backward(model, CASES["BERT classes"].batch(), micro_batch_size=4)
+
+    return on_two_ranks(work)
+
+
+def test_sharded_parameters_are_refused():
+    for found in refused(lambda rank: fully_shard(h.bert_classifier())):
+        assert found.startswith("ConfigError: hf_ga.backward does not support sharded parameters")
+
+
+def test_a_part_of_the_ranks_is_refused():
+    def make(rank):
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        return nn.parallel.DistributedDataParallel(h.bert_classifier(), process_group=groups[rank])
+
+    for found in refused(make):
+        assert found.startswith("ConfigError: the model's DistributedDataParallel has 1 ranks")
 
 
 @pytest.mark.slow("three ranks")
