@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import cases
@@ -27,14 +28,23 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu
 SIZES = (1, 3, 8, NUM_SAMPLES, "auto")
 
 
+def of_all_sizes(case: cases.Case, dropout: float) -> Iterator[tuple]:
+    """For each size of micro-batches the gradient and the loss, by the same step of one model."""
+    model = case.build(dropout)
+    for size in SIZES:
+        model.zero_grad()
+        settings = {"loss_fn": case.loss_fn, "seed": cases.SEED, "step": 0}
+        loss = hf_ga.backward(model, case.batch(), micro_batch_size=size, **settings)
+        yield size, h.gradients(model), float(loss)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_size_gives_the_gradient_of_the_whole_batch(name):
     case = CASES[name]
     model = case.build(0.0)
     truth = h.full_batch_gradient(model, case.batch(), loss_fn=case.loss_fn)
-    loss = float(h.mean_loss(model, case.batch(), case.loss_fn))
-    for size in SIZES:
-        found, found_loss = gradient(case, 0.0, size)
+    loss = float(h.mean_loss(model, case.batch(), case.loss_fn).detach())
+    for size, found, found_loss in of_all_sizes(case, 0.0):
         assert h.relative_error(found, truth) < 1e-6, size
         assert found_loss == pytest.approx(loss, rel=1e-6), size
     assert h.relative_error(cases.naive_gradient(case, 3), truth) > 1e-3
@@ -44,8 +54,7 @@ def test_every_size_gives_the_gradient_of_the_whole_batch(name):
 def test_every_size_draws_the_same_dropout(name):
     case = CASES[name]
     whole, loss = gradient(case, 0.1, NUM_SAMPLES)
-    for size in SIZES:
-        found, found_loss = gradient(case, 0.1, size)
+    for size, found, found_loss in of_all_sizes(case, 0.1):
         assert h.relative_error(found, whole) < 1e-6, size
         assert found_loss == pytest.approx(loss, rel=1e-6), size
     other, _ = gradient(case, 0.1, NUM_SAMPLES, step=1)
