@@ -135,7 +135,7 @@ def backward(
             optimizer.step()
             optimizer.zero_grad()
     """
-    _check_arguments(model, micro_batch_size, step)
+    _check_arguments(micro_batch_size, step)
     backend = make_backend(model, accelerator)
     memory = _memory_of(model)
     memory.note_function(loss_fn)
@@ -159,7 +159,7 @@ def backward(
     return result.loss_tensor
 
 
-def _check_arguments(model: nn.Module, micro_batch_size: Any, step: Any) -> None:
+def _check_arguments(micro_batch_size: Any, step: Any) -> None:
     is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
     if micro_batch_size != "auto" and (not is_number or micro_batch_size < 1):
         raise ConfigError(
@@ -168,8 +168,6 @@ def _check_arguments(model: nn.Module, micro_batch_size: Any, step: Any) -> None
         )
     if step is not None and not 0 <= step < MOST_STEPS:
         raise ConfigError(f"step must be at least 0 and below {MOST_STEPS}, got {step}.")
-    if not model.training:
-        raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
 
 
 def _memory_of(model: nn.Module) -> CallMemory:
@@ -208,6 +206,8 @@ def _agreed(
         step=step,
         setup=[module_modes(unwrapped(model)), memory.loss_fn is None],
     )
+    if not model.training:
+        raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
     if collated.num_samples:
         memory.token_entries[collated.structure] = collated.token_entries
     return collated, agreement

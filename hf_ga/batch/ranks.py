@@ -96,6 +96,11 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
             "hf_ga.backward does not support sharded parameters (FSDP, tensor parallelism): use "
             "hf_ga.Accelerator or hf_ga.train_step."
         )
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "nn.DataParallel splits a batch by itself, with other dropout on each device: pass its "
+            "`module`, or start one process for each device."
+        )
     group = getattr(model, "process_group", None)
     if isinstance(model, nn.parallel.DistributedDataParallel) and group.size() != (
         backend.num_processes

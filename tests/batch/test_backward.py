@@ -256,6 +256,8 @@ def test_the_autocast_of_the_loop_is_used_for_forwards():
     full = h.autocast_gradient("bf16", model, [batch], [1.0])
     with torch.autocast("cpu", torch.bfloat16):
         hf_ga.backward(model, batch, micro_batch_size=3)
+        model.zero_grad()  # the audits of the first call leave no casts of the weights behind
+        hf_ga.backward(model, batch, micro_batch_size=3)
     found = h.gradients(model)
     h.assert_promise_1(found, full, truth, h.ROUNDING["bf16"])
     assert h.relative_error(found, truth) > 1e-4  # so it was not float32
@@ -330,6 +332,11 @@ def test_bad_input_is_one_clear_error(name):
 def test_a_model_in_evaluation_mode_is_refused():
     with pytest.raises(ConfigError, match=r"model\.train\(\)"):
         hf_ga.backward(h.bert_classifier().eval(), BATCH(), micro_batch_size=4)
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ConfigError, match="one process for each device"):
+        hf_ga.backward(nn.DataParallel(h.bert_classifier()), BATCH(), micro_batch_size=4)
 
 
 def test_batch_normalisation_is_refused():

@@ -92,6 +92,13 @@ def test_a_model_under_ddp_and_batches_of_other_widths():
         assert h.relative_error(gradients, whole) < 1e-6
 
 
+def test_the_router_s_shares_are_those_of_all_ranks():
+    case = cases.Case(lambda dropout: h.mixtral(0.5), CASES["GPT-2"].batch)
+    whole, _ = gradient(case, 0.0, NUM_SAMPLES)
+    for gradients, _ in without_errors(on_two_ranks(lambda: on_rank(case, 0.0, 3))):
+        assert h.relative_error(gradients, whole) < 1e-6
+
+
 def test_a_rank_without_samples_takes_part():
     case = CASES["BERT answers"]
     whole, _ = gradient(case, 0.1, NUM_SAMPLES)
@@ -147,6 +154,11 @@ def fails(change) -> list[str]:
         hf_ga.backward(**{**settings, **(change(settings) if rank else {})})
 
     return on_two_ranks(work)
+
+
+def test_a_model_in_evaluation_mode_on_one_rank_is_refused_on_all():
+    for found in fails(lambda settings: {"model": settings["model"].eval()}):
+        assert found.startswith("ConfigError: the batches of ranks 0 and 1 have other entries, or")
 
 
 def test_a_bad_batch_of_one_rank_is_raised_on_all():
