@@ -26,11 +26,6 @@ class TokenEntries:
     names: tuple[str, ...]
     marks: tuple[str, ...]
 
-    @property
-    def shows_padding(self) -> bool:
-        """Whether what has no mark is padding: labels alone leave out real tokens, too."""
-        return any(name in MASKS for name in self.marks) or self.names == self.marks == (LABELS,)
-
     def width(self, batch: Batch) -> int:
         """Columns of these entries, padding included."""
         return batch[self.names[0]].shape[1]
@@ -49,8 +44,8 @@ class TokenEntries:
 def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntries, ...]:
     """The entries from which padding columns may be cut, one group for each width.
 
-    Entries are left as they are if no mask shows which of their tokens are padding. Labels may be
-    the only entry of their width (the decoder's, of a sequence-to-sequence model).
+    Entries are left as they are if neither a mask nor labels mark their tokens. What has no mark
+    may be a real token that is no target: whether it may be cut is for the proof to find.
 
     Args:
         batch: On the host.
@@ -70,7 +65,7 @@ def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntri
         TokenEntries(tuple(group), tuple(name for name in group if _is_mark(name, batch[name])))
         for group in by_width.values()
     ]
-    return tuple(sorted((group for group in groups if group.shows_padding), key=str))
+    return tuple(sorted((group for group in groups if group.marks), key=str))
 
 
 def refined(
@@ -89,7 +84,7 @@ def refined(
         names = tuple(name for name in one.names if name in other.names)
         marks = tuple(name for name in names if name in one.marks and name in other.marks)
         found.append(TokenEntries(names, marks))
-    return tuple(sorted((group for group in found if group.shows_padding), key=str))
+    return tuple(sorted((group for group in found if group.marks), key=str))
 
 
 def _is_mark(name: str, value: Tensor) -> bool:

@@ -51,8 +51,8 @@ class CallerBackend(Backend):
         """The caller's precision, around forwards and losses only."""
         if self.autocast_dtype is None:
             return nullcontext()
-        # Within the caller's context a cache would outlive the audits, whose casts of the weights
-        # have no gradient.
+        # Within the caller's context, torch's cache of cast weights would outlive the optimizer's
+        # step.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
 
     def backward(self, term: Tensor | float, weight: int) -> None:

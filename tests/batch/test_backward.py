@@ -129,10 +129,20 @@ def test_padding_stays_where_the_loss_depends_on_it():
     assert h.relative_error(h.gradients(model), truth) < 1e-6
 
 
-def test_padding_without_a_mask_stays():
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [(h.gpt2, [(2, 4), (2, 12)]), (h.bert_masked_lm, [(2, 12), (2, 12)])],
+    ids=["no token looks at padding", "all tokens do"],
+)
+def test_padding_without_a_mask(build, shapes):
     batch = texts([3, 12, 4, 11])
     del batch["attention_mask"]
-    assert trained_shapes(h.bert_masked_lm(), batch) == [(2, 12), (2, 12)]
+    model = build()
+    truth = h.full_batch_gradient(model, batch)
+    assert trained_shapes(model, batch) == shapes
+    model.zero_grad()
+    hf_ga.backward(model, batch, micro_batch_size=2)
+    assert h.relative_error(h.gradients(model), truth) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT answers"])
@@ -256,11 +266,28 @@ def test_the_autocast_of_the_loop_is_used_for_forwards():
     full = h.autocast_gradient("bf16", model, [batch], [1.0])
     with torch.autocast("cpu", torch.bfloat16):
         hf_ga.backward(model, batch, micro_batch_size=3)
-        model.zero_grad()  # the audits of the first call leave no casts of the weights behind
-        hf_ga.backward(model, batch, micro_batch_size=3)
     found = h.gradients(model)
     h.assert_promise_1(found, full, truth, h.ROUNDING["bf16"])
     assert h.relative_error(found, truth) > 1e-4  # so it was not float32
+
+
+def test_a_loop_within_one_autocast_uses_the_updated_weights():
+    """torch keeps casts of the weights until the outermost autocast ends."""
+
+    def losses(around_loop, around_call):
+        model = h.gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_loop):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=around_call or around_loop):
+                    loss = hf_ga.backward(model, CASES["GPT-2"].batch(), micro_batch_size=3)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss))
+        return found
+
+    assert losses(True, False) == losses(False, True)
 
 
 def accelerator_in(precision: str) -> Accelerator:
