@@ -13,11 +13,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_ga.batch.collated import BatchFetcher, CollatedBatch
+from hf_ga.batch.collated import CollatedBatch, CollatedFetcher
 from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.batch.ranks import (
     Agreement,
     agree,
+    gather,
     make_backend,
     proof_samples,
     raise_on_all_ranks,
@@ -30,8 +31,9 @@ from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.step import add_gradients
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
-from hf_ga.training import Given, rule_for
+from hf_ga.training import Given, check_one_loss, rule_for
 
 # A sample's dropout masks are keyed by one int64: step, then place in the global batch.
 MOST_SAMPLES = 2**32
@@ -55,24 +57,24 @@ class CallMemory:
         max_elements: Most padded elements in one micro-batch; None: memory never ran out.
         states: For each kind of batch, what was proven, and what audits have seen.
         token_entries: For each structure of a batch, those that had one width in all batches.
-        loss_fn: Of the last call.
+        loss: The loss function of the last call.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
     token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
-    loss_fn: LossFunction | None = None
+    loss: LossFunction | WholeBatchLoss | None = None
 
-    def note_function(self, loss_fn: LossFunction | None) -> None:
+    def note_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
         """Note the loss function of a call, and warn if it is another one than before."""
-        if loss_fn is not None and self.loss_fn not in (None, loss_fn):
+        if loss is not None and self.loss not in (None, loss):
             warnings.warn(
-                "hf_ga.backward: loss_fn is another function than in the last call, so it is "
+                "hf_ga.backward: the loss function is another one than in the last call, so it is "
                 "proven again, which takes time: define it outside of the loop.",
                 stacklevel=3,
             )
-        self.loss_fn = loss_fn
+        self.loss = loss
 
     def __reduce__(self) -> tuple:
         """A copy of the model starts anew: what was proven holds hooks of this one."""
@@ -85,6 +87,7 @@ def backward(
     *,
     micro_batch_size: int | Literal["auto"],
     loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
     accelerator: Accelerator | None = None,
     seed: int | None = None,
     step: int | None = None,
@@ -110,6 +113,9 @@ def backward(
             the size, which the next calls keep to.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
             the head's own loss. Define it outside of the loop.
+        whole_batch: (outputs, batch) -> the loss of all samples together, a scalar, in place of
+            `loss_fn`: in-batch negatives, the hardest samples. It gets outputs and batch of all
+            ranks. Each micro-batch has two forwards. See `hf_ga.prepare`.
         accelerator: That prepared the model, for its precision (the loss scale of fp16) and its
             ranks. Default: the caller's `torch.autocast` and torch's default process group.
         seed: Of the dropout masks. Default: `torch.initial_seed()` of rank 0.
@@ -135,15 +141,17 @@ def backward(
             optimizer.step()
             optimizer.zero_grad()
     """
+    check_one_loss(loss_fn, whole_batch)
     _check_arguments(micro_batch_size, step)
     backend = make_backend(model, accelerator)
     memory = _memory_of(model)
-    memory.note_function(loss_fn)
+    memory.note_loss(loss_fn or whole_batch)
     step = memory.step if step is None else step
-    given = Given(loss_fn, allow_split_dependent_randomness, None, audit)
+    given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
     with torch.autocast(backend.device.type, enabled=False):  # the backend's is for forwards
-        collated, agreement = _agreed(backend, model, batch, memory, seed, step)
-        window = _window(backend, collated, agreement, memory, micro_batch_size, step)
+        collated, agreement = _agreed(backend, model, batch, memory, given, seed, step)
+        fetcher = _fetcher(backend, collated, agreement, given)
+        window = _window(backend, fetcher, collated, agreement, memory, micro_batch_size, step)
         rule = _rule(backend, model, window, given)
         _check_widths(rule, agreement)
         engine = Engine(
@@ -182,6 +190,7 @@ def _agreed(
     model: nn.Module,
     batch: Mapping[str, Any],
     memory: CallMemory,
+    given: Given,
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
@@ -204,7 +213,11 @@ def _agreed(
         failure,
         seed=torch.initial_seed() if seed is None else seed,
         step=step,
-        setup=[module_modes(unwrapped(model)), memory.loss_fn is None],
+        setup=[
+            module_modes(unwrapped(model)),
+            given.loss_fn is None,
+            given.whole_batch is None,
+        ],
     )
     if not model.training:
         raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
@@ -213,8 +226,23 @@ def _agreed(
     return collated, agreement
 
 
+def _fetcher(
+    backend: Backend, collated: CollatedBatch, agreement: Agreement, given: Given
+) -> CollatedFetcher:
+    """Cuts this rank's batch; the global batch where other ranks' samples are needed: by a loss of
+    all of them, and by a rank that has none.
+    """
+    samples_of_proof = partial(proof_samples, backend, collated, agreement)
+    needs_all = given.whole_batch is not None or 0 in agreement.sizes
+    if needs_all and backend.num_processes > 1:
+        return CollatedFetcher(gather(backend, collated), 0, samples_of_proof)
+    first = agreement.first_of(backend.process_index)
+    return CollatedFetcher(collated, first, samples_of_proof)
+
+
 def _window(
     backend: Backend,
+    fetcher: CollatedFetcher,
     collated: CollatedBatch,
     agreement: Agreement,
     memory: CallMemory,
@@ -239,8 +267,6 @@ def _window(
         micro_batches=[first + rows for rows in micro_batches],
         whole_window=state.pad_to_window,
     )
-    samples_of_proof = partial(proof_samples, backend, collated, agreement)
-    fetcher = BatchFetcher(collated, first, samples_of_proof)
     return BatchWindow(request, fetcher, fetcher[request], state)
 
 

@@ -1,16 +1,18 @@
 """A collated batch, cut into its samples again."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from hf_ga.batch.padding import TokenEntries, find_token_entries
+from hf_ga.batch.padding import LABELS, TokenEntries, find_token_entries
 from hf_ga.errors import DataError
-from hf_ga.exact.batches import shape_of, take_rows
+from hf_ga.exact.batches import IGNORED_LABEL, shape_of, take_rows
+from hf_ga.exact.entries import concatenated
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.rule import structure_of
 
@@ -101,7 +103,7 @@ def collate_rows(rows: Sequence[Row]) -> dict[str, Any]:
     return rows[0].batch.rows([row.index for row in rows])
 
 
-class BatchFetcher(Fetcher):
+class CollatedFetcher(Fetcher):
     """Cuts micro-batches from a collated batch.
 
     Args:
@@ -130,6 +132,43 @@ class BatchFetcher(Fetcher):
     def probe_samples(self, request: WindowRequest, count: int) -> list[Row]:
         """At most `count` samples; on several ranks a collective."""
         return self.samples_of_proof(count)
+
+
+def joined(
+    parts: Sequence[Mapping[str, Any]], of_samples: Collection[str], of_tokens: Collection[str]
+) -> dict[str, Any]:
+    """Several batches as one.
+
+    Args:
+        parts: Entries of each batch.
+        of_samples: Names of the entries with one row for each sample. Of others the first is taken.
+        of_tokens: Names of the entries that are padded to one width.
+
+    Raises:
+        DataError: If tensors have different shapes.
+    """
+    whole = dict(parts[0])
+    for name in of_samples:
+        values = [part[name] for part in parts]
+        if name in of_tokens:
+            values = _of_one_width(values, filler=IGNORED_LABEL if name == LABELS else 0)
+        shapes = {shape_of(value)[1:] for value in values}
+        if len(shapes) > 1:
+            raise DataError(
+                f"the ranks' {name!r} have rows of different shapes ({sorted(shapes)}), so they "
+                "are no one batch: pad all batches to the same shape in the collate function."
+            )
+        whole[name] = concatenated(values)
+    return whole
+
+
+def _of_one_width(values: Sequence[Tensor], filler: int) -> list[Tensor]:
+    width = max(value.shape[1] for value in values)
+    padded = []
+    for value in values:
+        missing = value.new_full((len(value), width - value.shape[1], *value.shape[2:]), filler)
+        padded.append(torch.cat([value, missing], dim=1))
+    return padded
 
 
 def _check_is_flat(batch: Any) -> None:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_ga.batch.collated import CollatedBatch, Row
+from hf_ga.batch.collated import CollatedBatch, Row, joined
 from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.backend import Backend, RankStatus, check_supported
@@ -55,10 +55,9 @@ class CallerBackend(Backend):
         # step.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
 
-    def backward(self, term: Tensor | float, weight: int) -> None:
-        """Backward without a loss scale; a constant has no gradient."""
-        if weight and isinstance(term, Tensor) and term.requires_grad:
-            term.backward()
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: there is no loss scale."""
+        return tensor
 
 
 def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
@@ -223,6 +222,22 @@ def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[Toke
     if batch.num_samples:
         batch.cut_padding_of(agreed)
     return agreed
+
+
+def gather(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
+    """The global batch: those of all ranks, one after the other.
+
+    Raises:
+        DataError: If their tensors have different shapes, apart from padding.
+    """
+    of_ranks: list[Any] = [None] * backend.num_processes
+    dist.all_gather_object(of_ranks, (batch.num_samples, batch.entries, batch.token_entries))
+    parts = [entries for number, entries, _ in of_ranks if number]
+    token_entries = next(groups for number, _, groups in of_ranks if number)
+    of_tokens = [name for group in token_entries for name in group.names]
+    whole = CollatedBatch(joined(parts, batch.of_samples, of_tokens))
+    whole.cut_padding_of(token_entries)
+    return whole
 
 
 def proof_samples(
