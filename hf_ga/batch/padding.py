@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
 
-MASKS = ("attention_mask", "decoder_attention_mask")
 LABELS = "labels"
 
 
@@ -88,7 +87,7 @@ def refined(
 
 
 def _is_mark(name: str, value: Tensor) -> bool:
-    if name in MASKS:
+    if "mask" in name:
         return marks_tokens(value)
     is_integer = not value.is_floating_point() and value.dtype != torch.bool
     return name == LABELS and value.dim() == 2 and is_integer
