@@ -174,6 +174,8 @@ def _check_arguments(micro_batch_size: Any, step: Any) -> None:
             f'micro_batch_size must be an integer of at least 1 or "auto", got '
             f"{micro_batch_size!r}."
         )
+    if not torch.is_grad_enabled():
+        raise ConfigError("hf_ga.backward computes gradients: call it outside of torch.no_grad().")
     if step is not None and not 0 <= step < MOST_STEPS:
         raise ConfigError(f"step must be at least 0 and below {MOST_STEPS}, got {step}.")
 
@@ -286,6 +288,11 @@ def _rule(backend: Backend, model: nn.Module, window: BatchWindow, given: Given)
     if failure is not None or rules.get(unwrapped(model)) is not known:
         raise_on_all_ranks(backend, failure)
     rule.check_fits(model)
+    trained = {name for name, p in unwrapped(model).named_parameters() if p.requires_grad}
+    if rule.unused >= trained:
+        raise ConfigError(
+            "the loss has no gradient: no trainable parameter takes part in it, or it is detached."
+        )
     return rule
 
 

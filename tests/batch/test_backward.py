@@ -322,6 +322,11 @@ def divided(outputs, batch):
     return losses / len(batch["labels"]), len(batch["labels"])
 
 
+def detached(outputs, batch):
+    total = F.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
+    return total.detach(), len(batch["labels"])
+
+
 BATCH = CASES["BERT classes"].batch
 BAD = {  # error, what it says, batch, settings
     "no dict": (DataError, "must be a dict", lambda: tuple(BATCH().values()), {}),
@@ -345,6 +350,7 @@ BAD = {  # error, what it says, batch, settings
     "step": (ConfigError, "step must be", BATCH, {"step": -1}),
     "no labels": (LossNotAdditive, "give it labels", lambda: without(BATCH(), "labels"), {}),
     "divided": (LossNotAdditive, "not their mean", BATCH, {"loss_fn": divided}),
+    "detached": (ConfigError, "no gradient", BATCH, {"loss_fn": detached}),
     "no pair": (ConfigError, "loss_fn must return", BATCH, {"loss_fn": lambda o, b: o.logits}),
 }
 
@@ -361,6 +367,11 @@ def test_bad_input_is_one_clear_error(name):
 def test_a_model_in_evaluation_mode_is_refused():
     with pytest.raises(ConfigError, match=r"model\.train\(\)"):
         hf_ga.backward(h.bert_classifier().eval(), BATCH(), micro_batch_size=4)
+
+
+def test_a_call_without_gradients_is_refused():
+    with torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
+        hf_ga.backward(h.bert_classifier(), BATCH(), micro_batch_size=4)
 
 
 def test_data_parallel_is_refused():
