@@ -13,13 +13,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from hf_ga.batch.backend import make_backend
 from hf_ga.batch.collated import CollatedBatch, CollatedFetcher
 from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.batch.ranks import (
     Agreement,
     agree,
     gather,
-    make_backend,
     proof_samples,
     raise_on_all_ranks,
 )
@@ -45,6 +45,7 @@ class BatchWindow(Window):
 
     @property
     def description(self) -> str:
+        """How errors name it."""
         return f"the batch of step {self.index}"
 
 
