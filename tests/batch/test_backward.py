@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import cases
 import helpers as h
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from memory_limits import Device
 from torch import nn
 
 import hf_ga
+from hf_ga.batch.call import MOST_SAMPLES
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, OutOfMemory
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 
 SIZES = (1, 3, 8, NUM_SAMPLES, "auto")
@@ -60,6 +63,26 @@ def test_every_size_draws_the_same_dropout(name):
         assert found_loss == pytest.approx(loss, rel=1e-6), size
     other, _ = gradient(case, 0.1, NUM_SAMPLES, step=1)
     assert h.relative_error(other, whole) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT classes", "T5"])
+def test_dropout_is_keyed_by_step_and_place_in_the_batch(name):
+    """One forward and backward of the whole batch in float64, with the masks of these keys."""
+    case = CASES[name]
+    model = case.build(0.1)
+    hf_ga.backward(model, case.batch(), micro_batch_size=3, seed=cases.SEED, step=7)
+    found = h.gradients(model)
+    (state,) = vars(model)["_hf_ga_backward"].states.values()
+    truth, dropout = copy.deepcopy((model, state.rules[model].dropout))
+    truth.double().zero_grad()
+    places = np.arange(NUM_SAMPLES)
+    with dropout.scope(truth):
+        keys = sample_keys(cases.SEED, 0, 7 * MOST_SAMPLES + places)
+        dropout.set_keys(keys, window_key(cases.SEED, 0, 7))
+        h.mean_loss(truth, case.batch()).backward()
+    assert h.relative_error(found, h.gradients(truth)) < 1e-6
+    without, _ = gradient(case, 0.0, NUM_SAMPLES)
+    assert h.relative_error(without, h.gradients(truth)) > 1e-2
 
 
 def test_a_loop_of_updates_is_the_same_for_every_size():
