@@ -21,6 +21,7 @@ from hf_ga.exact.precision import check_optimizer, check_precision, check_step
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.step import add_gradients
 from hf_ga.exact.update import StepResult, update
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
 from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -64,6 +65,7 @@ def prove_targets(
     collate_fn: Callable[[list[Any]], Any],
     *,
     loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
@@ -77,6 +79,8 @@ def prove_targets(
         collate_fn: list of samples -> keyword arguments of the model.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets);
             overrides the head's own loss.
+        whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar, in place of
+            `loss_fn`; see `prepare`.
         allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the
             proof puts the modules that make them into evaluation mode.
         speed_ups: hooks to try; those that change loss or gradient are left out. Default:
@@ -91,14 +95,29 @@ def prove_targets(
         proven = prove_targets(model, [dataset[i] for i in range(32)], collate_fn)
         proven.name        # 'shifted labels' for a GPT, 'labels' for a BERT with a masked-LM head
     """
+    check_one_loss(loss_fn, whole_batch)
     return prove(
         model,
         samples,
         collate_fn,
         loss_fn=loss_fn,
+        whole_batch=whole_batch,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
         speed_ups=default_speed_ups(model) if speed_ups is None else speed_ups,
     )
+
+
+def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | None) -> None:
+    """Check that there is one loss.
+
+    Raises:
+        ConfigError: If both are given.
+    """
+    if loss_fn is not None and whole_batch is not None:
+        raise ConfigError(
+            "loss_fn and whole_batch are two losses: pass one of them, or add the sum of loss_fn "
+            "to what whole_batch returns."
+        )
 
 
 @dataclass(frozen=True)
@@ -107,12 +126,14 @@ class Given:
 
     Attributes:
         loss_fn: The loss in place of the head's own.
+        whole_batch: The loss of all samples of a window, in place of `loss_fn`.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         rule: What was proven. None: the first window of each loader proves it.
         audit: Test it again on the data that is trained on.
     """
 
     loss_fn: LossFunction | None = None
+    whole_batch: WholeBatchLoss | None = None
     allow_split_dependent_randomness: bool = False
     rule: Rule | None = None
     audit: bool = True
@@ -125,6 +146,7 @@ def prepare(
     windows: BaseLoader | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
     allow_split_dependent_randomness: bool = False,
     rule: Rule | None = None,
     audit: bool = True,
@@ -142,6 +164,11 @@ def prepare(
             otherwise by the first step. Required under FSDP1, which shards the model.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
             the head's own loss.
+        whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar. For a loss
+            that no sum over samples expresses: in-batch negatives, the hardest samples. It gets
+            the outputs of all samples over all ranks, one row per sample, and their batch. Each
+            micro-batch has two forwards. Parameters of a module, or of the model, that it uses are
+            trained, too.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         rule: The result of `prove_targets`, in place of `windows`.
         audit: Test the loss again on the windows that are trained on, before their updates. False
@@ -160,7 +187,8 @@ def prepare(
     """
     check_step(optimizer)
     base = unwrapped(model)
-    given = Given(loss_fn, allow_split_dependent_randomness, rule, audit)
+    check_one_loss(loss_fn, whole_batch)
+    given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
     remember(accelerator, base, given)
     if windows is not None and rule is None:
         if accelerator.device_placement and not is_sharded(accelerator):
@@ -177,9 +205,10 @@ def remember(accelerator: Accelerator, model: nn.Module, given: Given) -> None:
     Raises:
         ConfigError: If the rule was proven with another loss than `loss_fn`.
     """
-    if given.rule is not None and given.loss_fn is not None and not _fits(given.rule, given):
+    has_loss = given.loss_fn is not None or given.whole_batch is not None
+    if given.rule is not None and has_loss and not _fits(given.rule, given):
         raise ConfigError(
-            "loss_fn differs from the one of the proof, and would not be used: pass it to "
+            "the loss differs from the one of the proof, and would not be used: pass it to "
             "prove_targets, or leave `rule` out."
         )
     known = vars(accelerator).setdefault("_hf_ga_given", WeakKeyDictionary())
@@ -347,7 +376,10 @@ def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
 
 def _fits(rule: Rule, given: Given) -> bool:
     """Whether a rule was proven with the loss that was given."""
-    return getattr(rule.loss, "loss_fn", None) == given.loss_fn
+    return (
+        getattr(rule.loss, "loss_fn", None) == given.loss_fn
+        and getattr(rule.loss, "whole_batch", None) == given.whole_batch
+    )
 
 
 def _prove(
@@ -364,6 +396,7 @@ def _prove(
         samples,
         collate_fn,
         loss_fn=given.loss_fn,
+        whole_batch=given.whole_batch,
         allow_split_dependent_randomness=given.allow_split_dependent_randomness,
         speed_ups=speed_ups,
     )

@@ -944,7 +944,7 @@ class Accelerator(accelerate.Accelerator):
                 allow_split_dependent_randomness=allowed,
                 speed_ups=default_speed_ups(model, self),
             )
-            given = Given(None, allowed, rule, self.audit)
+            given = Given(allow_split_dependent_randomness=allowed, rule=rule, audit=self.audit)
             remember(self, model, given)
 
     def _folder_to_load(self, input_dir: str | None) -> Path:

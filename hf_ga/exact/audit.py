@@ -338,6 +338,13 @@ def not_additive(
     if kinds:
         shown = sorted(f"{entry} {what}" for entry, what in kinds if entry != "entries")[:4]
         special = f" What no audit had seen before: {', '.join(shown)}." if shown else ""
+    if name == "whole_batch":
+        return LossNotAdditive(
+            f"{where}: the model's outputs for these samples together are not those of two parts "
+            f"of them (relative error {error:.1e}), although they were for the samples of the "
+            f"proof. No parameter was updated.{special} Likely cause: the model normalises over "
+            "its batch, or compares samples: let whole_batch do that, which gets all samples."
+        )
     return LossNotAdditive(
         f"{where}: the loss of these samples together is not that of two parts of them (targets "
         f"counted as {name}, relative error {error:.1e}), although it was for the samples of the "
@@ -345,5 +352,6 @@ def not_additive(
         "else than its targets: class weights, sample weights, valid entries only, the hardest "
         "samples. Remedy: pass the sum and what it is to be divided by, "
         "loss_fn(outputs, batch) -> ((weights * losses).sum(), weights.sum()); with the "
-        "Accelerator, accelerator.backward((weights * losses).sum(), num_targets=weights.sum())."
+        "Accelerator, accelerator.backward((weights * losses).sum(), num_targets=weights.sum()). "
+        "A loss that is no such quotient of sums: whole_batch=, which gets all samples of a window."
     )

@@ -99,8 +99,12 @@ class Backend:
         divided by targets.
         """
         if weight and isinstance(term, Tensor) and term.requires_grad:  # else it is a constant
-            scaler = self.accelerator.scaler
-            (term if scaler is None else scaler.scale(term)).backward()
+            self.scaled(term).backward()
+
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """A tensor times the loss scale of fp16."""
+        scaler = self.accelerator.scaler
+        return tensor if scaler is None else scaler.scale(tensor)
 
     def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
         """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted
@@ -213,10 +217,9 @@ class LocalBackend(Backend):
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """Nothing to prepare."""
 
-    def backward(self, term: Tensor | float, weight: int) -> None:
-        """Backward without a loss scale; a constant has no gradient."""
-        if weight and isinstance(term, Tensor) and term.requires_grad:
-            term.backward()
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: there is no loss scale."""
+        return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
         """The tensor itself."""

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, added
-from hf_ga.exact.forward import argument_filter, callable_module
+from hf_ga.exact.forward import argument_filter, callable_module, restored_buffers
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
-from hf_ga.exact.loss import Loss, Sums
+from hf_ga.exact.loss import FirstPass, Loss, Sums
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
 from hf_ga.exact.precision import sum_dtype
@@ -280,6 +280,8 @@ class Engine:
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         status = self.backend.all_reduce_status(self.status)
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
+        for parameter, gradient in self.loss.own_gradients:
+            add_gradient(parameter, gradient)
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
             raise DataError(
@@ -356,12 +358,23 @@ class Engine:
                 first = self.calls[0] if self.calls else stand_in(window, self.loss)
                 filler = replace(first, weight=0, index=FILLER)
                 self.calls += [filler] * (num_calls - len(self.calls))
-        if self.loss.needs_first_pass and self.has_targets:
-            all_reduce = partial(self.backend.all_reduce, status=self.status)
-            with self.scope(), self.backend.autocast():
-                self.totals = self.loss.prepare(
-                    self.calls, self.totals, self.first_forward, all_reduce, self.backend.device
-                )
+        if self.loss.needs_first_pass and self.has_targets and self.is_training:
+            with self.scope(), self.backend.autocast(), restored_buffers(self.model):
+                self.totals = self.loss.prepare(self._first_pass())
+
+    def _first_pass(self) -> FirstPass:
+        calls = self.calls or [replace(stand_in(self.window, self.loss), weight=0)]
+        return FirstPass(
+            window=self.window,
+            calls=calls,
+            totals=self.totals,
+            device=self.backend.device,
+            process_index=self.backend.process_index,
+            parameters=self.parameters,
+            forward=torch.no_grad()(self.first_forward),
+            all_reduce=partial(self.backend.all_reduce, status=self.status),
+            scaled=self.backend.scaled,
+        )
 
     def _equalize(self, calls: list[Call], skip_empty: bool) -> None:
         """Keep the calls to make; where forwards are collectives, as many as on other ranks."""
@@ -410,6 +423,14 @@ class Engine:
         self.call = replace(planned, batch=batch, keys=keys, window_key=shared)
         for hook in hooks:
             hook.before(self.call)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to `.grad`."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
 
 
 def stand_in(window: Window, loss: Loss) -> Call:

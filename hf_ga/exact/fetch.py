@@ -2,14 +2,14 @@
 from the request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.batches import as_batch, equal_batches, take_rows
+from hf_ga.exact.batches import Batch, as_batch, equal_batches, take_rows
 from hf_ga.exact.chunks import Chunks
 from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.generators import (
@@ -123,4 +123,21 @@ class Fetcher:
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)
         parts = (take_rows(batch, o, self.entries.of_samples) for o in request.micro_batches)
+        return [put_together(part) for part in parts]
+
+
+class BatchFetcher:
+    """In place of a `Fetcher` where the samples of a window are collated already: cuts rows.
+
+    Args:
+        batch: Of all samples of the window, as `Entries.split` returns it.
+        of_samples: Names of its entries that hold rows of samples.
+    """
+
+    def __init__(self, batch: Batch, of_samples: Collection[str]) -> None:
+        self.batch = batch
+        self.of_samples = of_samples
+
+    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
+        parts = (take_rows(self.batch, rows, self.of_samples) for rows in request.micro_batches)
         return [put_together(part) for part in parts]

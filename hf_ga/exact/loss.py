@@ -7,8 +7,9 @@ and, for a head whose loss is a sum of several means, the same for each of them.
 and evaluation call the same functions.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.router import Router
 from hf_ga.exact.sums_of_means import KINDS
+from hf_ga.exact.window import Window
 
 Sums = tuple[Tensor | float, ...]
-Run = Callable[[Call], Any]  # a forward: see `engine.Engine`
-AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
 # How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head
 # predicts column 1 first.
@@ -39,6 +39,39 @@ COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
 }
 
 
+@dataclass(frozen=True)
+class FirstPass:
+    """What a loss may use to look at a whole window before its terms are computed.
+
+    Attributes:
+        window: The window.
+        calls: The forwards of this rank, at least one; one with weight 0 does not count.
+        totals: Targets of the window over all ranks.
+        device: Of the model.
+        process_index: Of this rank.
+        parameters: Those of the model that are trained.
+        forward: Gives the outputs of a call, without gradients. The second pass has the same.
+        all_reduce: Sums a tensor over the ranks.
+        scaled: Multiplies by the loss scale of fp16.
+    """
+
+    window: Window
+    calls: Sequence[Call]
+    totals: Counts
+    device: torch.device
+    process_index: int
+    parameters: Sequence[nn.Parameter]
+    forward: Callable[[Call], Any]
+    all_reduce: Callable[[Tensor], Tensor]
+    scaled: Callable[[Tensor], Tensor]
+
+    def from_first_rank(self, tensor: Tensor) -> Tensor:
+        """A tensor with the same bits on all ranks, which may have computed it with different
+        rounding.
+        """
+        return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
+
+
 class Loss(Hook):
     """One way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes
     a loss of it.
@@ -51,6 +84,9 @@ class Loss(Hook):
         counts_in_forward: targets are known only after the forward, not on the host.
         needs_first_pass: `prepare` makes a pass over the window's micro-batches.
         is_audited: what `sums` returns can be computed again for other groups of samples.
+        uses_parameters: it depends on parameters other than through the outputs.
+        own_gradients: then, after `prepare`, the gradients of these parameters in this window, the
+            same on all ranks and times the scale of fp16. One more term of the window's gradient.
     """
 
     name = ""
@@ -59,6 +95,8 @@ class Loss(Hook):
     counts_in_forward = False
     needs_first_pass = False
     is_audited = True
+    uses_parameters = False
+    own_gradients: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Targets of a collated batch on the host, one number for each mean; () if they are counted
@@ -72,18 +110,14 @@ class Loss(Hook):
         """
         return not counts or any(counts)
 
-    def prepare(
-        self,
-        calls: Iterable[Call],
-        totals: Counts,
-        forward: Run,
-        all_reduce: AllReduce,
-        device: torch.device,
-    ) -> Counts:
-        """What `mean` divides by in a window with `totals` targets, where needed after a first pass
-        over this rank's calls.
-        """
-        return totals
+    def prepare(self, first_pass: FirstPass) -> Counts:
+        """What `mean` divides by in a window; called where `needs_first_pass`."""
+        return first_pass.totals
+
+    @property
+    def additive(self) -> "Loss":
+        """What a proof and the audits test: its sums are additive."""
+        return self
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         """For each mean, the loss summed over the targets (a scalar of at least float32; 0.0
@@ -180,23 +214,14 @@ class WithRouter(Loss):
     def contributes(self, counts: Counts) -> bool:
         return True  # its tokens are routed
 
-    @torch.no_grad()
-    def prepare(
-        self,
-        calls: Iterable[Call],
-        totals: Counts,
-        forward: Run,
-        all_reduce: AllReduce,
-        device: torch.device,
-    ) -> Counts:
-        """Count the choices of the whole window, by forwards that are repeated with gradients: the
-        same dropout.
-        """
+    def prepare(self, first_pass: FirstPass) -> Counts:
+        """Count the choices of the whole window."""
+        device = first_pass.device
         own = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
-        for call in calls:
-            forward(call)
-            own += self.router.take() * call.weight
-        return *totals, all_reduce(own).float()
+        for call in first_pass.calls:
+            first_pass.forward(call)
+            own += self.router.take().detach() * call.weight
+        return *first_pass.totals, first_pass.all_reduce(own).float()
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         sums, counts = self.loss.sums(outputs, call)

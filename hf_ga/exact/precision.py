@@ -84,3 +84,8 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """float16 and bfloat16 as float32; other dtypes unchanged."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+
+
+def not_autocast(device: torch.device) -> torch.autocast:
+    """A context in which operations have the precision of their inputs."""
+    return torch.autocast(device.type, enabled=False)

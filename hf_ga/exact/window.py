@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from accelerate.utils import send_to_device
 
 from hf_ga.exact.audit import Audits
 from hf_ga.exact.batches import MicroBatch
@@ -86,6 +88,11 @@ class Window:
         return self._collated(
             replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
         )
+
+    def whole_batch(self, device: torch.device) -> dict[str, Any]:
+        """All samples of the window, in its order, as one batch on a device."""
+        whole = self.split([np.arange(self.num_samples)])
+        return send_to_device(whole.batches[0], device)
 
     def fitting(self) -> "Window":
         """With this rank's micro-batches over the memory limit cut into even parts, each collated

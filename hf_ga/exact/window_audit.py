@@ -74,6 +74,9 @@ class WindowAudit:
         if not self.is_on:
             return
         call = self.engine.call
+        additive = self.engine.loss.additive
+        if additive is not self.engine.loss:
+            sums, counts = additive.sums(outputs, call)
         numbers = numbers_of(sums, counts)
         self._numbers[call.index] = numbers
         if isinstance(self.engine.loss, OwnSum) and call.weight and is_small(outputs):
@@ -205,15 +208,16 @@ class WindowAudit:
             groups: Offsets in the window.
         """
         engine = self.engine
+        loss = engine.loss.additive
         state = engine.window.state
         num_plain = state.num_plain
         before = random_states()
         found = []
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
-                counts = engine.loss.count(micro_batch.batch, len(micro_batch))
+                counts = loss.count(micro_batch.batch, len(micro_batch))
                 outputs = engine.first_forward(Call(micro_batch, index=index, counts=counts))
-                found.append(numbers_of(*engine.sums(outputs)))
+                found.append(numbers_of(*loss.sums(outputs, engine.call)))
         state.num_plain = num_plain  # which counts what is trained on
         engine.check_generators(before)
         return found

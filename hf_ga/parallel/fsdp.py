@@ -91,6 +91,11 @@ class ShardedBackend(Backend):
                 "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of "
                 "accelerator.prepare."
             )
+        if loss.uses_parameters:
+            raise ConfigError(
+                "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
+                "model's forward return them among its outputs (a temperature as a scalar)."
+            )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
 

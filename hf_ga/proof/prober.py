@@ -25,7 +25,7 @@ from hf_ga.exact.batches import (
 )
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.entries import Entries, put_together
-from hf_ga.exact.fetch import Fetcher, WindowRequest
+from hf_ga.exact.fetch import BatchFetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
@@ -182,6 +182,19 @@ class Prober:
         """
         return self._entries.split(self._seeded(samples), samples)
 
+    def probe_batch(self) -> dict[str, Any]:
+        """The samples that a proof compares with parts of them."""
+        return self._rows_with_targets()
+
+    def on_device(self, batch: Batch) -> dict[str, Any]:
+        """A batch as the model gets it."""
+        return send_to_device(put_together(batch), self.device)
+
+    def plain_forward(self, batch: Batch) -> Any:
+        """The model's outputs for a batch, without gradients and without keyed dropout."""
+        with torch.no_grad():
+            return self.model(**self._accepted(self.on_device(batch)))
+
     def _seeded(self, samples: list[Any]) -> dict[str, Any]:
         seed_generators(0)
         before = random_states()
@@ -217,8 +230,13 @@ class Prober:
         picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 
-    def _window(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> Window:
-        """A window of probe batches. rows: For each batch, the positions that key its dropout."""
+    def _window(
+        self,
+        batches: Sequence[Batch],
+        rows: Sequence[np.ndarray],
+        whole: Batch | None = None,
+    ) -> Window:
+        """A window of probe batches. Args: see `compute`."""
         positions = np.concatenate(rows)
         ends = np.cumsum([len(part) for part in rows])
         request = WindowRequest(
@@ -230,7 +248,8 @@ class Prober:
             micro_batches=np.split(np.arange(len(positions)), ends[:-1]),
             whole_window=True,  # nothing is to be collated again
         )
-        return Window(request, Fetcher((), self.collate_fn), [put_together(b) for b in batches])
+        fetcher = BatchFetcher({} if whole is None else whole, self.entries)
+        return Window(request, fetcher, [put_together(b) for b in batches])
 
     def _engine(self, loss: Loss, speed_ups: Sequence[SpeedUp] | None = None) -> Engine:
         used = self.speed_ups if speed_ups is None else speed_ups
@@ -242,19 +261,30 @@ class Prober:
         counts them, and its gradient.
         """
         loss = BatchLoss(self.loss_fn)
-        value, gradients = self._compute(loss, [batch], [rows])
+        value, gradients = self.compute(loss, [batch], [rows])
         return value, loss.number, gradients
 
-    def _compute(
-        self, loss: Loss, batches: Sequence[Batch], rows: Sequence[np.ndarray]
+    def compute(
+        self,
+        loss: Loss,
+        batches: Sequence[Batch],
+        rows: Sequence[np.ndarray],
+        whole: Batch | None = None,
     ) -> tuple[float, list[Tensor]]:
-        """Loss and gradient of a window of probe batches, by the engine that trains."""
+        """Loss and gradient of a window of probe batches, by the engine that trains.
+
+        Args:
+            loss: What to compute.
+            batches: The micro-batches.
+            rows: For each of them, the positions that key its dropout.
+            whole: All of them together, for a loss of the whole window.
+        """
         engine = self._engine(loss)
         with ExitStack() as stack:
             for speed_up in self.speed_ups:
                 stack.enter_context(speed_up.trial())
             stack.enter_context(gradients_apart(self.parameters))
-            result = compute(engine, self._window(batches, rows))
+            result = compute(engine, self._window(batches, rows, whole))
             named = self.model.named_parameters()
             self.unused -= {name for name, p in named if p.grad is not None}
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]

@@ -206,7 +206,7 @@ class Prover(Prober):
 
     def _sum_of_terms(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> Probe:
         """Loss and gradient of a window of these micro-batches, by the rule to be proven."""
-        loss, gradients = self._compute(self.loss, batches, rows)
+        loss, gradients = self.compute(self.loss, batches, rows)
         return loss, 0.0, gradients
 
     def cover_values(self) -> None:
@@ -432,7 +432,7 @@ class Prover(Prober):
     ) -> dict[str, Tensor]:
         """Buffers after a window of these micro-batches."""
         with restored_buffers(self.model):
-            self._compute(BatchLoss(self.loss_fn), batches, rows)
+            self.compute(BatchLoss(self.loss_fn), batches, rows)
             return {name: self.model.get_buffer(name).clone() for name in names}
 
 

@@ -18,7 +18,9 @@ from torch import nn
 from hf_ga.exact.forward import LossFunction, module_modes
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
+from hf_ga.exact.whole_window import Projection, WholeBatchLoss
 from hf_ga.proof.prover import Prover
+from hf_ga.proof.whole_batch import find_used_outputs, prove_whole_batch
 
 
 def prove(
@@ -27,6 +29,7 @@ def prove(
     collate_fn: Callable[[list[Any]], Any],
     *,
     loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] = (),
 ) -> Rule:
@@ -36,6 +39,9 @@ def prove(
     prover = Prover(model, samples, collate_fn, loss_fn)
     with prover.untouched():
         modes = module_modes(prover.model)
+        if whole_batch is not None:
+            used = find_used_outputs(prover, whole_batch)
+            prover.loss_fn = Projection(used)
         prover.find_dropout(allow_split_dependent_randomness)
         prover.find_router()
         prover.choose_speed_ups(speed_ups)
@@ -44,10 +50,13 @@ def prove(
         width_matters = prover.width_matters()
         if width_matters:
             prover.check_unpadded()
+        loss = prover.loss
+        if whole_batch is not None:
+            loss = prove_whole_batch(prover, whole_batch, used)
     return Rule(
-        loss=prover.loss,
+        loss=loss,
         dropout=prover.dropout,
-        pad_to_window=width_matters is not False or prover.loss.one_width,
+        pad_to_window=width_matters is not False or loss.one_width,
         width_matters=width_matters,
         residual=residual,
         modes=modes,

@@ -87,7 +87,10 @@ def find_cause(
     """
     backward = math.isfinite(mean_loss)
     engine = Engine(
-        backend, model, replace(rule, speed_ups=()), allow_split_dependent_randomness=True
+        backend,
+        model,
+        replace(rule, loss=rule.loss.additive, speed_ups=()),
+        allow_split_dependent_randomness=True,
     )
     with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
         # Checkpointing under no_grad.

@@ -33,7 +33,11 @@ def train_step(
     **options: Any,
 ) -> hf_ga.StepResult:
     """`hf_ga.train_step` of a model that another accelerator may have prepared."""
-    given = Given(loss_fn, allow_split_dependent_randomness, rule)
+    given = Given(
+        loss_fn=loss_fn,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+        rule=rule,
+    )
     remember(accelerator, model, given)
     return hf_ga.train_step(accelerator, model, optimizer, window, **options)
 

@@ -1,0 +1,327 @@
+"""Losses of all samples of a window: the gradient of one forward of the full batch, for any split
+of it.
+"""
+
+from functools import partial
+
+import helpers as h
+import pairs
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from forked import on_ranks, without_errors
+from processes import make_accelerator
+from torch import nn
+
+import hf_ga
+from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
+
+WINDOW = 64
+
+
+def gradient(
+    size: int,
+    whole_batch=pairs.info_nce,
+    accelerator=None,
+    number: int = WINDOW,
+    returns_scale: bool = False,
+    **options,
+):
+    """Gradient and loss of a window in micro-batches of a size; and that of one float64 batch."""
+    accelerator = accelerator or Accelerator(cpu=True)
+    model = pairs.embedder(returns_scale=returns_scale)
+    windows = hf_ga.WindowLoader(
+        pairs.pair_samples(number),
+        pairs.collate_pairs,
+        accelerator=accelerator,
+        per_device_batch_size=size,
+        global_batch_size=number,
+        seed=pairs.SEED,
+        **options,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prepared, _ = hf_ga.prepare(
+        accelerator, model, optimizer, windows, whole_batch=whole_batch(model)
+    )
+    (window,) = windows
+    result = hf_ga.backward_window(accelerator, prepared, window)
+    rule = windows.state.rules[model]
+    truth = pairs.full_batch_gradient(model, rule, window, whole_batch)
+    return h.gradients(model), result, truth
+
+
+@pytest.mark.parametrize("returns_scale", [False, True], ids=["parameter", "output"])
+@pytest.mark.parametrize("size", [64, 16, 5, 1])
+def test_in_batch_negatives_and_a_learned_temperature(size, returns_scale):
+    found, result, truth = gradient(size, returns_scale=returns_scale)
+    assert h.relative_error(found, truth) < 2e-6
+    error = found["log_scale"].double() - truth["log_scale"]
+    assert error.abs() < 2e-6 * h.norm(truth)
+    assert result.num_targets == WINDOW
+
+
+def test_control_negatives_of_micro_batches_only():
+    """The mean of the losses of micro-batches of 16 is another loss."""
+    model = pairs.embedder(dropout=0.0)
+    loss = pairs.info_nce(model)
+    batches = [
+        pairs.collate_pairs(pairs.pair_samples(WINDOW)[i : i + 16]) for i in range(0, WINDOW, 16)
+    ]
+    for batch in batches:
+        labels = batch.pop("label")
+        (loss(model(**batch), labels) / len(batches)).backward()
+    naive = h.gradients(model)
+    model = pairs.embedder(dropout=0.0)
+    batch = pairs.collate_pairs(pairs.pair_samples(WINDOW))
+    labels = batch.pop("label")
+    pairs.info_nce(model)(model(**batch), labels).backward()
+    assert h.relative_error(naive, h.gradients(model)) > 0.1
+
+
+def of_rank(size: int, number: int, **options):
+    found, result, truth = gradient(
+        size, accelerator=make_accelerator("ddp"), number=number, **options
+    )
+    return found, result.loss, truth
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "number"), [(2, 16, 64), (2, 5, 64), (3, 1, 64), (3, 5, 7), (2, 2, 1)]
+)
+@pytest.mark.slow("starts processes")
+def test_ranks(ranks, size, number):
+    """Also ranks with different numbers of samples, and one without any."""
+    results = without_errors(on_ranks(partial(of_rank, size, number), ranks))
+    for found, loss, truth in results:
+        assert loss == results[0][1]
+        if number == 1:  # a single pair has no negatives, so the loss is 0
+            assert h.norm(found) < 1e-6
+            continue
+        assert h.relative_error(found, truth) < 2e-6
+
+
+def test_a_gather_without_gradients_is_wrong():
+    """Control: each rank's samples against the others' outputs without gradients, as after a plain
+    all-gather.
+    """
+    model = pairs.embedder(dropout=0.0)
+    batch = pairs.collate_pairs(pairs.pair_samples(WINDOW))
+    batch.pop("label")
+
+    def gradients_of(detached):
+        model.zero_grad()
+        outputs = model(**batch)
+        scale = model.log_scale.exp()
+        if not detached:
+            pairs.contrast(outputs["anchor"], outputs["positive"], scale).backward()
+            return h.gradients(model)
+        for rank in range(2):
+            own = torch.arange(WINDOW) % 2 == rank
+            anchor, positive = (
+                torch.where(own.unsqueeze(1), outputs[name], outputs[name].detach())
+                for name in ("anchor", "positive")
+            )
+            (pairs.contrast(anchor, positive, scale) / 2).backward(retain_graph=True)
+        return h.gradients(model)
+
+    assert h.relative_error(gradients_of(True), gradients_of(False)) > 0.1
+
+
+def hardest_half(model):
+    def whole_batch(outputs, batch):
+        losses = F.cross_entropy(outputs["anchor"], batch["label"], reduction="none")
+        return losses.topk(len(losses) // 2).values.mean()
+
+    return whole_batch
+
+
+def focal_over_positives(model):
+    def whole_batch(outputs, batch):
+        losses = F.cross_entropy(outputs["anchor"], batch["label"], reduction="none")
+        weights = (1 - (-losses).exp()) ** 2
+        return (weights * losses).sum() / (batch["label"] > 2).sum().clamp(min=1)
+
+    return whole_batch
+
+
+def class_weights(model):
+    def whole_batch(outputs, batch):
+        weight = torch.tensor([1.0, 20.0, 1.0, 1.0, 3.0], dtype=outputs["anchor"].dtype)
+        weight = torch.cat([weight, weight.new_ones(h.WIDTH - 5)])
+        return F.cross_entropy(outputs["anchor"], batch["label"], weight)
+
+    return whole_batch
+
+
+@pytest.mark.parametrize("loss", [hardest_half, focal_over_positives, class_weights])
+def test_losses_that_no_sum_expresses(loss):
+    for size in (16, 5):
+        found, _, truth = gradient(size, loss)
+        assert h.relative_error(found, truth) < 2e-6
+
+
+class Centres(nn.Module):
+    """A loss with parameters of its own, which the model does not have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.centres = nn.Parameter(torch.randn(5, h.WIDTH))
+
+    def forward(self, outputs, batch):
+        return (outputs["anchor"] - self.centres[batch["label"]]).square().mean().sqrt()
+
+
+def centres_gradient(size, accelerator=None):
+    loss = Centres()
+    gradient(size, lambda model: copy_of(loss, model), accelerator)
+    return loss.centres.grad
+
+
+def copy_of(loss, model):
+    """The reference gets a copy in float64, whose gradient is not looked at."""
+    if next(model.parameters()).dtype == torch.float64:
+        return Centres().double()
+    return loss
+
+
+def test_parameters_of_the_loss():
+    whole = centres_gradient(64)
+    assert whole is not None and whole.norm() > 0
+    for size in (16, 5):
+        assert torch.allclose(centres_gradient(size), whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow("starts processes")
+def test_parameters_of_the_loss_on_two_ranks():
+    def work():
+        return centres_gradient(5, make_accelerator("ddp"))
+
+    whole = centres_gradient(64)
+    first, second = without_errors(on_ranks(work, 2))
+    assert torch.equal(first, second)
+    assert torch.allclose(first, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("returns_scale", [False, True], ids=["parameter", "output"])
+def test_same_bits(returns_scale):
+    options = {"returns_scale": returns_scale, "canonical_micro_batch": 4}
+
+    def work():
+        torch.set_num_threads(1)
+        return of_rank(8, WINDOW, **options)[:2]
+
+    alone, alone_loss = without_errors(on_ranks(work, 1))[0]
+    for found, loss in without_errors(on_ranks(work, 2)):
+        assert loss == alone_loss
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+def tokens_loss(outputs, batch):
+    """A mean over the tokens of the window whose loss is above the median."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    losses = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="none")
+    return losses[losses > 0].topk(int((losses > 0).sum()) // 2).values.mean()
+
+
+def test_outputs_of_tokens_are_padded_to_the_window():
+    model = h.gpt2()
+    samples = h.token_samples(24)
+    truth = None
+    for size in (24, 7):
+        windows = hf_ga.WindowLoader(
+            samples,
+            h.pad_right,
+            accelerator=Accelerator(cpu=True),
+            per_device_batch_size=size,
+            global_batch_size=24,
+            shuffle=False,
+        )
+        rule = hf_ga.prove_targets(model, samples, h.pad_right, whole_batch=tokens_loss)
+        assert rule.pad_to_window
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        prepared, _ = hf_ga.prepare(accelerator, model, optimizer, rule=rule)
+        (window,) = windows
+        model.zero_grad()
+        hf_ga.backward_window(accelerator, prepared, window)
+        found = h.gradients(model)
+        if truth is None:
+            model.double().zero_grad()
+            batch = h.pad_right(samples)
+            arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            tokens_loss(model(**arguments), batch).backward()
+            truth = h.gradients(model)
+            model.float()
+        assert h.relative_error(found, truth) < 2e-6
+
+
+def refused(model, whole_batch, error, match, samples=None, collate=pairs.collate_pairs):
+    with pytest.raises(error, match=match):
+        hf_ga.prove_targets(
+            model, samples or pairs.pair_samples(16), collate, whole_batch=whole_batch
+        )
+
+
+def test_what_cannot_be_right_is_refused():
+    model = pairs.embedder()
+    good = pairs.info_nce(model)
+    refused(model, lambda o, b: (good(o, b), 3), ConfigError, "scalar tensor")
+    refused(model, lambda o, b: good(o, b).detach(), LossNotAdditive, "does not depend")
+    refused(
+        model,
+        lambda o, b: good(o, b) * torch.rand(()),
+        UnkeyedRandomness,
+        "whole_batch drew from",
+    )
+    with pytest.raises(ConfigError, match="two losses"):
+        hf_ga.prove_targets(
+            model, pairs.pair_samples(8), pairs.collate_pairs, loss_fn=good, whole_batch=good
+        )
+
+
+class Hidden(pairs.Embedder):
+    """Keeps something of its last forward that it does not return."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        self.last = outputs["positive"]
+        return {"anchor": outputs["anchor"]}
+
+    def compared(self, outputs, batch):
+        return (outputs["anchor"].mean(0) * self.last.sum(0)).sum()
+
+
+class Similar(pairs.Embedder):
+    """Compares the samples of its batch."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        outputs["similarities"] = outputs["anchor"] @ outputs["positive"].T
+        return outputs
+
+
+class Centred(pairs.Embedder):
+    """Subtracts the mean over its batch."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        return {name: value - value.mean(0) for name, value in outputs.items()}
+
+
+def test_models_whose_outputs_are_not_those_of_each_sample():
+    hidden = Hidden(0.0, False).train()
+    refused(hidden, hidden.compared, LossNotAdditive, "besides its outputs")
+    similar = Similar(0.0, False).train()
+    refused(similar, lambda o, b: o["similarities"].mean(), LossNotAdditive, "one row per sample")
+    pairs_only = hf_ga.prove_targets(
+        similar,
+        pairs.pair_samples(16),
+        pairs.collate_pairs,
+        whole_batch=pairs.info_nce(similar),
+    )
+    assert pairs_only.loss.used.kept == {"anchor", "positive"}
+    centred = Centred(0.0, False).train()
+    refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")
