@@ -96,9 +96,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
-def tokenize_pairs(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> Rows:
+def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Each text of a row on its own, with special tokens. One target per sample.
 
     `input_ids` has one list per text, in the order of the columns, and `text_ids` a number that is

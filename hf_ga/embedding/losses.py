@@ -219,9 +219,7 @@ def shortened(outputs: Outputs, size: int) -> dict[str, Tensor]:
     longest = outputs["anchor"].shape[-1]
     if size > longest:
         raise ConfigError(f"a Matryoshka size must be at most the vectors' {longest}, got {size}.")
-    return {
-        name: value[..., :size] if value.dim() else value for name, value in outputs.items()
-    }
+    return {name: value[..., :size] if value.dim() else value for name, value in outputs.items()}
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ def check_embedding(
         )
 
 
+@torch.no_grad()
 def evaluate_embeddings(
     setup: Setup, model: nn.Module, windows: WindowLoader, rule: Rule, split: str
 ) -> dict[str, float]:
@@ -105,13 +106,13 @@ def evaluate_embeddings(
         split: Of the windows.
 
     Returns:
-        `loss`, `num_targets` and the metrics; those with shorter vectors of `matryoshka_dims` as
-        `recall_at_10_dim_64`, ...
+        `loss`, `num_targets` and the metrics; for shorter vectors of `matryoshka_dims` also
+        `ndcg_at_10_dim_64` or `spearman_dim_64`.
     """
     windows.set_epoch(0)
     without_dropout = replace(rule, dropout=Hook(), speed_ups=())
     engine = Engine(backend_for(setup.accelerator), model, without_dropout)
-    with torch.no_grad(), restored_modes(model):
+    with restored_modes(model):
         model.eval()
         shares = [share for window in windows for share in _shares(engine, window)]
     shares = gather_object(shares)
@@ -140,9 +141,7 @@ def _in_order(shares: list[Share]) -> Vectors:
     order = torch.from_numpy(np.argsort(np.concatenate([ids for ids, _ in shares])))
     first = shares[0][1]
     return {
-        name: torch.cat([outputs[name] for _, outputs in shares])[order]
-        if value.dim()
-        else value
+        name: torch.cat([outputs[name] for _, outputs in shares])[order] if value.dim() else value
         for name, value in first.items()
     }
 
@@ -166,7 +165,8 @@ def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
     for dim in setup.config.matryoshka_dims or ():
         if dim < size:
             found = _metrics(shortened(vectors, dim), batch)
-            results |= {f"{name}_dim_{dim}": value for name, value in found.items()}
+            main = "spearman" if has_scores(data) else "ndcg_at_10"
+            results[f"{main}_dim_{dim}"] = found[main]
     return results
 
 

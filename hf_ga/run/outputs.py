@@ -12,7 +12,16 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from hf_ga.exact.forward import unwrapped
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import raise_on_all_ranks
-from hf_ga.recovery.files import delete, filling, flush, flush_tree, publish, tidy, write_json, writing
+from hf_ga.recovery.files import (
+    delete,
+    filling,
+    flush,
+    flush_tree,
+    publish,
+    tidy,
+    write_json,
+    writing,
+)
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.manifest import read_manifest
 from hf_ga.run.adapters import is_lora
