@@ -170,7 +170,7 @@ class CoSENT:
         with torch.autocast(scores.device.type, enabled=False):
             cosines = (unit_vectors(outputs["anchor"]) * unit_vectors(outputs["positive"])).sum(-1)
             logits = cosines[order] / temperature_of(outputs, self.temperature)
-            # For each i, log of the sum over all j from i on of exp(-cos_j / t); -inf after the end.
+            # For each i, the log of the sum over all j from i on of exp(-cos_j / t).
             tails = torch.logcumsumexp(-logits.flip(0), 0).flip(0)
             tails = torch.cat([tails, tails.new_tensor([-torch.inf])])
             first_higher = torch.searchsorted(scores, scores, right=True)

@@ -27,9 +27,9 @@ def _token_at(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[rows, positions]
 
 
-# Name, as in sentence-transformers -> (hidden states of shape (texts, width, hidden size), attention
-# mask of shape (texts, width), 1 for real tokens) -> (texts, hidden size). Padding may be on any
-# side.
+# Name, as in sentence-transformers -> (hidden states of shape (texts, width, hidden size),
+# attention mask of shape (texts, width), 1 for real tokens) -> (texts, hidden size). Padding may be
+# on any side.
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": mean_of_tokens,
     "cls": first_token,

@@ -120,8 +120,8 @@ class FinetuneConfig(DataOptions):
     # embedding
     pooling: str | None = option(
         None,
-        f"embedding: how a text's tokens become one vector, one of: {', '.join(POOLINGS)}. Default: "
-        "as the model was saved by sentence-transformers, else mean.",
+        f"embedding: how a text's tokens become one vector, one of: {', '.join(POOLINGS)}. "
+        "Default: as the model was saved by sentence-transformers, else mean.",
     )
     temperature: float | None = option(
         None,

@@ -48,8 +48,11 @@ def encoded(tokenizer, texts, max_length=32, side="right"):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("mean", [[2.0, 20.0], [9.0, 90.0]]), ("cls", [[1.0, 10.0], [9.0, 90.0]])]
-    + [("lasttoken", [[3.0, 30.0], [9.0, 90.0]])],
+    [
+        ("mean", [[2.0, 20.0], [9.0, 90.0]]),
+        ("cls", [[1.0, 10.0], [9.0, 90.0]]),
+        ("lasttoken", [[3.0, 30.0], [9.0, 90.0]]),
+    ],
 )
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_pooling_by_hand(name, expected, side):
