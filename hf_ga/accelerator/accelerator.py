@@ -41,6 +41,7 @@ from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.rule import Rule
+from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import (
@@ -88,6 +89,8 @@ class Accelerator(accelerate.Accelerator):
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         audit: Test the model's loss again on the windows that are trained on, before their updates.
             False accepts that a kind of row which the proof did not see trains a wrong gradient.
+        whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar; see
+            `hf_ga.prepare`. Then the loop passes the model's outputs to `backward`.
         **kwargs: See `accelerate.Accelerator`.
 
     Raises:
@@ -120,10 +123,12 @@ class Accelerator(accelerate.Accelerator):
         global_batch_size: int | None = None,
         allow_split_dependent_randomness: bool = False,
         audit: bool = True,
+        whole_batch: WholeBatchLoss | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.audit = audit
+        self.whole_batch = whole_batch
         self.global_batch_size = global_batch_size
         self._given_steps = self.gradient_accumulation_steps
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
@@ -248,16 +253,20 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def backward(
-        self, loss: Tensor, *, num_targets: float | Tensor | None = None, **kwargs: Any
-    ) -> None:
+        self, loss: Any, *, num_targets: float | Tensor | None = None, **kwargs: Any
+    ) -> Tensor | None:
         """Add the gradient of a micro-batch's part of the window's mean loss.
 
         Args:
             loss: The model's own loss of this micro-batch, neither divided nor scaled. A criterion
                 with the same mean, and a penalty on the weights, are recognised. With
-                `num_targets`, any sum over targets, a scalar.
+                `num_targets`, any sum over targets, a scalar. With `whole_batch`, what the model
+                returned for this micro-batch.
             num_targets: What `loss` is summed over: targets, or a sum of weights.
             **kwargs: Of `accelerate.Accelerator.backward`; `retain_graph` and others are refused.
+
+        Returns:
+            With `whole_batch`, the loss of the window, the same in each of its micro-batches.
 
         Raises:
             ConfigError: If the loop does not follow the order of calls of `accumulate`.
@@ -290,6 +299,8 @@ class Accelerator(accelerate.Accelerator):
             self._is_complete = True
         else:
             self._gradient = _first_gradient(self._engine.parameters)
+        window_loss = self._engine.loss
+        return window_loss.value if isinstance(window_loss, WholeWindow) else None
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `accelerate.Accelerator.gather_for_metrics`. In a training loop, the values of a
@@ -408,7 +419,7 @@ class Accelerator(accelerate.Accelerator):
         self._check_order()
         self._check_syncs(model)
         self._keep_given(model)
-        if not self._passes_own_loss:
+        if not self._passes_own_loss and self.whole_batch is None:
             # A loss of the loop's own may average over the padding, too.
             window = window.padded_to_window()
         num_calls = window.request.most_micro_batches
@@ -441,7 +452,11 @@ class Accelerator(accelerate.Accelerator):
         known = vars(self).get("_hf_ga_given", {})
         if unwrapped(model) not in known:
             allowed = self.allow_split_dependent_randomness
-            given = Given(allow_split_dependent_randomness=allowed, audit=self.audit)
+            given = Given(
+                whole_batch=self.whole_batch,
+                allow_split_dependent_randomness=allowed,
+                audit=self.audit,
+            )
             remember(self, model, given)
 
     def _engine_if_known(self, model: nn.Module, window: Window, has_names: bool) -> Engine | None:
@@ -451,6 +466,11 @@ class Accelerator(accelerate.Accelerator):
         base = unwrapped(model)
         is_proven = base in window.state.rules or vars(self)["_hf_ga_given"][base].rule is not None
         if not is_proven and not has_names:
+            if self.whole_batch is not None:
+                raise ConfigError(
+                    "whole_batch needs batches by name, as the model is called with them once "
+                    "more: let the collate function return a dict, and call model(**batch)."
+                )
             return None
         try:
             return engine_for(self, model, window)
@@ -459,7 +479,7 @@ class Accelerator(accelerate.Accelerator):
         except HfGaError:
             raise
         except Exception:
-            if is_proven:
+            if is_proven or self.whole_batch is not None:
                 raise
             return None  # the loop calls the model in another way, or its own call fails, too
 
@@ -508,6 +528,11 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If the loop called it with the batch before.
         """
+        if self.whole_batch is not None:
+            raise ConfigError(
+                "whole_batch needs the model to be called as model(**batch), with the batch that "
+                "the loader returned: its forward runs once more before the loop's."
+            )
         if self._num_windows > 1 or self._index:
             raise ConfigError(
                 "the model was called with the entries of the batch before, and now with others "
@@ -653,6 +678,9 @@ class Accelerator(accelerate.Accelerator):
                 "the loss does not come from a training forward of the prepared model on this "
                 "batch: call the model that accelerator.prepare returned."
             )
+        if self.whole_batch is not None:
+            self._backward_of_outputs(loss, num_targets)
+            return
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise LossNotAdditive(
                 "accelerator.backward needs one number, the loss of the micro-batch, got "
@@ -669,6 +697,16 @@ class Accelerator(accelerate.Accelerator):
             mean = self._mean_of(loss)
             self._count_in_forward("a criterion")
             self._backward_of_mean(loss, mean.number())
+
+    def _backward_of_outputs(self, outputs: Any, num_targets: float | Tensor | None) -> None:
+        """Backward through the model's outputs, of which `whole_batch` is the loss."""
+        if num_targets is not None or outputs is not self._watch_of(self._engine.model).outputs:
+            raise ConfigError(
+                "with whole_batch, accelerator.backward takes what the model returned for this "
+                "micro-batch, unchanged and alone: outputs = model(**batch); "
+                "accelerator.backward(outputs)."
+            )
+        self._engine.backward(outputs)
 
     def _is_head(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.
@@ -941,10 +979,16 @@ class Accelerator(accelerate.Accelerator):
                 model,
                 samples,
                 collate_fn,
+                whole_batch=self.whole_batch,
                 allow_split_dependent_randomness=allowed,
                 speed_ups=default_speed_ups(model, self),
             )
-            given = Given(allow_split_dependent_randomness=allowed, rule=rule, audit=self.audit)
+            given = Given(
+                whole_batch=self.whole_batch,
+                allow_split_dependent_randomness=allowed,
+                rule=rule,
+                audit=self.audit,
+            )
             remember(self, model, given)
 
     def _folder_to_load(self, input_dir: str | None) -> Path:

@@ -145,6 +145,11 @@ class WholeWindow(Loss):
         self._gradients: _Gradients | None = None
 
     @property
+    def value(self) -> Tensor:
+        """The loss of the window, a scalar, after `prepare`."""
+        return self._gradients.loss
+
+    @property
     def additive(self) -> OwnSum:
         """A loss of the same outputs that is additive just if they do not depend on the split."""
         return OwnSum(Projection(self.used))

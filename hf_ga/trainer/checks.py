@@ -17,6 +17,7 @@ from transformers.training_args import OptimizerNames
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import SUPPORTED
 from hf_ga.exact.precision import check_precision, check_step
+from hf_ga.trainer.pairs import has_pairs
 
 # Methods that must be the mixin's: an override elsewhere would use its own order or batches.
 OWNED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
@@ -140,6 +141,11 @@ def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
         )
     if trainer.is_model_parallel:
         yield "the model is on several devices (device_map): load it onto one"
+    if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
+        yield (
+            "whole_batch is for a loss that compute_loss computes from the outputs of samples: "
+            "leave loss_sums out, and do not train on pairs of TRL's"
+        )
     for name in OWNED:
         for owner in type(trainer).__mro__:
             if name in vars(owner) and owner not in (mixin, Trainer):

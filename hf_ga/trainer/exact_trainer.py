@@ -90,7 +90,11 @@ class TrainerWindow:
         ):
             try:
                 self.rule = prove_targets(
-                    self.module, samples, windows.collate_fn, loss_fn=trainer.loss_sums
+                    self.module,
+                    samples,
+                    windows.collate_fn,
+                    loss_fn=trainer.loss_sums,
+                    whole_batch=self.module.of_window if trainer.whole_batch else None,
                 )
             except LossNotAdditive as error:
                 error.add_note(
@@ -266,6 +270,9 @@ class ExactTrainerMixin:
         audit: Test the loss again on the windows that are trained on, before their updates. False,
             in a subclass, accepts that a kind of row which the proof did not see trains a wrong
             gradient.
+        whole_batch: `compute_loss` is a loss of all samples of a window (in-batch negatives, the
+            hardest samples). True, in a subclass: what the model returns in `compute_loss` are the
+            outputs of the whole window, and `inputs` its batch. Each micro-batch has two forwards.
 
     Raises, when training begins:
         ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive,
@@ -279,6 +286,7 @@ class ExactTrainerMixin:
     """
 
     audit = True
+    whole_batch = False
     _window: TrainerWindow | None = None
     # A subclass may have a method `loss_sums(self, outputs, batch) -> (sum of the loss, targets)`.
     # (Not `loss_fn`: trainers with their own compute_loss often have an attribute of that name.)
