@@ -204,7 +204,8 @@ def _refuse_encoder(model_config: PretrainedConfig) -> None:
 
 def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
     """The model with its head (for embeddings, its pooling), in float32; to be frozen under
-    adapters, in its own dtype if autocast computes in it. New weights are drawn from torch's generator: seed it first.
+    adapters, in its own dtype if autocast computes in it. New weights are drawn from torch's
+    generator: seed it first.
 
     Returns:
         (model, names of parameters missing from the named model)
