@@ -32,6 +32,7 @@ from hf_ga.exact.batches import sample_length
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, unwrapped
 from hf_ga.exact.generators import preserved_random_states
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement
@@ -48,6 +49,7 @@ def check_equivalence(
     steps: Mapping[str, Step] | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
     precision: str = "fp32",
     seed: int = 0,
     max_grad_norm: float | None = None,
@@ -78,6 +80,8 @@ def check_equivalence(
             `take_gradients(prepared)`). See `hf_ga.check.arms`.
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own
             loss.
+        whole_batch: (outputs, batch) -> the loss of all samples together, a scalar; see
+            `hf_ga.prepare`. If it is a module, a copy of it is used.
         precision: "fp32", "bf16" or "fp16", by autocast.
         seed: of dropout masks and of a step's own random draws.
         max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
@@ -101,7 +105,7 @@ def check_equivalence(
         check_supported(accelerator)
         backend_for(accelerator, same_bits=same_bits is not None)
         checked = choose_layouts(layouts, lengths, accelerator.num_processes)
-        copied = working_copy(unwrapped(model))
+        copied, whole_batch = working_copy(unwrapped(model), whole_batch)
         if accelerator.num_processes > 1:
             weights = state_sha256(copied.state_dict())[:12]
             check_agreement(
@@ -111,6 +115,7 @@ def check_equivalence(
             )
         proof = {
             "loss_fn": loss_fn,
+            "whole_batch": whole_batch,
             "allow_split_dependent_randomness": allow_split_dependent_randomness,
         }
         subject = Subject(

@@ -13,10 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.subjects import DTYPES, FP16_SCALE, Subject, device_of
-from hf_ga.exact.batches import MicroBatch, as_batch, sample_length
+from hf_ga.exact.batches import Batch, MicroBatch, as_batch, sample_length
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.forward import restored_buffers, run_forward
+from hf_ga.exact.forward import argument_filter, restored_buffers, run_forward
 from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.outputs import named_tensors, with_tensors
+from hf_ga.exact.precision import at_least_float32
+from hf_ga.exact.whole_window import loss_of_all
 from hf_ga.exact.window import Window
 from hf_ga.proof.precision import tensors_in
 from hf_ga.proof.sites import find_dropout_sites
@@ -57,7 +60,7 @@ def plain_backward(
             keys, window_key(window.request.seed, window.epoch, window.index).to(device)
         )
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss, count = run_forward(model, batch, subject.loss_fn)
+            loss, count = _loss_of(subject, batch)
         mean = loss if count is None else loss / count
         (mean * scale).backward()
     gradients = take_gradients(model)
@@ -72,9 +75,21 @@ def find_dropout(subject: Subject) -> KeyedDropout:
 
     def forward(count: int) -> None:
         batch = as_batch(subject.collate_fn([longest] * count))
-        run_forward(subject.model, send_to_device(batch, device_of(subject.model)), subject.loss_fn)
+        with torch.enable_grad():  # a loss of whole batches is checked to have a gradient
+            _loss_of(subject, send_to_device(batch, device_of(subject.model)))
 
     return find_dropout_sites(subject.model, forward, allow_split_dependent_randomness=True)
+
+
+def _loss_of(subject: Subject, batch: Batch) -> tuple[Tensor, float | None]:
+    """The loss of a batch, or its sum and its number of targets."""
+    model = subject.model
+    if subject.whole_batch is None:
+        return run_forward(model, batch, subject.loss_fn)
+    outputs = model(**argument_filter(model)(batch))
+    tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
+    outputs = with_tensors(outputs, tensors)
+    return loss_of_all(subject.whole_batch, outputs, batch, device_of(model)), None
 
 
 class _InFloat64(TorchFunctionMode):

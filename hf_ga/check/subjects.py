@@ -24,6 +24,7 @@ from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
 from hf_ga.exact.rule import Rule
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
@@ -62,6 +63,10 @@ class Subject:
     @property
     def loss_fn(self) -> LossFunction | None:
         return self.proof_arguments["loss_fn"]
+
+    @property
+    def whole_batch(self) -> WholeBatchLoss | None:
+        return self.proof_arguments["whole_batch"]
 
     def window(self, num_samples: int, **arguments: Any) -> Window:
         """The window of the first samples. arguments: of `WindowLoader`."""
@@ -102,7 +107,7 @@ def run_step(
     """
     model = copy.deepcopy(subject.model)
     batches = [send_to_device(m.batch, device_of(model)) for m in window.micro_batches]
-    if subject.loss_fn is None:
+    if subject.loss_fn is None and subject.whole_batch is None:
         batches = [argument_filter(model)(batch) for batch in batches]
     of_a_process = -(-accumulation_steps // subject.accelerator.num_processes)
     known = {"accumulation_steps": of_a_process, "precision": subject.precision}
@@ -153,9 +158,14 @@ def own_accelerate_state() -> Iterator[None]:
         yield
 
 
-def working_copy(model: nn.Module) -> nn.Module:
-    """A copy in training mode, without gradients and without Accelerate's autocast."""
-    model = copy.deepcopy(model)
+def working_copy(
+    model: nn.Module, whole_batch: WholeBatchLoss | None
+) -> tuple[nn.Module, WholeBatchLoss | None]:
+    """A copy of a model in training mode, without gradients and without Accelerate's autocast, and
+    of a loss that is a module.
+    """
+    # Together, as they may share parameters. A function is not copied.
+    model, whole_batch = copy.deepcopy((model, whole_batch))
     if (
         "_original_forward" in model.__dict__
     ):  # prepared under mixed precision: the wrapper calls the caller's model
@@ -165,4 +175,4 @@ def working_copy(model: nn.Module) -> nn.Module:
     ):  # a model in training mode may keep some modules in evaluation mode on purpose
         model.train()
     model.zero_grad()
-    return model
+    return model, whole_batch

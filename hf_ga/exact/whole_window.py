@@ -173,7 +173,8 @@ class WholeWindow(Loss):
         parameters = _distinct([*first_pass.parameters, *parameters_of(self.whole_batch)])
         batch = WindowBatch(window, first_pass.device)
         loss = loss_of_all(self.whole_batch, outputs, batch, first_pass.device)
-        found = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+        with not_autocast(first_pass.device):  # which would compute this backward in half precision
+            found = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
         of_outputs = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for name, leaf, gradient in zip(names, leaves, found, strict=False)

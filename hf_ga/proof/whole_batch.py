@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_ga.errors import LossNotAdditive
+from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.outputs import named_tensors, with_tensors
 from hf_ga.exact.precision import at_least_float32
@@ -50,6 +50,7 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
         return loss_of_all(whole_batch, with_tensors(outputs, given), on_device, prover.device)
 
     loss = loss_with(set(tensors))
+    _check_leaves(loss, [*tensors.values(), *prover.parameters])
     leaves = [tensors[name] for name in differentiable]
     found = torch.autograd.grad(loss, [*leaves, *prover.parameters], allow_unused=True)
     used = [
@@ -112,6 +113,29 @@ def prove_whole_batch(
             "forward holds). Let the model return it."
         )
     return loss
+
+
+def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:
+    """Check that nothing else is to be trained through the loss than is known.
+
+    Raises:
+        ConfigError: If there is something else, whose gradient would be lost.
+    """
+    identities = {id(tensor) for tensor in known}
+    waiting = [loss.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in identities:
+            raise ConfigError(
+                f"whole_batch depends on a tensor of shape {list(leaf.shape)} that is trained, but "
+                "is not a parameter of this model (its copy, in a check): let the model return it "
+                "among its outputs, or let whole_batch be a torch.nn.Module that has it."
+            )
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None}
+        waiting += following - seen
+        seen |= following
 
 
 def _as_leaf(value: Tensor) -> Tensor:

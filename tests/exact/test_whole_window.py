@@ -2,6 +2,7 @@
 of it.
 """
 
+import copy
 from functools import partial
 
 import helpers as h
@@ -325,3 +326,43 @@ def test_models_whose_outputs_are_not_those_of_each_sample():
     assert pairs_only.loss.used.kept == {"anchor", "positive"}
     centred = Centred(0.0, False).train()
     refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")
+
+
+class Switching(pairs.Embedder):
+    """Subtracts the mean of its batch where a sample has label 9, which the proof does not see."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask, label):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        if (label == 9).any():
+            outputs["anchor"] = outputs["anchor"] - outputs["anchor"].mean(0)
+        return outputs
+
+
+@pytest.mark.parametrize("is_switched", [False, True])
+def test_an_audit_stops_a_model_that_compares_samples_later(is_switched):
+    model = Switching(0.1, returns_scale=False).train()
+    samples = pairs.pair_samples(64)
+    accelerator = Accelerator(cpu=True)
+    windows = hf_ga.WindowLoader(
+        samples,
+        pairs.collate_pairs,
+        accelerator=accelerator,
+        per_device_batch_size=4,
+        global_batch_size=16,
+        shuffle=False,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = hf_ga.prepare(
+        accelerator, model, optimizer, windows, whole_batch=pairs.info_nce(model)
+    )
+    samples[50]["label"] = 9 if is_switched else 4
+    done = 0
+    try:
+        for window in windows:
+            before = copy.deepcopy(model.state_dict())
+            hf_ga.train_step(accelerator, prepared, optimizer, window)
+            done += 1
+    except LossNotAdditive as error:
+        assert "not those of two parts" in str(error)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert done == (3 if is_switched else 4)
