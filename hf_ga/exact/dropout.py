@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, update_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 from weakref import proxy
 
@@ -97,14 +97,34 @@ class SampleMasks:
 
 
 class Frame:
-    """One call of a module: the key of its path, how often it called each submodule, and how many
-    masks it drew.
+    """One call of a module: the key of its path, how often it called each submodule, how often it
+    called any, and how many masks it drew.
     """
 
-    __slots__ = ("calls", "draws", "key", "module")
+    __slots__ = ("calls", "draws", "key", "module", "num_calls")
 
     def __init__(self, module: nn.Module, key: int) -> None:
-        self.module, self.key, self.calls, self.draws = module, key, Counter(), 0
+        self.module = module
+        self.key = key
+        self.calls: Counter[nn.Module] = Counter()
+        self.num_calls = 0
+        self.draws = 0
+
+
+class SeenCall(NamedTuple):
+    """A call of a module in the last forward.
+
+    Attributes:
+        key: Of its path.
+        inputs: Where its tensors lie in memory.
+        parent: Key of the call that made it.
+        index: Of this call among those that its parent made.
+    """
+
+    key: int
+    inputs: tuple[int, ...]
+    parent: int | None = None
+    index: int = 0
 
 
 class KeyedDropout(Hook):
@@ -137,9 +157,9 @@ class KeyedDropout(Hook):
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
         self.hooked = list(self.names)
         self._stack: list[Frame] = []
-        self._calls: dict[
-            nn.Module, list[tuple[int, tuple[int, ...]]]
-        ] = {}  # of the last forward: path keys and inputs
+        self._calls: dict[nn.Module, list[SeenCall]] = {}  # of the last forward
+        # What checkpointing ran again last, and the node of the graph whose backward needed it.
+        self._run_again: tuple[SeenCall, Any] | None = None
         self.source: Any = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
@@ -172,7 +192,7 @@ class KeyedDropout(Hook):
                     patch.object(owner, name, self._replacement(owner, name, keyed))
                 )
             stack.callback(self._stack.clear)
-            stack.callback(self._calls.clear)
+            stack.callback(self._forget_calls)
             yield
 
     def _replacement(self, owner: object, name: str, keyed: Callable) -> Callable:
@@ -268,32 +288,45 @@ class KeyedDropout(Hook):
         if self._stack:
             parent = self._stack[-1]
             key = cached_key(parent.key, self._name_keys[module], parent.calls[module])
+            call = SeenCall(key, inputs, parent.key, parent.num_calls)
             parent.calls[module] += 1
-            self._calls.setdefault(module, []).append((key, inputs))
+            parent.num_calls += 1
+            if not is_in_backward():
+                self._calls.setdefault(module, []).append(call)
         elif module is not self.model and is_in_backward():
             key = self._key_of_recomputed(module, inputs)
         else:
             if module is self.model:
-                self._calls.clear()
+                self._forget_calls()
             calls = self._calls.setdefault(module, [])
             key = cached_key(self._name_keys[module], len(calls))
-            calls.append((key, inputs))
+            calls.append(SeenCall(key, inputs))
         self._stack.append(Frame(module, key))
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._run_again = None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._stack and self._stack[-1].module is module:  # else `_enter` raised for this call
             self._stack.pop()
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
-        """The path key of the call that checkpointing runs again: it keeps the call's inputs, which
-        identify it.
+        """The path key of the call that checkpointing runs again.
+
+        Where a forward called the module several times (an encoder of two texts): of the modules
+        that run again together, the first one has the inputs that it had in the forward, because
+        checkpointing keeps them. The others follow each other as they did there.
         """
         calls = self._calls.get(module, [])
-        matching = (
-            {key for key, seen in calls if seen == inputs}
-            if len(calls) > 1
-            else {key for key, _ in calls}
-        )
+        matching = calls
+        node = torch._C._current_autograd_node()
+        if len(calls) > 1:
+            last, last_node = self._run_again or (None, None)
+            if node is last_node:
+                matching = [call for call in calls if _follows(call, last)]
+            else:
+                matching = [call for call in calls if call.inputs == inputs]
         if len(matching) != 1:
             raise UnkeyedRandomness(
                 f"activation checkpointing runs {self.names[module]} again, which the forward "
@@ -302,7 +335,13 @@ class KeyedDropout(Hook):
                 "identified. Turn gradient checkpointing "
                 "off, or set its dropout to 0."
             )
-        return matching.pop()
+        self._run_again = matching[0], node
+        return matching[0].key
+
+
+def _follows(call: SeenCall, last: SeenCall) -> bool:
+    """Whether one module made two calls, one directly after the other."""
+    return call.parent is not None and call.parent == last.parent and call.index == last.index + 1
 
 
 def is_in_backward() -> bool:

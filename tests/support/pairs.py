@@ -32,7 +32,7 @@ class Embedder(nn.Module):
             **sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
         )
         self.encoder = tf.BertModel(config, add_pooling_layer=False)
-        self.log_scale = nn.Parameter(torch.tensor(LOG_SCALE))
+        self.log_scale = nn.Parameter(torch.full((1,), LOG_SCALE))  # FSDP has no scalars
         self.returns_scale = returns_scale
 
     def embed(self, ids, mask):
