@@ -72,9 +72,7 @@ class Setting:
 
 def ours(setting: Setting) -> tuple[nn.Module, Step]:
     """The encoder, and windows by hf_ga."""
-    config = AutoConfig.from_pretrained(
-        setting.folder, **dict.fromkeys(DROPOUTS, setting.dropout)
-    )
+    config = AutoConfig.from_pretrained(setting.folder, **dict.fromkeys(DROPOUTS, setting.dropout))
     encoder = AutoModel.from_pretrained(setting.folder, config=config)
     tokenizer = AutoTokenizer.from_pretrained(setting.folder)
     anchors, positives = map(list, zip(*setting.pairs, strict=True))
