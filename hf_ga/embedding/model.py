@@ -89,6 +89,11 @@ class EmbeddingModel(nn.Module):
         tied = self.encoder.all_tied_weights_keys
         return {ENCODER + name: ENCODER + source for name, source in tied.items()}
 
+    @property
+    def _no_split_modules(self) -> list[str] | None:
+        """The layers that FSDP shards, as of `PreTrainedModel`."""
+        return self.encoder._no_split_modules
+
     def num_parameters(self, only_trainable: bool = False) -> int:
         """As `PreTrainedModel.num_parameters`."""
         chosen = [p for p in self.parameters() if p.requires_grad or not only_trainable]

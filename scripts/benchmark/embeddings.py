@@ -194,14 +194,13 @@ def with_dropout(setting: Setting, sizes: tuple[int, int]) -> None:
 
 
 def peak_memory(arm: str, setting: Setting) -> int:
-    """Bytes that two windows need; in this process."""
+    """Bytes that a window needs; in this process."""
     _, step = ARMS[arm](setting)
     before = psutil.Process().memory_info().rss
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        step()
+    step()
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() - before
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before

@@ -14,8 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from forked import on_ranks, without_errors
-from runs import COLOURS, WORDS, lines_of, saved_weights, small_config, write_rows
+from forked import on_ranks, phase, run_phases, without_errors
+from runs import (
+    COLOURS,
+    WORDS,
+    lines_of,
+    relative_distance,
+    saved_weights,
+    small_config,
+    write_rows,
+)
 
 import hf_ga
 from hf_ga.errors import ConfigError
@@ -131,14 +139,15 @@ def test_control_negatives_of_micro_batches_only(rows):
 
 
 def of_rank(place, sizes):
-    found, _, run, window = gradient(place, sizes, still=False, **LEARNED)
-    truth = pairs.full_batch_gradient(run.model.module, run.rule, window, both_directions)
-    return found, truth, run.evaluate()
+    _, _, run, window = gradient(place, sizes, still=False, **LEARNED)
+    model = run.model.module
+    truth = pairs.full_batch_gradient(model, run.rule, window, both_directions)
+    return h.gradients(model), truth, run.evaluate()
 
 
 @pytest.mark.slow("starts processes")
 def test_ranks(rows):
-    """Gradients of 2 and 3 ranks, and the same evaluation to the last bit."""
+    """Gradients of 2 and 3 ranks, and their evaluations."""
     alone = gradient(rows, [16], still=False, **LEARNED)[2].evaluate()
     for ranks, sizes in ((2, [5]), (3, [7, 1, 5, 3])):
         for found, truth, evaluated in without_errors(
@@ -146,6 +155,24 @@ def test_ranks(rows):
         ):
             assert h.relative_error(found, truth) < 2e-6
             assert evaluated == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize(("kind", "processes"), [("ddp", 3), ("fsdp2", 2)])
+def test_runs_on_several_processes_are_that_on_one(kind, processes, rows, tmp_path):
+    """Losses, metrics, the learned temperature and the saved model."""
+    settings = {"max_steps": 3, "eval_steps": 3, "save_steps": 3, **LEARNED}
+    alone = hf_ga.finetune(config(rows, tmp_path / "alone", still=False, **settings))
+    together = config(rows, tmp_path / "together", still=False, **settings)
+    run_phases(tmp_path / "job", [phase(together, kind, processes)])
+    found = json.loads((tmp_path / "together" / "summary.json").read_text())
+    for line, expected in zip(
+        lines_of(tmp_path / "together"), lines_of(tmp_path / "alone"), strict=True
+    ):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for name in ("eval_loss", "eval_ndcg_at_10", "temperature"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-4)
+    assert relative_distance(tmp_path / "together", tmp_path / "alone") < 1e-4
 
 
 # -- metrics
