@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from hf_ga.accelerator.across_samples import operation_across_samples
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
 from hf_ga.accelerator.losses import GivenSum, Seen, check_factor, check_loss, mean_of
-from hf_ga.accelerator.outputs import ForwardWatch, loss_of
+from hf_ga.accelerator.outputs import ForwardWatch, loss_of, tensors_of
 from hf_ga.accelerator.state import SavedState, ScheduleStart
 from hf_ga.errors import (
     ConfigError,
@@ -156,6 +157,7 @@ class Accelerator(accelerate.Accelerator):
         self._epochs: dict[int, int] = {}  # id of a dataset -> the epoch that was begun last
         self._heads: dict[tuple, bool] = {}  # kind of a loss -> it is the model's own
         self._criterion_kinds: set[tuple] = set()  # of losses that are means of torch
+        self._sum_kinds: set[tuple] = set()  # of sums that do not compare samples
         self._passes_own_loss = False  # the very tensor that the model returned
         self._criteria = CriteriaWatch()  # of the micro-batch
         self._source: str | None = None  # where the losses of the window come from
@@ -689,6 +691,7 @@ class Accelerator(accelerate.Accelerator):
         self._check_unpacked(loss)
         loss = loss.reshape(()) if loss.dim() else loss
         if num_targets is not None:
+            self._check_sum(loss)
             self._count_in_forward("num_targets")
             engine.backward((loss, float(num_targets)))
         elif self._is_head(loss):
@@ -707,6 +710,26 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.backward(outputs)."
             )
         self._engine.backward(outputs)
+
+    def _check_sum(self, loss: Tensor) -> None:
+        """Check that a sum does not compare samples, in windows 1, 2, 4, 8, ... and whenever it is
+        made by other operations than before.
+
+        Raises:
+            LossNotAdditive: If it does.
+        """
+        kind = _kind_of(loss)
+        if kind in self._sum_kinds and not self._is_due:
+            return
+        outputs = self._watch_of(self._engine.model).outputs
+        found = operation_across_samples(loss, tensors_of(outputs))
+        if found is not None and len(self._engine.call.micro_batch) > 1:
+            raise LossNotAdditive(
+                f"the sum that this loop passes compares the samples of a micro-batch ({found}), "
+                "so no number of targets makes it exact: pass it as Accelerator(whole_batch=...), "
+                "which gets all samples of a window."
+            )
+        self._sum_kinds.add(kind)
 
     def _is_head(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.

@@ -211,8 +211,9 @@ def _check_rows(mean: Mean, tensors: list[Tensor], num_samples: int) -> None:
         if int(touched.sum()) > 1:
             raise LossNotAdditive(
                 "the loss of this loop compares the samples of a micro-batch with each other "
-                "(in-batch negatives, a normalisation over the batch), so no split of a window is "
-                "the full batch: let each sample's loss depend on that sample only."
+                "(in-batch negatives, a normalisation over the batch), so no sum over "
+                "micro-batches is the full batch: pass it as Accelerator(whole_batch=...), which "
+                "gets all samples of a window."
             )
 
 

@@ -465,6 +465,7 @@ def _no_single_rule(
     remedy += "."
     if cause == causes.UNKNOWN:
         cause = causes.weights(model)
+        remedy += " For a loss that compares samples, pass whole_batch, which gets all of a window."
         remedy += f" With weights, return their sum in place of the number:{WEIGHTED_FORM}"
     shown = ", ".join(f"{name} {loss:.4g}" for name, loss in losses.items())
     numbers = "; ".join(

@@ -99,7 +99,8 @@ class TrainerWindow:
             except LossNotAdditive as error:
                 error.add_note(
                     "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
-                    "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass."
+                    "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass; in "
+                    "place of passing whole_batch, set whole_batch = True in it."
                 )
                 raise
             except KeyError as error:

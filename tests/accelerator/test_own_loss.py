@@ -144,6 +144,45 @@ def test_any_sum_with_its_number_of_targets_is_exact():
     assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
 
 
+def hardest_half(accelerator, model, x, y):
+    losses = F.cross_entropy(model(x), y.clamp(min=0), reduction="none")
+    accelerator.backward(losses.topk(len(y) // 2).values.sum(), num_targets=len(y) // 2)
+
+
+def above_the_median(accelerator, model, x, y):
+    losses = F.cross_entropy(model(x), y.clamp(min=0), reduction="none")
+    accelerator.backward(F.relu(losses - losses.median()).sum(), num_targets=len(y))
+
+
+def sum_of_in_batch_negatives(accelerator, model, x, y):
+    outputs = model(x)
+    losses = F.cross_entropy(outputs @ outputs.T, torch.arange(len(x)), reduction="sum")
+    accelerator.backward(losses, num_targets=len(x))
+
+
+@pytest.mark.parametrize("step", [hardest_half, above_the_median, sum_of_in_batch_negatives])
+def test_a_sum_that_compares_samples_is_refused(step):
+    with pytest.raises(hf_ga.LossNotAdditive, match=r"compares the samples.*whole_batch"):
+        gradient(hf_ga.Accelerator, step)
+
+
+def test_a_sum_that_compares_the_outputs_of_one_sample_is_exact():
+    """The control: the two largest logits of each sample, their softmax, a product with weights."""
+
+    def losses(model, x, y):
+        outputs = model(x)
+        largest = outputs.topk(2, dim=1).values.log_softmax(-1)
+        return (largest @ largest.new_ones(2, 2)).square().sum(1) + outputs.sort(-1).values[:, 0]
+
+    def mean(model, x, y):
+        return losses(model, x, y).mean()
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(losses(model, x, y).sum(), num_targets=len(y))
+
+    assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
+
+
 def two_terms(accelerator, model, x, y):
     outputs = model(x)
     accelerator.backward(F.mse_loss(outputs, one_hot(y, outputs)) + weighted(outputs, y))

@@ -34,6 +34,13 @@ def encoder(tokenizer):
     return tf.BertModel(config)
 
 
+def decoder(tokenizer):
+    torch.manual_seed(2)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 64, "initializer_range": 0.2}
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return tf.GPT2Model(tf.GPT2Config(vocab_size=len(tokenizer), **sizes, **ends))
+
+
 def encoded(tokenizer, texts, max_length=32, side="right"):
     batch = tokenizer(
         texts,
@@ -104,10 +111,12 @@ def test_models_that_cannot_be_used(tokenizer):
         EmbeddingModel(t5)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_sentence_transformers_gives_the_same_vectors(pooling, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "pooling"), [*((encoder, name) for name in POOLINGS), (decoder, "lasttoken")]
+)
+def test_sentence_transformers_gives_the_same_vectors(make, pooling, tokenizer, tmp_path):
     package = pytest.importorskip("sentence_transformers")
-    model = EmbeddingModel(encoder(tokenizer), pooling, temperature=0.1, max_length=32).eval()
+    model = EmbeddingModel(make(tokenizer), pooling, temperature=0.1, max_length=32).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert saved_pooling(str(tmp_path)) == pooling
