@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType, gather_object, reduce
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
+from hf_ga.exact.early_sums import EarlySums, sum_gradients
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
@@ -32,9 +33,6 @@ SUPPORTED = (
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
-BUCKET_BYTES = (
-    25 * 2**20
-)  # as DDP's own: large enough for the network's full rate, small enough to begin early
 
 
 @dataclass
@@ -47,12 +45,14 @@ class RankStatus:
         has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient
             of it.
         failure: what went wrong on this rank.
+        must_sum_again: gradients that were summed early have changed since.
     """
 
     loss: Tensor
     counts: Counts
     has_gradient: Sequence[bool] = ()
     failure: Exception | None = None
+    must_sum_again: bool = False
 
 
 class Backend:
@@ -67,6 +67,7 @@ class Backend:
 
     is_sharded = False
     reason_not_to_cut = ""
+    _early: EarlySums | None = None  # of this window
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -89,8 +90,30 @@ class Backend:
             model.reducer._reset_state()
             keep_process_group_alive(model)
 
+    def sum_early(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
+    ) -> None:
+        """Before the forwards of a window: sum gradients during the last backward.
+
+        Args:
+            parameters: The trainable ones.
+            has_gradient: Of each, whether any rank is expected to have a gradient, the same on all
+                ranks. None: not known, so the sums come after the last backward.
+        """
+        self._early = None
+        if self.num_processes > 1 and has_gradient is not None:
+            self._early = EarlySums(list(compress(parameters, has_gradient)))
+
+    def finish_early_sums(self, status: RankStatus) -> None:
+        """After the last backward of this rank, before the status of all ranks is known."""
+        if self._early is not None:
+            self._early.finish(has_failed=status.failure is not None)
+            status.must_sum_again = self._early.must_repeat
+
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Around each forward and backward."""
+        if is_last and self._early is not None:
+            return self._early.during_backward()
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
@@ -134,17 +157,23 @@ class Backend:
             if own is not None:
                 raise own
             return status
-        row = [own is not None, 0.0, *status.counts, *status.has_gradient]
+        row = [own is not None, 0.0, status.must_sum_again, *status.counts, *status.has_gradient]
         row = torch.tensor(row, dtype=torch.float64, device=self.device)
         row[1] = status.loss
         dist.all_reduce(row)
-        failed, _, *numbers = row.tolist()
+        failed, _, must_sum_again, *numbers = row.tolist()
         if failed:
+            if self._early is not None:
+                self._early.drop()
             _raise_on_all_ranks(own)
         counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
         self.check_use(given)
         return replace(
-            status, loss=row[1], counts=tuple(counts), has_gradient=tuple(map(bool, given))
+            status,
+            loss=row[1],
+            counts=tuple(counts),
+            has_gradient=tuple(map(bool, given)),
+            must_sum_again=bool(must_sum_again),
         )
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
@@ -176,8 +205,21 @@ class Backend:
         """Sum the gradients over all ranks. unused: names of parameters without a gradient in the
         proof.
         """
-        if self.num_processes > 1:
-            sum_gradients([p for p in model.parameters() if p.requires_grad], status.has_gradient)
+        if self.num_processes == 1:
+            return
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        still_to_sum = list(status.has_gradient)
+        if self._early is not None and status.must_sum_again:
+            self._early.drop()
+        elif self._early is not None:
+            self._early.apply()
+            summed = {p for bucket in self._early.buckets for p in bucket}
+            for index, parameter in enumerate(parameters):
+                if parameter in summed:
+                    if not still_to_sum[index]:
+                        parameter.grad = None  # no rank had one
+                    still_to_sum[index] = False
+        sum_gradients(parameters, still_to_sum)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients of `parameters` to a global L2 norm of at most `max_norm`; returns
@@ -276,54 +318,6 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
             torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum"
         ).tolist()
     )
-
-
-def sum_gradients(
-    parameters: Sequence[nn.Parameter],
-    has_gradient: Sequence[bool],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Replace each `.grad` by its sum over all ranks, in the buckets of DDP; a rank without one
-    adds zero.
-
-    The gradients become views of the buckets that were sent, so nothing is copied back.
-
-    Args:
-        parameters: the same on all ranks, in the same order. has_gradient: of each, whether any
-            rank has a gradient.
-    """
-    used = [
-        *compress(reversed(parameters), reversed(has_gradient))
-    ]  # backward makes the last gradients first
-    under_way = []
-    for indices in buckets(used, bucket_bytes):
-        bucket = [used[i] for i in indices]
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
-        )
-        under_way.append(dist.all_reduce(flat, async_op=True))
-        for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            parameter.grad = part.view_as(parameter)
-    for work in under_way:
-        work.wait()
-
-
-def buckets(tensors: Sequence[Tensor], num_bytes: int) -> list[list[int]]:
-    """Indices of consecutive tensors of one type, which together fill at least `num_bytes`, or are
-    the last ones.
-
-    >>> buckets([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
-    [[0, 1], [2]]
-    """
-    found: list[list[int]] = []
-    filled = num_bytes
-    for i, tensor in enumerate(tensors):
-        if filled >= num_bytes or tensor.dtype != tensors[i - 1].dtype:
-            found.append([])
-            filled = 0
-        found[-1].append(i)
-        filled += tensor.nbytes
-    return found
 
 
 def added(*counts: Counts) -> Counts:

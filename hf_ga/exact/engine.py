@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, added
-from hf_ga.exact.forward import argument_filter, callable_module, restored_buffers
+from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.loss import FirstPass, Loss, Sums
@@ -278,7 +278,11 @@ class Engine:
             with self.keeping_failures():
                 self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
+        if self.has_targets:
+            self.backend.finish_early_sums(self.status)
         status = self.backend.all_reduce_status(self.status)
+        if self.has_targets:
+            self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
         for parameter, gradient in self.loss.own_gradients:
             add_gradient(parameter, gradient)
@@ -348,6 +352,8 @@ class Engine:
             self.has_targets = any(self.totals)
             if self.has_targets:
                 self._equalize(calls, skip_empty)
+                known = window.state.has_gradient.get(unwrapped(self.model))
+                self.backend.sum_early(self.parameters, known)
         else:
             self._equalize(calls, skip_empty)
         if num_calls is not None:
@@ -359,7 +365,7 @@ class Engine:
                 filler = replace(first, weight=0, index=FILLER)
                 self.calls += [filler] * (num_calls - len(self.calls))
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
-            with self.scope(), self.backend.autocast(), restored_buffers(self.model):
+            with self.scope(), self.backend.autocast(), extra_forwards(self.model):
                 self.totals = self.loss.prepare(self._first_pass())
 
     def _first_pass(self) -> FirstPass:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -182,6 +183,16 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def extra_forwards(model: nn.Module) -> Iterator[None]:
+    """Around training forwards besides the window's own, without gradients: no buffer changes, and
+    torch does not warn that checkpointing has nothing to do.
+    """
+    with restored_buffers(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        yield
 
 
 def buffers_as_now(model: nn.Module) -> Callable[[], None]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import BUCKET_BYTES, Backend, RankStatus, buckets
+from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.chunks import Chunks, TreeSum
+from hf_ga.exact.early_sums import BUCKET_BYTES, buckets
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import sum_dtype
@@ -49,6 +50,11 @@ class ChunkBackend(Backend):
         self.used = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
         self.chunks: Chunks | None = None  # until the window has targets
+
+    def sum_early(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
+    ) -> None:
+        """Never: gradients are added along the tree."""
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Begin the sums of a window with targets. Ranks make different numbers of forwards."""

@@ -1,6 +1,6 @@
 """The samples of one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,12 +25,15 @@ class LoaderState:
         num_plain: micro-batches that were computed without some speed-up, because it was not proven
             for their structure.
         audits: which micro-batches were audited.
+        has_gradient: of each model, which of its trainable parameters had a gradient in the last
+            window, on any rank.
         pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
             proven loss needs it.
     """
 
     max_elements: int | None = None
     rules: dict[Any, Any] = field(default_factory=dict)
+    has_gradient: dict[Any, Sequence[bool]] = field(default_factory=dict)
     pad_to_window: bool = False
     num_plain: int = 0
     audits: Audits = field(default_factory=Audits)

@@ -99,6 +99,11 @@ class ShardedBackend(Backend):
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
 
+    def sum_early(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
+    ) -> None:
+        """FSDP does that itself."""
+
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`.
         FSDP1 accumulates in the compute dtype, so in half precision it reduces in every backward.

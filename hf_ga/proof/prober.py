@@ -29,11 +29,11 @@ from hf_ga.exact.fetch import BatchFetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
+    extra_forwards,
     gradients_apart,
     head_loss,
     not_compiled,
     own_loss,
-    restored_buffers,
     restored_modes,
     run_forward,
     unwrapped,
@@ -98,7 +98,7 @@ class Prober:
         """
         with (
             preserved_random_states(),
-            restored_buffers(self.model),
+            extra_forwards(self.model),
             restored_modes(self.model),
             full_precision(self.model),
             not_compiled(),

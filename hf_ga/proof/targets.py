@@ -20,7 +20,11 @@ from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.whole_window import Projection, WholeBatchLoss
 from hf_ga.proof.prover import Prover
-from hf_ga.proof.whole_batch import find_used_outputs, prove_whole_batch
+from hf_ga.proof.whole_batch import (
+    check_same_in_both_passes,
+    find_used_outputs,
+    prove_whole_batch,
+)
 
 
 def prove(
@@ -43,6 +47,8 @@ def prove(
             used = find_used_outputs(prover, whole_batch)
             prover.loss_fn = Projection(used)
         prover.find_dropout(allow_split_dependent_randomness)
+        if whole_batch is not None:
+            check_same_in_both_passes(prover)
         prover.find_router()
         prover.choose_speed_ups(speed_ups)
         residual = prover.prove_loss()

@@ -81,6 +81,21 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
     )
 
 
+def check_same_in_both_passes(prover: Prover) -> None:
+    """Check that both forwards of a micro-batch have the same outputs.
+
+    Raises:
+        ConfigError: If something draws random numbers that are not keyed by sample, which
+            `allow_split_dependent_randomness` accepts.
+    """
+    if prover.dropout.unkeyed:
+        names = ", ".join(prover.dropout.names[module] for module in prover.dropout.unkeyed)
+        raise ConfigError(
+            f"{names} draws random numbers that cannot be tied to samples, so the two forwards of "
+            "whole_batch would differ, and its gradient would be wrong: set this randomness to 0."
+        )
+
+
 def prove_whole_batch(
     prover: Prover, whole_batch: WholeBatchLoss, used: UsedOutputs
 ) -> WholeWindow:

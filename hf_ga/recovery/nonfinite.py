@@ -6,7 +6,6 @@ searches its own micro-batches, and the ranks gather the results, so that all re
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import callable_module, restored_buffers
+from hf_ga.exact.forward import callable_module, extra_forwards
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.rule import Rule
@@ -92,9 +91,7 @@ def find_cause(
         replace(rule, loss=rule.loss.additive, speed_ups=()),
         allow_split_dependent_randomness=True,
     )
-    with preserved_random_states(), restored_buffers(model), warnings.catch_warnings():
-        # Checkpointing under no_grad.
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+    with preserved_random_states(), extra_forwards(model):
         found = _search(engine, window, backward)
     model.zero_grad()
     name = f"window {window.index} of epoch {window.epoch}"

@@ -194,7 +194,6 @@ def test_parameters_of_the_loss():
         assert torch.allclose(centres_gradient(size), whole, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow("starts processes")
 def test_parameters_of_the_loss_on_two_ranks():
     def work():
         return centres_gradient(5, make_accelerator("ddp"))
@@ -326,6 +325,27 @@ def test_models_whose_outputs_are_not_those_of_each_sample():
     assert pairs_only.loss.used.kept == {"anchor", "positive"}
     centred = Centred(0.0, False).train()
     refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")
+
+
+class Noisy(pairs.Embedder):
+    def forward(self, anchor, anchor_mask, positive, positive_mask):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        noise = torch.randn_like(outputs["anchor"])
+        return {**outputs, "anchor": outputs["anchor"] + 0.1 * self.training * noise}
+
+
+def test_two_forwards_that_would_differ_are_refused():
+    """Also where randomness that depends on the split is accepted."""
+    model = Noisy(0.1, returns_scale=True).train()
+    for allowed, error in ((False, UnkeyedRandomness), (True, ConfigError)):
+        with pytest.raises(error, match=r"Noisy|the model itself"):
+            hf_ga.prove_targets(
+                model,
+                pairs.pair_samples(16),
+                pairs.collate_pairs,
+                whole_batch=pairs.info_nce(model),
+                allow_split_dependent_randomness=allowed,
+            )
 
 
 class Switching(pairs.Embedder):

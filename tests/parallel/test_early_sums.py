@@ -1,0 +1,184 @@
+"""Gradients are summed over the ranks during the last backward: the same sums, whatever is unused,
+changes late or fails.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from forked import on_ranks, without_errors
+from processes import make_accelerator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_ga
+from hf_ga.exact import early_sums
+from hf_ga.exact.early_sums import EarlySums
+
+NUM_LAYERS = 6
+
+
+class Layers(nn.Module):
+    """A few layers of which the last is used by samples of class 2 only, and one never.
+
+    Attributes:
+        fails: Whether the backward raises before it reaches the first layer.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(NUM_LAYERS))
+        self.of_class_2 = nn.Linear(4, 3)
+        self.never = nn.Linear(4, 3)
+        self.head = nn.Linear(4, 3)
+        self.fails = False
+
+    def forward(self, x, labels):
+        hidden = x
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden).tanh()
+            if index == 0 and self.fails:
+                hidden.register_hook(fail)
+        logits = self.head(hidden)
+        if bool((labels == 2).any()):
+            logits = logits + self.of_class_2(hidden) * (labels == 2).unsqueeze(1)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Shared(nn.Module):
+    """Reentrant checkpointing of a layer that is used twice: its gradient is made in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        hidden = self.first(x)
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden.tanh(), use_reentrant=True)
+        return {"loss": nn.functional.cross_entropy(self.head(hidden), labels)}
+
+
+def fail(gradient):
+    raise ValueError("this backward fails")
+
+
+def points(number):
+    torch.manual_seed(1)
+    # Classes 0 and 1 on the first rank, and one sample of class 2 on the other.
+    labels = [0, 1, 0, 1, 1, 0, 2, 1]
+    return [{"x": torch.randn(4), "labels": torch.tensor(label)} for label in labels[:number]]
+
+
+def stack(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def train(accelerator, model, number=8, **sizes):
+    """Gradients of two windows of the same samples: the second is summed early."""
+    windows = hf_ga.WindowLoader(
+        points(number),
+        stack,
+        accelerator=accelerator,
+        per_device_batch_size=2,
+        global_batch_size=number,
+        shuffle=False,
+        **sizes,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows)
+    found = []
+    for _ in range(2):
+        for window in windows:
+            model.zero_grad()
+            hf_ga.backward_window(accelerator, prepared, window)
+            found.append(gradients(model))
+    return found
+
+
+def gradients(model):
+    named = model.named_parameters()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def of_rank(build, number=8, bucket_bytes=100):
+    early_sums.EarlySums.__init__.__defaults__ = (bucket_bytes,)
+    return train(make_accelerator("ddp"), build(), number)
+
+
+@pytest.mark.parametrize("number", [8, 2], ids=["8 samples", "a rank without samples"])
+@pytest.mark.parametrize("build", [Layers, Shared])
+def test_the_same_bits_as_after_the_backward(build, number):
+    reference = train(Accelerator(cpu=True), build(), number)[0]
+    for plain, early in without_errors(on_ranks(partial(of_rank, build, number), 2)):
+        assert plain.keys() == early.keys() == reference.keys()
+        for name, expected in reference.items():
+            if expected is None:
+                assert plain[name] is early[name] is None
+                continue
+            assert torch.equal(plain[name], early[name])
+            assert torch.allclose(early[name], expected, rtol=1e-5, atol=1e-8)
+
+
+def events_of_rank():
+    """What happened during the second window, in its order."""
+    accelerator, model = make_accelerator("ddp"), Layers()
+    early_sums.EarlySums.__init__.__defaults__ = (100,)
+    events = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    send = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (events.append("sum"), send(*args, **kwargs))[1]
+    train(accelerator, model, number=4)
+    half = len(events) // 2
+    return events[half:]
+
+
+def test_the_first_sum_begins_before_the_last_gradient_exists():
+    for events in without_errors(on_ranks(events_of_rank, 2)):
+        last_gradient = max(i for i, event in enumerate(events) if event != "sum")
+        first_sum = events.index("sum", events.index("head.weight"))
+        assert first_sum < last_gradient
+
+
+def failing_rank():
+    accelerator, model = make_accelerator("ddp"), Layers()
+    early_sums.EarlySums.__init__.__defaults__ = (100,)
+    windows = hf_ga.WindowLoader(
+        points(8),
+        stack,
+        accelerator=accelerator,
+        per_device_batch_size=2,
+        global_batch_size=8,
+        shuffle=False,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows)
+    for _ in range(2):
+        for window in windows:
+            hf_ga.backward_window(accelerator, prepared, window)
+        model.fails = accelerator.process_index == 1
+    return None
+
+
+def test_a_backward_that_fails_on_one_rank_ends_all():
+    first, second = on_ranks(failing_rank, 2)
+    assert first == "ProcessFailed: process 1 failed: ValueError: this backward fails"
+    assert second == "ValueError: this backward fails"
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: None)
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    sums = EarlySums([first, second], bucket_bytes=1)
+    with sums.during_backward():
+        (second * first).sum().backward()
+        assert not sums.must_repeat
+        second.sum().backward()
+    assert sums.must_repeat
