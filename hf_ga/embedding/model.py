@@ -150,4 +150,5 @@ class EmbeddingModel(nn.Module):
             if name.startswith(ENCODER)
         }
         self.encoder.save_pretrained(folder, state_dict=of_encoder)
-        write_layout(Path(folder), self.pooling, self.config.hidden_size, self.max_length)
+        size = self.config.get_text_config().hidden_size
+        write_layout(Path(folder), self.pooling, size, self.max_length)

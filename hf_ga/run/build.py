@@ -71,9 +71,7 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     model_config = complete_config(base, config, data)
-    if data.task.labels == "pairs":
-        check_embedding(config, data, model_config)
-    return Setup(
+    setup = Setup(
         config=config,
         accelerator=accelerator,
         data=data,
@@ -81,6 +79,9 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
         class_weights=weights_of_classes(config, data),
         **functions,
     )
+    if data.task.labels == "pairs":
+        check_embedding(setup)
+    return setup
 
 
 def build_model(setup: Setup) -> nn.Module:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import EvalPrediction, PretrainedConfig
+from transformers import EvalPrediction
 
 from hf_ga.data.data import PreparedData
 from hf_ga.data.pairs import names_of_texts
@@ -50,15 +50,20 @@ def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
     return Matryoshka(loss, sizes=tuple(config.matryoshka_dims))
 
 
-def check_embedding(
-    config: FinetuneConfig, data: PreparedData, model_config: PretrainedConfig
-) -> None:
+def check_embedding(setup: Setup) -> None:
     """Check that flags, columns and model fit.
 
     Raises:
         ConfigError: A flag or a metric for the other kind of rows, a size beyond that of the
-            model's vectors, or an encoder-decoder.
+            model's vectors, an encoder-decoder, or a function for logits.
     """
+    config = setup.config
+    model_config = setup.model_config
+    if setup.preprocess_logits_for_metrics is not None:
+        raise ConfigError(
+            "preprocess_logits_for_metrics is for logits, but the task embedding has vectors: omit "
+            "it; compute_metrics gets the vectors of the whole split."
+        )
     if model_config.is_encoder_decoder:
         raise ConfigError(
             f"embeddings need an encoder or a decoder, but {model_config.model_type} has both: use "
@@ -71,12 +76,12 @@ def check_embedding(
             f"matryoshka_dims {too_large[0]} is beyond the {size} numbers of the model's vectors: "
             f"use at most {size}."
         )
-    scored = has_scores(data)
+    scored = has_scores(setup.data)
     for name in ("learn_temperature", "symmetric_loss"):
         if scored and getattr(config, name):
             raise ConfigError(
                 f"{name} is for anchors with positives, but the rows are pairs with a score (the "
-                f"column {data.columns['label']!r}): omit it."
+                f"column {setup.data.columns['label']!r}): omit it."
             )
     metric = config.metric_for_best_model
     unknown = metric in MEASURES if scored else metric == "spearman"

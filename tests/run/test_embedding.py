@@ -337,6 +337,15 @@ def test_own_metrics_get_all_vectors(rows, tmp_path):
 # -- what is refused
 
 
+def test_functions_for_logits_are_refused(rows, tmp_path):
+    with pytest.raises(ConfigError, match="is for logits, but the task embedding has vectors"):
+        hf_ga.finetune(
+            config(rows, tmp_path / "run"),
+            compute_metrics=lambda prediction: {},
+            preprocess_logits_for_metrics=lambda logits, labels: logits,
+        )
+
+
 @pytest.mark.parametrize(
     ("kind", "flags", "message"),
     [
