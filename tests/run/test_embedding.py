@@ -189,6 +189,7 @@ def test_retrieval_by_hand():
     documents = F.normalize(torch.randn(40, 3, generator=generator), dim=-1)
     queries[3] = queries[0]
     documents[:3] = F.normalize(queries[:3] + 0.5 * documents[:3], dim=-1)
+    documents[6] = queries[1]
     documents[7] = documents[1]
     query_ids = torch.tensor([5, 6, 7, 5])
     document_ids = torch.arange(100, 140)
