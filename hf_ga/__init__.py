@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hf_ga.exact.update import StepResult as StepResult
     from hf_ga.exact.window import Window as Window
     from hf_ga.exact.window_loader import WindowLoader as WindowLoader
+    from hf_ga.parallel.pipeline import Pipeline as Pipeline
+    from hf_ga.parallel.pipeline import prepare_pipeline as prepare_pipeline
     from hf_ga.run.config import FinetuneConfig as FinetuneConfig
     from hf_ga.run.finetune import finetune as finetune
     from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
@@ -64,6 +66,7 @@ _MODULES = {
     "MissingPackage": "hf_ga.errors",
     "NonFinite": "hf_ga.errors",
     "OutOfMemory": "hf_ga.errors",
+    "Pipeline": "hf_ga.parallel.pipeline",
     "Rule": "hf_ga.exact.rule",
     "RunStopped": "hf_ga.errors",
     "StepResult": "hf_ga.exact.update",
@@ -76,6 +79,7 @@ _MODULES = {
     "finetune": "hf_ga.run.finetune",
     "plan_batch": "hf_ga.exact.plan_batch",
     "prepare": "hf_ga.training",
+    "prepare_pipeline": "hf_ga.parallel.pipeline",
     "prove_targets": "hf_ga.training",
     "train_step": "hf_ga.training",
 }

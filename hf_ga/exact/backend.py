@@ -63,10 +63,12 @@ class Backend:
             collective of all ranks.
         reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; ""
             if it is.
+        can_sum_early: gradients may be summed while the last backward still runs.
     """
 
     is_sharded = False
     reason_not_to_cut = ""
+    can_sum_early = True
     _early: EarlySums | None = None  # of this window
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -101,7 +103,7 @@ class Backend:
                 ranks. None: not known, so the sums come after the last backward.
         """
         self._early = None
-        if self.num_processes > 1 and has_gradient is not None:
+        if self.can_sum_early and self.num_processes > 1 and has_gradient is not None:
             self._early = EarlySums(list(compress(parameters, has_gradient)))
 
     def finish_early_sums(self, status: RankStatus) -> None:

@@ -166,6 +166,19 @@ class BaseLoader:
         self.seed = seed
         self.splitter = replace(self.splitter, seed=seed)
 
+    def split_over(self, num_replicas: int, replica: int) -> None:
+        """Split windows over replicas of the model instead of processes, where several processes
+        hold one replica: the stages of a pipeline compute the same samples.
+
+        Args:
+            num_replicas: How many there are. The size of the windows stays.
+            replica: Which of them this process is part of, from 0.
+        """
+        self.layout = Layout.from_sizes(
+            num_replicas, self.layout.micro_batch_size, None, self.layout.window_size
+        )
+        self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
         self.epoch, self.num_consumed = epoch, 0

@@ -24,6 +24,7 @@ class EarlySums:
         parameters: Those that are expected to have a gradient, in the order of the model; the same
             on all ranks.
         bucket_bytes: Of one message, at least.
+        group: The ranks. None: all of them.
 
     Attributes:
         must_repeat: A gradient changed after it was sent (reentrant checkpointing of a module that
@@ -31,8 +32,12 @@ class EarlySums:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Sequence[nn.Parameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.group = group
         in_order = list(reversed(parameters))  # a backward makes the last gradients first
         self.buckets = [[in_order[i] for i in part] for part in buckets(in_order, bucket_bytes)]
         self.must_repeat = False
@@ -88,13 +93,14 @@ class EarlySums:
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
         flat = torch.cat([_gradient_of(parameter).reshape(-1) for parameter in bucket])
-        self._sent.append((flat, dist.all_reduce(flat, async_op=True)))
+        self._sent.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
 
 def sum_gradients(
     parameters: Sequence[nn.Parameter],
     has_gradient: Sequence[bool],
     bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace each `.grad` by its sum over all ranks; a rank without one adds zero.
 
@@ -104,9 +110,10 @@ def sum_gradients(
         parameters: The same on all ranks, in the same order.
         has_gradient: Of each, whether any rank has a gradient.
         bucket_bytes: Of one message, at least.
+        group: The ranks. None: all of them.
     """
     used = [p for p, is_used in zip(parameters, has_gradient, strict=True) if is_used]
-    sums = EarlySums(used, bucket_bytes)
+    sums = EarlySums(used, bucket_bytes, group)
     sums.finish(has_failed=False)
     sums.apply()
 

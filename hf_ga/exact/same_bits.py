@@ -29,6 +29,7 @@ class ChunkBackend(Backend):
     log2(chunks) of them at most.
     """
 
+    can_sum_early = False
     reason_not_to_cut = (
         "It is a chunk of same_bits, whose size is part of the result: turn on "
         "gradient_checkpointing, use a device with more "
@@ -50,11 +51,6 @@ class ChunkBackend(Backend):
         self.used = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
         self.chunks: Chunks | None = None  # until the window has targets
-
-    def sum_early(
-        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
-    ) -> None:
-        """Never: gradients are added along the tree."""
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Begin the sums of a window with targets. Ranks make different numbers of forwards."""

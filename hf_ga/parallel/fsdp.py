@@ -57,6 +57,7 @@ class ShardedBackend(Backend):
     """
 
     is_sharded = True
+    can_sum_early = False  # FSDP reduces them itself
     reason_not_to_cut = (
         "Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it "
         "smaller "
@@ -98,11 +99,6 @@ class ShardedBackend(Backend):
             )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
-
-    def sum_early(
-        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
-    ) -> None:
-        """FSDP does that itself."""
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as distributed_checkpoint
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -49,6 +50,8 @@ def save_shards(
     for name, tensor in tensors.items():
         files[name] = 1 + size // FILE_BYTES
         size += tensor.size().numel() * tensor.dtype.itemsize
+    # The first rank's table is used for all, and the stages of a pipeline have other tensors.
+    files = {name: file for of_rank in gather_object([files]) for name, file in of_rank.items()}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     with warnings.catch_warnings(
         action="ignore", category=UserWarning

@@ -13,6 +13,7 @@ from pathlib import Path
 import helpers as h
 import pytest
 import torch
+from forked import on_ranks, without_errors
 from trainers import arguments, make_trainer
 from transformers import Trainer
 
@@ -87,6 +88,7 @@ def test_every_block_and_command_is_tried():
         "exactness": 1,
         "finetune": 2,
         "library": 2,
+        "pipeline": 2,
         "processes": 1,
         "trainer": 2,
         "whole_batch": 2,
@@ -132,6 +134,17 @@ def test_the_accelerate_loop_runs(capsys):
     names, _ = execute(BLOCKS["accelerator"][0], capsys)
     assert names["accelerator"].gradient_accumulation_steps == 4
     assert len(names["loader"]) == 3 * 4 + 1
+
+
+def test_the_pipeline_runs_and_goes_on_without_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def work() -> tuple[int, int]:
+        names: dict = {"__name__": "snippet"}
+        exec("".join(BLOCKS["pipeline"]), names)
+        return names["pipeline"].stage, names["windows"].epoch
+
+    assert without_errors(on_ranks(work, 2)) == [(0, 1), (1, 1)]
 
 
 @pytest.mark.slow("trains a model")

@@ -1,0 +1,302 @@
+"""Two pipeline stages train as one process that holds the whole model, and what is refused.
+
+`test_pipeline_processes.py` has more stages, schedules, replicas and models.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from accelerate.utils import DistributedType
+from forked import on_ranks, outcome, without_errors
+from pipelines import (
+    FLOOR,
+    MODELS,
+    WINDOW,
+    alone,
+    assert_trains_as_one_process,
+    build_optimizer,
+    errors_of,
+    full_batch,
+    full_gradient,
+    kill_two_stages,
+    make_pipeline,
+    one_process_with,
+    put_together,
+    train,
+    weights_of,
+    windows_of,
+)
+from processes import make_accelerator
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+import hf_ga
+from hf_ga.errors import ConfigError
+from hf_ga.parallel.pipeline_model import PARTS, StageModel
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_train_as_one_process(name):
+    assert_trains_as_one_process(name, num_stages=2, schedule="1f1b")
+
+
+def test_a_repeated_micro_batch_adds_nothing():
+    """The short last window has fewer micro-batches than 1F1B needs for three stages."""
+    assert_trains_as_one_process("GPT-2", num_stages=3, schedule="1f1b")
+
+
+def test_two_stages_in_two_replicas():
+    assert_trains_as_one_process("GPT-2", num_stages=2, schedule="1f1b", num_replicas=2)
+
+
+def scale_by_micro_batches(pipeline: hf_ga.Pipeline) -> None:
+    """As torch's schedules do by default."""
+
+    def schedule(stage: Any, num_calls: int, **options: Any) -> Schedule1F1B:
+        return Schedule1F1B(stage, num_calls, **{**options, "scale_grads": True})
+
+    pipeline._schedule = schedule
+
+
+def number_sites_by_stage(pipeline: hf_ga.Pipeline) -> None:
+    """Sites get the keys of a stage that counts its own modules from 0."""
+    for number, site in enumerate(pipeline._engine.rule.dropout.sites.values()):
+        site.key = number
+
+
+def divide_by_own_targets(pipeline: hf_ga.Pipeline) -> None:
+    """Each micro-batch gives its own mean."""
+    engine = pipeline._engine
+    engine.term = lambda outputs, is_whole: (outputs.loss, engine.call.counts)
+
+
+def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
+    """The embedding does not get the gradient of the head."""
+    pipeline._backend.tied = None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [scale_by_micro_batches, number_sites_by_stage, divide_by_own_targets],
+)
+def test_what_a_naive_pipeline_does_fails(spoil):
+    """The control of the tests above."""
+    alone("GPT-2")
+    found = without_errors(on_ranks(partial(train, "GPT-2", 2, "1f1b", spoil), 2))
+    of_gradient, of_weights = errors_of("GPT-2", found)
+    assert of_gradient > 0.1
+    assert of_weights > 100 * FLOOR
+
+
+def test_copies_of_a_tied_weight_that_are_kept_apart_fail():
+    found = without_errors(on_ranks(partial(train, "GPT-2", 2, "1f1b", keep_copies_apart), 2))
+    first, last = (gradients["transformer.wte.weight"] for gradients, *_ in found)
+    truth = full_batch("GPT-2")["transformer.wte.weight"]
+    assert h.relative_error({"": first}, {"": truth}) > 0.1
+    assert h.relative_error({"": last}, {"": truth}) > 0.1
+
+
+def test_a_replica_without_samples():
+    name = "GPT-2"
+    samples = h.token_samples(2)
+
+    def work() -> tuple[h.Gradients, int]:
+        pipeline, windows = make_pipeline(name, 2, "1f1b", samples)
+        (window,) = windows
+        offsets = [np.array([0])] if pipeline.replica == 0 else []
+        result = pipeline.backward_window(window.split(offsets))
+        return h.gradients(pipeline.model), result.num_targets
+
+    gradients, numbers = zip(*without_errors(on_ranks(work, 4)), strict=True)
+    assert len(set(numbers)) == 1
+    truth = full_gradient(name, samples, 1)
+    assert h.relative_error(put_together(gradients), truth) < FLOOR
+
+
+def test_a_window_without_targets_is_skipped():
+    samples = [*h.token_samples(WINDOW), *map(h.without_targets, h.token_samples(WINDOW))]
+
+    def work() -> list[bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "gpipe", samples)
+        windows.shuffle = False
+        optimizer = build_optimizer(pipeline.model)
+        return [pipeline.train_step(optimizer, window).skipped for window in windows]
+
+    assert on_ranks(work, 2) == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_stage_is_updated_if_one_is_not_finite(clip):
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == 1:
+            pipeline.model.transformer.ln_f.weight.register_hook(lambda grad: grad * torch.inf)
+        before = weights_of(pipeline.model)
+        optimizer = build_optimizer(pipeline.model)
+        window = next(iter(windows))
+        said = outcome(partial(pipeline.train_step, optimizer, window, max_grad_norm=clip))
+        after = weights_of(pipeline.model)
+        return said, all(torch.equal(after[name], weight) for name, weight in before.items())
+
+    for said, is_unchanged in on_ranks(work, 2):
+        assert "NonFinite: the loss or a gradient of window 0 of epoch 0" in said
+        assert is_unchanged
+
+
+def test_a_stage_that_fails_ends_all():
+    """With its own error; the other stage loses the connection."""
+
+    def work() -> None:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+
+        def fail(*args: Any) -> None:
+            raise torch.OutOfMemoryError("on purpose")
+
+        if pipeline.stage == 1:
+            pipeline.model.register_forward_pre_hook(fail)
+        pipeline.backward_window(next(iter(windows)))
+
+    first, second = on_ranks(work, 2)
+    assert "Connection" in first
+    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be cut" in second
+
+
+def test_killed_and_resumed_on_one_process(tmp_path):
+    """Control: without the optimizer's state the weights differ."""
+    kill_two_stages(tmp_path)
+    expected, _ = alone("GPT-2")
+    assert h.relative_error(one_process_with(tmp_path), expected) < FLOOR
+    assert h.relative_error(one_process_with(tmp_path, with_moments=False), expected) > 100 * FLOOR
+
+
+def whole_model(name: str, num_layers: int) -> nn.Module:
+    """A small model of a class that can be cut."""
+    if name.startswith("Bert"):
+        return h.seeded(h._bert)(getattr(tf, name), 0.0, num_hidden_layers=num_layers)
+    if name.startswith("GPT2"):
+        return h.gpt2(num_hidden_layers=num_layers)
+    config = getattr(tf, name.replace("ForCausalLM", "Config"))
+    sizes = {**h.LLAMA_SIZES, "num_hidden_layers": num_layers, "head_dim": 8}
+    return h.seeded(getattr(tf, name))(
+        config(**sizes, tie_word_embeddings=name == "Qwen2ForCausalLM")
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("name", PARTS)
+def test_stages_one_after_the_other_are_the_whole_model(name, num_stages):
+    """The same bits of the loss, the same gradients, and each parameter on one stage or tied."""
+    whole = whole_model(name, 5)
+    batch = h.pad_right(h.class_samples(4) if "Sequence" in name else h.tag_samples(4))
+    if name.startswith(("Bert", "GPT2")):
+        batch["token_type_ids"] = torch.ones_like(batch["input_ids"])
+    stages = [StageModel(copy.deepcopy(whole), i, num_stages) for i in range(num_stages)]
+    entries = batch
+    for stage in stages[:-1]:
+        entries = {**batch, "inputs_embeds": stage(**entries)}
+    loss = stages[-1](**entries).loss
+    expected = whole(**batch).loss
+    assert torch.equal(loss, expected)
+
+    loss.backward()
+    expected.backward()
+    first, last = stages[0], stages[-1]
+    if first.tied is not None:
+        assert first.tied is not last.tied
+        first.tied.grad += last.tied.grad
+        last.tied.grad = first.tied.grad
+    gradients = put_together([h.gradients(stage.model) for stage in stages])
+    assert h.relative_error(gradients, h.gradients(whole)) < FLOOR
+
+
+def refused(model: nn.Module, samples: list[dict], num_stages: int = 2, **options: Any) -> str:
+    """What `prepare_pipeline` says on one process."""
+    accelerator = make_accelerator("ddp")
+    windows = windows_of(accelerator, samples)
+    how = {k: options.pop(k) for k in ("loss_fn",) if k in options}
+    rule = hf_ga.prove_targets(model, samples, h.pad_right, **how)
+    with pytest.raises(ConfigError) as error:
+        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=num_stages, **options)
+    return str(error.value)
+
+
+def checkpointed_gpt2() -> nn.Module:
+    model = h.gpt2()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def summed_logits(outputs: Any, batch: dict) -> tuple[torch.Tensor, int]:
+    return outputs.logits.sum(), len(batch["labels"])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (h.mixtral, {}, "unsupported model for a pipeline: MixtralForCausalLM"),
+        (h.gpt2, {"num_stages": 3}, "got 3 stages for 2 layers"),
+        (h.gpt2, {"num_stages": 1}, "between 2 and the number of layers"),
+        (h.gpt2, {"schedule": "zigzag"}, "schedule must be one of gpipe, 1f1b, got 'zigzag'"),
+        (h.gpt2, {"loss_fn": summed_logits}, "unsupported loss in a pipeline: loss_fn"),
+        (h.gpt2, {}, "2 pipeline stages need a multiple of 2 processes, got 1"),
+        (checkpointed_gpt2, {}, "gradient checkpointing in a pipeline"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(model, options, words):
+    assert words in refused(model(), h.token_samples(8), **options)
+
+
+def test_a_rule_of_another_model_is_refused():
+    """Its dropout sites are those of the other model's modules."""
+    accelerator = make_accelerator("ddp")
+    windows = windows_of(accelerator, h.token_samples(8))
+    rule = hf_ga.prove_targets(h.gpt2(0.1), h.token_samples(8), h.pad_right)
+    with pytest.raises(ConfigError, match="the rule was proven for another model"):
+        hf_ga.prepare_pipeline(accelerator, h.gpt2(0.1), windows, rule, num_stages=2)
+
+
+def test_windows_of_another_loader_are_refused():
+    """It gives each stage samples of its own."""
+
+    def work() -> str:
+        pipeline, _ = make_pipeline("GPT-2", 2, "gpipe")
+        others = windows_of(make_accelerator("ddp"), h.token_samples(WINDOW))
+        return outcome(partial(pipeline.backward_window, next(iter(others))))
+
+    for said in on_ranks(work, 2):
+        assert "ConfigError: this window is not from the WindowLoader" in said
+
+
+def test_fp16_and_fsdp_are_refused(monkeypatch):
+    accelerator = make_accelerator("ddp")
+    windows = windows_of(accelerator, h.token_samples(8))
+    model = h.gpt2()
+    rule = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match="unsupported: fp16 in a pipeline"):
+        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
+    accelerator.scaler = None
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ConfigError, match="unsupported: FSDP in a pipeline"):
+        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
+
+
+def test_weights_that_differ_between_ranks_are_refused():
+    def work() -> str:
+        accelerator = make_accelerator("ddp")
+        model = h.gpt2()
+        with torch.no_grad():
+            model.lm_head.weight += accelerator.process_index
+        windows = windows_of(accelerator, h.token_samples(8))
+        rule = hf_ga.prove_targets(model, windows.probe_samples(8), h.pad_right)
+        make = partial(hf_ga.prepare_pipeline, accelerator, model, windows, rule, num_stages=2)
+        return outcome(make)
+
+    for said in on_ranks(work, 2):
+        assert "must have the same weights" in said
