@@ -13,6 +13,7 @@ import pairs
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from accelerate import Accelerator
 from forked import on_ranks, phase, run_phases, without_errors
 from runs import (
@@ -286,6 +287,15 @@ def test_scored_pairs(rows, tmp_path):
     columns = texts_of(rows, "scored", "sentence1", "sentence2", "score")
     theirs = evaluation.EmbeddingSimilarityEvaluator(*columns, write_csv=False)(model)
     assert summary["eval_spearman"] == pytest.approx(theirs["spearman_cosine"], abs=1e-6)
+
+
+def test_the_small_model_that_is_built_where_none_is_named(rows, tmp_path):
+    settings = {"model_name_or_path": None, "max_length": 300, "max_steps": 2}
+    summary = hf_ga.finetune(config(rows, tmp_path / "run", **settings))
+    assert summary["eval_loss"] < 4
+    loaded = tf.AutoModel.from_pretrained(tmp_path / "run")
+    longest = torch.full((1, 300), 3)
+    assert loaded(input_ids=longest).last_hidden_state.isfinite().all()
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(rows, tmp_path):
