@@ -14,7 +14,6 @@ process of its own, minus the memory after building model and pairs.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
+from benchmark.lap import memory_now, peak_memory
 from hf_ga.data.pairs import collate_pairs, tokenize_pairs
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
@@ -193,21 +192,19 @@ def with_dropout(setting: Setting, sizes: tuple[int, int]) -> None:
         print(f"dropout 0.1, micro-batches of {sizes[0]} and {sizes[1]}: {name} {error:.1e}")
 
 
-def peak_memory(arm: str, setting: Setting) -> int:
-    """Bytes that a window needs; in this process."""
+def memory_of_window(arm: str, setting: Setting) -> int:
+    """Bytes that a window adds; in this process."""
     _, step = ARMS[arm](setting)
-    before = psutil.Process().memory_info().rss
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = memory_now(device)
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     step()
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() - before
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return peak_memory(device) - before
 
 
 def measured_apart(flags: argparse.Namespace, arm: str, window_size: int) -> int:
-    """`peak_memory` in a new process."""
+    """`memory_of_window` in a new process."""
     command = [sys.executable, "-m", "benchmark.embeddings", "--memory_of", arm]
     command += ["--model_name_or_path", flags.model_name_or_path, "--pairs", flags.pairs]
     command += ["--window_size", str(window_size)]
@@ -251,11 +248,11 @@ def main() -> None:
         flags.micro_batch_size,
     )
     if flags.memory_of:
-        print(peak_memory(flags.memory_of, setting))
+        print(memory_of_window(flags.memory_of, setting))
         return
+    memory(flags)  # first: a process inherits the peak of the one that starts it
     without_dropout(setting, flags.num_windows)
     with_dropout(setting, (flags.micro_batch_size, flags.micro_batch_size // 2))
-    memory(flags)
 
 
 if __name__ == "__main__":

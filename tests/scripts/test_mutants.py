@@ -18,6 +18,7 @@ ROOMS = {
     "recovery",
     "training",
     "data",
+    "embedding",
     "run",
     "check",
     "trainer",
