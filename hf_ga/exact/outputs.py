@@ -13,7 +13,7 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
         outputs: A tensor, or nested mappings (also of transformers), lists and tuples of them.
         name: Of the outputs themselves.
 
-    >>> list(named_tensors({"a": torch.zeros(1), "b": (torch.zeros(1), None)}))
+    >>> list(named_tensors({"a": Tensor([1.0]), "b": (Tensor([2.0]), None)}))
     ['a', 'b.0']
     """
     if isinstance(outputs, Tensor):

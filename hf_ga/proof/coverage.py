@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
 from hf_ga.exact.forward import output_of
@@ -19,6 +19,16 @@ from hf_ga.proof.probes import NUM_IN_A, POSITIONS, SECOND_LABELS
 MOST_ROUNDS = 10  # batches to show all classes of a head
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 NOT_A_TARGET = ("input_ids", "position_ids", "token_type_ids", *POSITIONS, *SECOND_LABELS)
+
+
+def special_tokens(model: nn.Module) -> list[int]:
+    """The special tokens that a model's config names; some configs have several of a kind."""
+    config = getattr(model, "config", None)
+    found = set()
+    for name in SPECIAL_TOKENS:
+        value = getattr(config, name, None)
+        found |= set(value) if isinstance(value, list | tuple) else {value}
+    return sorted(token for token in found if isinstance(token, int))
 
 
 def num_classes(outputs: Any, labels: Tensor) -> int | None:

@@ -2,6 +2,7 @@
 leave it unchanged.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.entries import put_together
-from hf_ga.exact.forward import LossFunction, restored_buffers
+from hf_ga.exact.forward import LossFunction, restored_buffers, restored_modes
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
 from hf_ga.exact.override import override
@@ -22,8 +23,8 @@ from hf_ga.exact.rule import structure_of
 from hf_ga.exact.sums_of_means import kind_of
 from hf_ga.proof import causes
 from hf_ga.proof.coverage import (
-    SPECIAL_TOKENS,
     num_classes,
+    special_tokens,
     with_extreme_values,
     with_other_labels,
 )
@@ -250,11 +251,8 @@ class Prover(Prober):
             classes = num_classes(engine.forward(on_device), labels)
         if classes is None:
             return
-        config = getattr(self.model, "config", None)
-        special = (
-            {getattr(config, name, None) for name in SPECIAL_TOKENS} if labels.dim() > 1 else ()
-        )
-        yield from with_other_labels(whole, classes, [i for i in special if isinstance(i, int)])
+        special = special_tokens(self.model) if labels.dim() > 1 else []
+        yield from with_other_labels(whole, classes, special)
 
     def width_matters(self) -> bool | None:
         """Whether padding short samples to a long one's width changes their loss or gradient; None:
@@ -419,13 +417,47 @@ class Prover(Prober):
                 if name not in names
                 and not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
             ]
-        if names:
-            cause = causes.state(self.model, names)
+        if not names:
+            return
+        cause = causes.state(self.model, names)
+        if is_additive and not self._depends_on(names, batch, rows):
+            warnings.warn(
+                f"hf_ga: the loss does not depend on them now, but {cause} if a later forward "
+                "reads them.",
+                stacklevel=2,
+            )
+        else:
             raise _not_additive(
                 f"{cause}. Keep them unchanged in training forwards: most modules do after "
                 "module.eval().",
                 cause,
             )
+
+    def _depends_on(self, names: list[str], batch: Batch, rows: np.ndarray) -> bool:
+        """Whether the loss of a batch depends on the values of buffers, in training or in
+        evaluation mode. Observers that only record (I-BERT's) change nothing.
+        """
+        before = self._losses_in_both_modes(batch, rows)
+        with restored_buffers(self.model):
+            for name in names:
+                buffer = self.model.get_buffer(name)
+                buffer.copy_(2 * buffer + 1)
+            after = self._losses_in_both_modes(batch, rows)
+        is_same = [abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(before, after, strict=True)]
+        return not all(is_same)
+
+    @torch.no_grad()
+    def _losses_in_both_modes(self, batch: Batch, rows: np.ndarray) -> list[float]:
+        losses = []
+        with restored_buffers(self.model), restored_modes(self.model):
+            for is_training in (True, False):
+                if not is_training:
+                    self.model.eval()
+                engine = self._engine(BatchLoss(self.loss_fn), speed_ups=())
+                engine.begin(self._window([batch], [rows]), training=False)
+                with engine.scope(), engine.micro_batch(0) as on_device:
+                    losses.append(float(engine.mean(engine.forward(on_device))))
+        return losses
 
     def _buffers_after(
         self, names: list[str], batches: list[Batch], rows: list[np.ndarray]

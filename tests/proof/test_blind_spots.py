@@ -2,6 +2,7 @@
 would prove anything.
 """
 
+import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from windows import one_window
 import hf_ga
 from hf_ga.exact.batches import take_rows
 from hf_ga.exact.entries import Entries
+from hf_ga.proof.coverage import special_tokens
 
 WINDOW = 16
 
@@ -234,3 +236,13 @@ def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
 def test_models_that_cannot_be_trained(model, why):
     with pytest.raises(hf_ga.ConfigError, match=why):
         hf_ga.prove_targets(model, features(), stack)
+
+
+@pytest.mark.parametrize("eos", [3, [3, 7]], ids=["one", "several"])
+def test_a_model_with_several_end_tokens_is_proven(eos):
+    """Llama 3 and GLM have several; no label of the proof is a special token."""
+    model = h.gpt2()
+    model.config.eos_token_id = eos
+    assert special_tokens(model)[-1] == (3 if eos == 3 else 7)
+    samples = h.token_samples(32)
+    assert hf_ga.prove_targets(model, samples, h.pad_right).name == "shifted labels"
