@@ -67,20 +67,24 @@ class InfoNCE:
             batch: Optionally `text_id_anchor`, `text_id_positive`, ...: int64, shape (samples,),
                 equal for equal texts; 0 for a missing negative.
         """
-        columns = ["positive", *(name for name in outputs if name.startswith("negative"))]
-        anchors = outputs["anchor"]
-        candidates = torch.cat([outputs[column] for column in columns])
-        ids = [batch.get(TEXT_ID + column) for column in ("anchor", *columns)]
-        if any(of_column is None for of_column in ids):
-            texts = others = None
-        else:
-            texts = Texts(query=ids[0], match=ids[1], candidate=torch.cat(ids[1:]))
-            others = Texts(query=ids[1], match=ids[0], candidate=ids[0])
         scale = 1 / temperature_of(outputs, self.temperature)
-        loss = cross_entropy_in_window(anchors, candidates, scale, texts)
+        columns = ["positive", *(name for name in outputs if name.startswith("negative"))]
+        loss = _search(outputs, batch, "anchor", columns, scale)
         if not self.symmetric:
             return loss
-        return (loss + cross_entropy_in_window(outputs["positive"], anchors, scale, others)) / 2
+        return (loss + _search(outputs, batch, "positive", ["anchor"], scale)) / 2
+
+
+def _search(
+    outputs: Outputs, batch: Batch, column: str, candidates: list[str], scale: Tensor | float
+) -> Tensor:
+    """The loss of the search for the first of the candidates' columns from another column."""
+    texts = None
+    if TEXT_ID + column in batch:
+        ids = [batch[TEXT_ID + name] for name in candidates]
+        texts = Texts(query=batch[TEXT_ID + column], match=ids[0], candidate=torch.cat(ids))
+    vectors = torch.cat([outputs[name] for name in candidates])
+    return cross_entropy_in_window(outputs[column], vectors, scale, texts)
 
 
 @dataclass(frozen=True)
