@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 # The same names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
 if TYPE_CHECKING:
     from hf_ga.accelerator.accelerator import Accelerator as Accelerator
+    from hf_ga.batch.call import backward as backward
     from hf_ga.check.check import check_equivalence as check_equivalence
     from hf_ga.check.report import EquivalenceReport as EquivalenceReport
     from hf_ga.embedding.losses import CoSENT as CoSENT
@@ -74,6 +75,7 @@ _MODULES = {
     "UnkeyedRandomness": "hf_ga.errors",
     "Window": "hf_ga.exact.window",
     "WindowLoader": "hf_ga.exact.window_loader",
+    "backward": "hf_ga.batch.call",
     "backward_window": "hf_ga.training",
     "check_equivalence": "hf_ga.check.check",
     "finetune": "hf_ga.run.finetune",

@@ -17,7 +17,7 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, reduce
+from accelerate.utils import DistributedType, reduce
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
@@ -199,7 +199,11 @@ class Backend:
             self.all_reduce_status(
                 status
             )  # a rank that failed meanwhile takes part in this collective instead
-        return reduce(tensor, "sum")
+        if self.num_processes == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
 
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
@@ -333,7 +337,8 @@ def _raise_on_all_ranks(own: Exception | None) -> None:
     text = f"{type(own).__name__}: {own}".encode(
         errors="replace"
     ).decode()  # printable characters only
-    failures = gather_object([own if fits_or_is_cut else text])
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, own if fits_or_is_cut else text)
     messages = [
         f"process {rank} failed: {failure}"
         for rank, failure in enumerate(failures)

@@ -400,7 +400,7 @@ class Engine:
         return self.backend.all_reduce_status(self.status).counts
 
     def described_window(self) -> str:
-        return f"window {self.window.index} of epoch {self.window.epoch}"
+        return self.window.description
 
     def first_forward(self, call: Call) -> Any:
         with self._sped_up(call):

@@ -197,11 +197,12 @@ def put_together(batch: Batch) -> dict[str, Any]:
         if not parts and value[0] is ABSENT:
             del whole[name]
         else:
-            whole[name] = _concatenated(parts) if parts else value[0]
+            whole[name] = concatenated(parts) if parts else value[0]
     return whole
 
 
-def _concatenated(parts: list[Any]) -> Any:
+def concatenated(parts: Sequence[Any]) -> Any:
+    """The rows of several tensors, arrays or lists."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], np.ndarray):

@@ -72,6 +72,10 @@ class Fetcher:
         self.is_repeatable = True
         return batches
 
+    def offsets(self, request: WindowRequest) -> np.ndarray:
+        """Offsets of the samples of a window that can be collated here: all of them."""
+        return np.arange(len(request.positions))
+
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
         """Samples by their offsets. A random transform draws from generators seeded by (seed,
         epoch, position).

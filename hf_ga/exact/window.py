@@ -82,6 +82,16 @@ class Window:
     def num_samples(self) -> int:
         return len(self.request.sample_ids)
 
+    @property
+    def description(self) -> str:
+        """How errors name it."""
+        return f"window {self.index} of epoch {self.epoch}"
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Offsets in the window of the samples that this rank can collate."""
+        return self.fetcher.offsets(self.request)
+
     def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
         """Where the samples of a micro-batch are in the window."""
         return micro_batch.positions - self.request.positions[0]

@@ -163,7 +163,7 @@ class WindowAudit:
         """
         window = self.engine.window
         own = window.offsets_of(chosen.call.micro_batch)
-        others = np.setdiff1d(np.arange(window.num_samples), own)
+        others = np.setdiff1d(window.offsets, own)
 
         def some_others(number: int) -> np.ndarray:
             spread = np.linspace(0, len(others) - 1, number).astype(int)

@@ -11,6 +11,7 @@ import pytest
 MUTANTS = mutants.all_mutants()
 ROOMS = {
     "accelerator",
+    "batch",
     "exact",
     "proof",
     "speed",

@@ -17,6 +17,8 @@ from forked import on_ranks, without_errors
 from trainers import arguments, make_trainer
 from transformers import Trainer
 
+import hf_ga
+
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES = {path.stem: path.read_text() for path in FILES}
@@ -84,6 +86,7 @@ def test_every_block_and_command_is_tried():
     assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
         "README": 2,
         "accelerator": 1,
+        "backward": 1,
         "checker": 1,
         "exactness": 1,
         "finetune": 2,
@@ -128,6 +131,33 @@ def test_the_loop_over_windows_runs_and_resumes(tmp_path, capsys, monkeypatch):
     _, printed = execute("".join(BLOCKS["library"]), capsys)
     assert [int(n) for n in re.findall(r"(\d+) targets in the last window", printed)] == [4, 4]
     assert "same weights after resuming: True" in printed
+
+
+def test_the_changed_lines_of_a_stock_loop_make_the_same_updates():
+    """The diff is the only one of the README with `hf_ga.backward`: both of its sides are run."""
+    diffs = re.findall(r"```diff\n(.*?)```", PAGES["README"], re.DOTALL)
+    (lines,) = [diff.splitlines() for diff in diffs if "hf_ga.backward" in diff]
+    batch = h.pad_right(h.token_samples(20))
+    batches = [{name: value[i : i + 9] for name, value in batch.items()} for i in (0, 9, 18)]
+
+    def weights(left_out: str) -> torch.Tensor:
+        loop = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
+        model = h.gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {"hf_ga": hf_ga, "model": model, "optimizer": optimizer, "loader": batches}
+        exec(loop, names)
+        assert float(names["loss"].detach()) > 0
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    before = torch.nn.utils.parameters_to_vector(h.gpt2().parameters()).detach()
+    stock, ours = weights("+") - before, weights("-") - before
+    assert (ours - stock).norm() < 1e-5 * stock.norm()
+
+
+def test_the_one_call_gives_the_same_loss_for_every_size(capsys):
+    _, printed = execute(BLOCKS["backward"][0], capsys)
+    losses = re.findall(r"loss (\S+)", printed)
+    assert len(losses) == 3 and len(set(losses)) == 1
 
 
 def test_the_accelerate_loop_runs(capsys):
