@@ -71,7 +71,8 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
     if config.full_determinism or (config.same_bits and accelerator.device.type != "cpu"):
         enable_full_determinism(config.seed)
     if accelerator.device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        torch.backends.cudnn.allow_tf32 = config.tf32
     return accelerator
 
 

@@ -132,7 +132,7 @@ REFUSED = {  # remedy: flags
     "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": "optim_args",
     "use lora_target_modules": "optim_target_modules",
     "omit it: every update averages over all targets of the global batch": "average_tokens_across_devices",
-    "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval tf32 "
+    "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval "
     "fp16_opt_level",
     "use gradient_checkpointing alone": "gradient_checkpointing_kwargs "
     "activation_checkpointing_kwargs",

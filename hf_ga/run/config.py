@@ -204,6 +204,10 @@ class FinetuneConfig(DataOptions):
     mixed_precision: str | None = option(
         None, "no, bf16 or fp16. Default: that of `accelerate launch`."
     )
+    tf32: bool = option(
+        False,
+        "On a GPU in float32, round the factors of products to TF32 (10 bits): faster, less exact.",
+    )
     seed: int = option(0, "Seed of order, dropout and initial weights.")
     allow_split_dependent_randomness: bool = option(
         False,
