@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from hf_ga.batch.call import backward as backward
     from hf_ga.check.check import check_equivalence as check_equivalence
     from hf_ga.check.report import EquivalenceReport as EquivalenceReport
+    from hf_ga.embedding.losses import CoSENT as CoSENT
+    from hf_ga.embedding.losses import InfoNCE as InfoNCE
+    from hf_ga.embedding.losses import Matryoshka as Matryoshka
+    from hf_ga.embedding.model import EmbeddingModel as EmbeddingModel
     from hf_ga.errors import CheckpointError as CheckpointError
     from hf_ga.errors import ConfigError as ConfigError
     from hf_ga.errors import DataError as DataError
@@ -47,14 +51,18 @@ _MODULES = {
     "Accelerator": "hf_ga.accelerator.accelerator",
     "BatchPlan": "hf_ga.exact.plan_batch",
     "CheckpointError": "hf_ga.errors",
+    "CoSENT": "hf_ga.embedding.losses",
     "ConfigError": "hf_ga.errors",
     "DataError": "hf_ga.errors",
+    "EmbeddingModel": "hf_ga.embedding.model",
     "EquivalenceReport": "hf_ga.check.report",
     "ExactTrainer": "hf_ga.trainer.exact_trainer",
     "ExactTrainerMixin": "hf_ga.trainer.exact_trainer",
     "FinetuneConfig": "hf_ga.run.config",
     "HfGaError": "hf_ga.errors",
+    "InfoNCE": "hf_ga.embedding.losses",
     "LossNotAdditive": "hf_ga.errors",
+    "Matryoshka": "hf_ga.embedding.losses",
     "MicroBatch": "hf_ga.exact.batches",
     "MissingPackage": "hf_ga.errors",
     "NonFinite": "hf_ga.errors",

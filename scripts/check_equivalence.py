@@ -22,7 +22,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 from hf_ga.run.accelerator import make_accelerator
-from hf_ga.run.build import build_model, chosen_loss_fn, prepare_setup, proof_samples
+from hf_ga.run.build import build_model, chosen_loss, prepare_setup, proof_samples
 from hf_ga.run.cli import guarded, parse_config
 from hf_ga.run.config import FinetuneConfig, option
 from hf_ga.run.config_checks import check_output_dir
@@ -83,10 +83,10 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
     """Build the model and a window of training samples as in finetune, and check them."""
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator)
-    loss_fn = chosen_loss_fn(config, setup.class_weights)
+    loss = {name: value for name, value in chosen_loss(setup).items() if value is not None}
     # They compute the head's own loss, so they cannot be compared under another one.
     steps: dict[str, Step] = {
-        TITLES[name]: ARMS[name]() for name in config.listed("compare") if loss_fn is None
+        TITLES[name]: ARMS[name]() for name in config.listed("compare") if not loss
     }
     report = check_equivalence(
         build_model(setup),
@@ -94,16 +94,16 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
         setup.data.collate,
         config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
         steps,
-        loss_fn=loss_fn,
+        **loss,
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         seed=config.seed,
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
         same_bits=config.same_bits,
     )
-    if loss_fn is not None and config.listed("compare"):
+    if loss and config.listed("compare"):
         report.facts.append(
-            "no other step is compared: label smoothing and weights change the loss, and they "
-            "compute the head's own"
+            "no other step is compared: they compute the head's own loss, not one with label "
+            "smoothing or weights, nor one of whole windows"
         )
     return report
 

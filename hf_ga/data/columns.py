@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict, Value
 from hf_ga.data.chat import chat_columns
 from hf_ga.data.checks import check_values, check_weights
 from hf_ga.data.options import DataOptions
+from hf_ga.data.pairs import ROLE, pair_columns
 from hf_ga.data.tasks import Task
 from hf_ga.errors import DataError
 
@@ -52,6 +53,8 @@ SOURCES = {
 TEXTS = {"text", "text_pair", "question", "context", "target"}
 FLAGS = {
     "text": "text_column",
+    "anchor": "text_column",
+    "positive": "text_pair_column",
     "tokens": "text_column",
     "question": "text_column",
     "text_pair": "text_pair_column",
@@ -69,7 +72,8 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[
     them.
 
     Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`, `choices`
-    (or `choice0`, `choice1`, ...), `target`, `weight`, or the names of conversation columns.
+    (or `choice0`, `choice1`, ...), `target`, `weight`, `anchor`, `positive`, `negative` (and
+    `negative_1`, ...), or the names of conversation columns.
 
     Raises:
         DataError: conversations that would be cut into blocks.
@@ -119,9 +123,11 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
-    remedy = f"Choose another with --{FLAGS.get(role)}, or fix these rows."
-    if role in TEXTS and not _is_text(feature):
-        rule = f"{FLAGS[role]} must name a column of strings"
+    remedy = "Fix these rows, or rename the column."
+    if role in FLAGS:
+        remedy = f"Choose another with --{FLAGS[role]}, or fix these rows."
+    if (role in TEXTS or ROLE.fullmatch(role)) and not _is_text(feature):
+        rule = f"{FLAGS.get(role, role)} must name a column of strings"
         check_values(
             split,
             dataset[role][:],
@@ -170,6 +176,10 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
         return _question_and_choices(dataset, options)
     if task.labels == "target":
         return _source_and_target(dataset, options)
+    if task.labels == "pairs":
+        return pair_columns(
+            dataset, options.text_column, options.text_pair_column, options.label_column
+        )
     chat = chat_columns(dataset.column_names)
     if task.pipeline == "text-generation" and options.text_column is None and chat:
         if options.block_size:

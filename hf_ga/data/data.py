@@ -21,6 +21,7 @@ from hf_ga.data.files import load_files, reading
 from hf_ga.data.labels import encode_labels
 from hf_ga.data.masking import KeyedMasks
 from hf_ga.data.options import DataOptions, Several, as_list
+from hf_ga.data.pairs import check_scores
 from hf_ga.data.sources import StreamedSamples, first_rows, load_rows
 from hf_ga.data.spans import encode_answers
 from hf_ga.data.tasks import TASKS, Task
@@ -40,6 +41,7 @@ _LEARNED_FROM = (
     "input_ids",
     "length",
     "token_type_ids",
+    "text_ids",
     "label",
     "labels",
     "start_positions",
@@ -201,7 +203,9 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
 
 def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
     kind = data.task.labels
-    if kind in ("none", "target"):
+    if kind == "pairs":
+        check_scores(rows)
+    if kind in ("none", "target", "pairs"):
         return rows
     if kind == "answers":
         return DatasetDict(

@@ -70,16 +70,18 @@ class DataOptions:
     )
     text_column: str | None = option(
         None,
-        "Column with the text (the question, the source). Default: `text`, a common name, or the "
-        "only column of strings.",
+        "Column with the text (the question, the source, the anchor). Default: `text`, a common "
+        "name, or the only column of strings.",
     )
     text_pair_column: str | None = option(
         None,
-        "Column with a second text (a question's context). Default: a common name of pairs "
-        "(sentence1, sentence2).",
+        "Column with a second text (a question's context, an anchor's positive). Default: a common "
+        "name of pairs (sentence1, sentence2).",
     )
     label_column: str | None = option(
-        None, "Column with the label. Default: `label`, `labels`, or a common name for the task."
+        None,
+        "Column with the label (the score of a pair). Default: `label`, `labels`, or a common name "
+        "for the task.",
     )
     choices_column: str | None = option(
         None,

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_ga.data import choices, collation, spans, tokenization
+from hf_ga.data import choices, collation, pairs, spans, tokenization
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Task:
         auto_class: the transformers class that loads the model.
         labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags"
             (a class for each word), "answers" (spans of a context), "choice" (the index of one of
-            the row's texts), "target" (a text to generate).
+            the row's texts), "target" (a text to generate), "pairs" (texts that belong together,
+            or the score of two).
         tokenize: a function of `tokenization`.
         collate: a function of `collation`; `PreparedData.collate` gives it its settings.
         small_config: (tokenizer, max_length) -> configuration of the default model.
@@ -185,5 +187,15 @@ TASKS: dict[str, Task] = {
         generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",
         lora_type="SEQ_2_SEQ_LM",
+    ),
+    "embedding": Task(
+        AutoModel,
+        "pairs",
+        pairs.tokenize_pairs,
+        pairs.collate_pairs,
+        small_bert,
+        metrics=("recall_at_1", "recall_at_10", "mrr_at_10", "ndcg_at_10", "spearman"),
+        pipeline="sentence-similarity",
+        lora_type=None,
     ),
 }

@@ -127,12 +127,16 @@ def marks_tokens(mask: Any) -> bool:
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:
-    """Real tokens of a batch: the sum of `attention_mask`, else the elements of `input_ids`, else
-    the samples.
+    """Real tokens of a batch: the sum of `attention_mask` (of `attention_mask_anchor`, ..., if its
+    samples have several texts), else the elements of `input_ids`, else the samples.
     """
-    mask = batch.get("attention_mask")
-    if marks_tokens(mask):
-        return int(mask.sum())
+    masks = [
+        value
+        for name, value in batch.items()
+        if name.startswith("attention_mask") and marks_tokens(value)
+    ]
+    if masks:
+        return int(sum(mask.sum() for mask in masks))
     if isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()
     return num_samples

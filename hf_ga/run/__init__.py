@@ -17,8 +17,10 @@ PACKAGES = {
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
     "pyarrow": "pyarrow",
+    "pytrec_eval": "pytrec-eval-terrier",
     "rouge_score": "rouge-score",
     "seqeval": "seqeval",
+    "scipy": "scipy",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }

@@ -25,6 +25,7 @@ from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.run.config import FinetuneConfig
+from hf_ga.run.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.run.evaluation import evaluate, evaluation_windows
 from hf_ga.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy, weights_of_classes
 from hf_ga.run.models import (
@@ -70,7 +71,7 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
     base = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base))
     model_config = complete_config(base, config, data)
-    return Setup(
+    setup = Setup(
         config=config,
         accelerator=accelerator,
         data=data,
@@ -78,6 +79,9 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
         class_weights=weights_of_classes(config, data),
         **functions,
     )
+    if data.task.labels == "pairs":
+        check_embedding(setup)
+    return setup
 
 
 def build_model(setup: Setup) -> nn.Module:
@@ -125,8 +129,8 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
 def build_run(setup: Setup) -> Run:
     """Build model, optimizer, schedule and windows, and prove the loss."""
     config, accelerator, data = setup.config, setup.accelerator, setup.data
-    loss_fn = chosen_loss_fn(config, setup.class_weights)
-    eval_loss_fn = evaluation_loss_fn(config, setup.class_weights)
+    loss = chosen_loss(setup)
+    eval_loss = evaluation_loss(setup)
     windows = train_windows(setup)  # checks sizes before the model is built
     model = build_model(setup)
     _print_size(setup, model)
@@ -138,8 +142,8 @@ def build_run(setup: Setup) -> Run:
         data.collate,
         allow_split_dependent_randomness=allowed,
     )
-    eval_rule = prove(loss_fn=eval_loss_fn)
-    rule = eval_rule if loss_fn == eval_loss_fn else prove(loss_fn=loss_fn)
+    eval_rule = prove(**eval_loss)
+    rule = eval_rule if loss == eval_loss else prove(**loss)
     windows.state.pad_to_window = rule.pad_to_window
     max_windows = (
         math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
@@ -151,7 +155,7 @@ def build_run(setup: Setup) -> Run:
         accelerator,
         model,
         optimizer,
-        loss_fn=loss_fn,
+        **loss,
         allow_split_dependent_randomness=allowed,
         rule=rule,
     )
@@ -233,6 +237,20 @@ def _frozen_sha256(model: nn.Module) -> str:
     )
 
 
+def chosen_loss(setup: Setup) -> dict[str, Any]:
+    """The training loss, as an argument of `hf_ga.prepare` and `hf_ga.prove_targets`."""
+    if setup.data.task.labels == "pairs":
+        return {"whole_batch": window_loss(setup.config, setup.data)}
+    return {"loss_fn": chosen_loss_fn(setup.config, setup.class_weights)}
+
+
+def evaluation_loss(setup: Setup) -> dict[str, Any]:
+    """The loss of evaluations, as `chosen_loss`."""
+    if setup.data.task.labels == "pairs":
+        return chosen_loss(setup)
+    return {"loss_fn": evaluation_loss_fn(setup.config, setup.class_weights)}
+
+
 def chosen_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
@@ -278,7 +296,10 @@ def evaluate_split(
         same_bits=setup.config.same_bits is not None,
     )
     prefix = "eval_" if split == "validation" else f"{split}_"
-    found = evaluate(setup.accelerator, model, windows, rule, make_reader(setup, model, split))
+    if data.task.labels == "pairs":
+        found = evaluate_embeddings(setup, model, windows, rule, split)
+    else:
+        found = evaluate(setup.accelerator, model, windows, rule, make_reader(setup, model, split))
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_ga.data.options import DataOptions, as_list, option
 from hf_ga.data.tasks import TASKS
+from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.recovery.nonfinite import ON_NONFINITE
@@ -27,6 +28,14 @@ CROSS_ENTROPY_TASKS = (  # with one mean over classes
     "token-classification",
     "seq2seq",
 )
+TEMPERATURE = 0.05
+EMBEDDING_FLAGS = (
+    "pooling",
+    "temperature",
+    "learn_temperature",
+    "symmetric_loss",
+    "matryoshka_dims",
+)
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "block_size": ("causal-lm", "masked-lm"),
     "label_smoothing_factor": CROSS_ENTROPY_TASKS,
@@ -38,14 +47,19 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
         "multi-label",
         "question-answering",
         "multiple-choice",
+        "embedding",
     ),
     "choices_column": ("multiple-choice",),
     "target_column": ("seq2seq",),
     "source_prefix": ("seq2seq",),
     "max_target_length": ("seq2seq",),
-    "predict_file": tuple(
-        task for task in TASKS if task not in ("causal-lm", "masked-lm")
-    ),  # use pipeline() for these
+    "predict_file": tuple(  # use pipeline() and SentenceTransformer() for the others
+        task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
+    ),
+    **dict.fromkeys(EMBEDDING_FLAGS, ("embedding",)),
+    **dict.fromkeys(
+        ("lora_r", "adapter_name_or_path"), tuple(task for task in TASKS if task != "embedding")
+    ),
     "predict_with_generate": ("seq2seq",),
 }
 
@@ -102,6 +116,27 @@ class FinetuneConfig(DataOptions):
         "text-classification, token-classification: weights of the classes in the loss of training "
         "and evaluations: `balanced` (targets / (classes x targets of the class), as in "
         "scikit-learn), or one number above 0 for each class, in the order of the labels.",
+    )
+    # embedding
+    pooling: str | None = option(
+        None,
+        f"embedding: how a text's tokens become one vector, one of: {', '.join(POOLINGS)}. "
+        "Default: as the model was saved by sentence-transformers, else mean.",
+    )
+    temperature: float | None = option(
+        None,
+        "embedding: temperature of the loss, by which cosines are divided; the initial one with "
+        f"learn_temperature. Default: {TEMPERATURE}.",
+    )
+    learn_temperature: bool = option(False, "embedding: learn the temperature (pairs).")
+    symmetric_loss: bool = option(
+        False,
+        "embedding: each positive must find its anchor, too: the mean of both losses (pairs).",
+    )
+    matryoshka_dims: list[int] | None = option(
+        None,
+        "embedding: sum the loss over these sizes, so that the first numbers of a vector can be "
+        "used alone. Name the full size, too.",
     )
     # batch
     per_device_train_batch_size: int = option(
@@ -273,6 +308,11 @@ class FinetuneConfig(DataOptions):
         return self.lora_r is not None or self.adapter_name_or_path is not None
 
     @property
+    def initial_temperature(self) -> float:
+        """The temperature of the loss of embeddings; if it is learned, before the first step."""
+        return TEMPERATURE if self.temperature is None else self.temperature
+
+    @property
     def sequence_length(self) -> int:
         """Maximum tokens in a sample."""
         return self.block_size or self.max_length
@@ -299,6 +339,7 @@ class FinetuneConfig(DataOptions):
         check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
         check_one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
+        check_one_of("pooling", self.pooling or "mean", POOLINGS)
         self.layout(num_processes=1)
         self._check_task(has_own_metrics)
         self._check_combinations()
@@ -337,6 +378,9 @@ class FinetuneConfig(DataOptions):
         """Check flags that need or exclude each other."""
         if self.class_weights is not None:
             self._check_class_weights()
+        small = [dim for dim in self.matryoshka_dims or () if dim < 1]
+        if small:
+            raise ConfigError(f"matryoshka_dims must be at least 1, got {small[0]}.")
         if self.weight_column is not None and self.block_size:
             raise ConfigError(
                 "weight_column weighs rows, but block_size cuts their texts into blocks: omit one "

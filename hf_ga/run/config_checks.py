@@ -26,6 +26,7 @@ _ABOVE_0 = (
     "mlm_probability",
     "lora_alpha",
     "adam_epsilon",
+    "temperature",
 )
 _BELOW = {
     "label_smoothing_factor": 1,
@@ -36,6 +37,7 @@ _BELOW = {
 _BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _NAMES |= {list[str]: "a list of strings", list[float]: "a list of numbers"}
+_NAMES |= {list[int]: "a list of whole numbers"}
 
 
 def check_fields(config: Any) -> None:

@@ -38,13 +38,14 @@ from hf_ga.run.build import (
     build_model,
     build_run,
     evaluate_split,
-    evaluation_loss_fn,
+    evaluation_loss,
     mergeable,
     prepare_setup,
     proof_samples,
 )
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.config_checks import check_one_of
+from hf_ga.run.embeddings import learned_temperature
 from hf_ga.run.hub import check_login, upload
 from hf_ga.run.loop import fit, stopped_early
 from hf_ga.run.outputs import prepare_output_dir, save_last, write_reports
@@ -64,6 +65,7 @@ TARGETS = {
     "samples": "each sample",
     "attended tokens": "each token of the attention mask",
     "loss_fn": "counted by loss_fn",
+    "whole_batch": "each sample, compared with all samples of its window",
 }
 
 
@@ -302,6 +304,7 @@ def _summary(
         "data_facts": run.data.facts,
         "labels": run.data.labels,
         "class_weights": run.class_weights or None,
+        "temperature": learned_temperature(weights),
         "weights_sha256": state_sha256(weights),
         "versions": versions(),
         "machine": machine(),
@@ -323,13 +326,13 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
         "data": data.description,
         "class_weights": setup.class_weights or None,
     }
-    loss_fn = evaluation_loss_fn(config, setup.class_weights)
+    loss = evaluation_loss(setup)
     proofs = {  # for counting targets; evaluations draw no dropout
         split: prove_targets(
             model,
             proof_samples(data, split),
             data.collate,
-            loss_fn=loss_fn,
+            **loss,
             allow_split_dependent_randomness=True,
         )
         for split in data.splits

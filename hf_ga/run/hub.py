@@ -96,7 +96,7 @@ def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
         if not (d == "stdlib" or is_file(d) or Path(d).exists())
     ]
     card_data = ModelCardData(
-        library_name="transformers",
+        library_name="sentence-transformers" if config.task == "embedding" else "transformers",
         base_model=model if model and not Path(model).exists() else None,
         datasets=datasets or None,
         tags=["hf_ga", config.task],

@@ -15,6 +15,8 @@ from transformers.utils import logging
 
 from hf_ga.data import corpus
 from hf_ga.data.data import PreparedData
+from hf_ga.embedding.layout import saved_pooling
+from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.run.config import FinetuneConfig
 from hf_ga.run.run import Setup
@@ -159,7 +161,7 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
     """
     if data.task.labels == "answers":
         model_config.num_labels = 2  # start and end logits
-    if data.task.labels in ("none", "answers", "choice", "target"):
+    if data.task.labels in ("none", "answers", "choice", "target", "pairs"):
         return
     known = known_labels(model_config)
     if (
@@ -200,9 +202,10 @@ def _refuse_encoder(model_config: PretrainedConfig) -> None:
         )
 
 
-def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
-    """The model with its head, in float32; to be frozen under adapters, in its own dtype if
-    autocast computes in it. New weights are drawn from torch's generator: seed it first.
+def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
+    """The model with its head (for embeddings, its pooling), in float32; to be frozen under
+    adapters, in its own dtype if autocast computes in it. New weights are drawn from torch's
+    generator: seed it first.
 
     Returns:
         (model, names of parameters missing from the named model)
@@ -235,7 +238,7 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
                 else torch.float32,
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=task.labels
-                not in ("none", "target"),  # new head for new labels
+                not in ("none", "target", "pairs"),  # new head for new labels
                 output_loading_info=True,
                 quantization_config=BitsAndBytesConfig(**four_bit) if config.load_in_4bit else None,
             )
@@ -244,6 +247,8 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
         finally:
             logging.set_verbosity(verbosity)
         new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
+        if task.labels == "pairs":  # an encoder's own pooler is not used
+            new = [name for name in new if not name.startswith("pooler.")]
         _check_new_weights(model, new, config)
     if (
         config.task == "causal-lm" and model.loss_type is None
@@ -256,7 +261,20 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel, list[str]]:
                 "--gradient_checkpointing."
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, new
+    return (_with_pooling(model, config) if task.labels == "pairs" else model), new
+
+
+def _with_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
+    name = config.model_name_or_path
+    pooling = config.pooling
+    if pooling is None and name is not None:
+        pooling = saved_pooling(name)
+    return EmbeddingModel(
+        encoder,
+        pooling or "mean",
+        temperature=config.initial_temperature if config.learn_temperature else None,
+        max_length=config.max_length,
+    )
 
 
 def _check_new_weights(model: PreTrainedModel, new: list[str], config: FinetuneConfig) -> None:

@@ -12,7 +12,16 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from hf_ga.exact.forward import unwrapped
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import raise_on_all_ranks
-from hf_ga.recovery.files import filling, flush, flush_tree, publish, tidy, write_json, writing
+from hf_ga.recovery.files import (
+    delete,
+    filling,
+    flush,
+    flush_tree,
+    publish,
+    tidy,
+    write_json,
+    writing,
+)
 from hf_ga.recovery.latest import keep_newest, set_latest
 from hf_ga.recovery.manifest import read_manifest
 from hf_ga.run.adapters import is_lora
@@ -89,6 +98,8 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> Non
         for path in sorted(
             partial.iterdir(), key=lambda path: path.name == CONFIG_NAME
         ):  # config.json last: marks it complete
+            if path.is_dir():  # a folder cannot be renamed onto a non-empty one
+                delete(folder / path.name)
             path.replace(folder / path.name)
             flush(folder)
         partial.rmdir()

@@ -107,18 +107,25 @@ def own_reader(setup: Setup, model: nn.Module) -> Reader:
         )
 
     def compute_own(predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        found = denumpify_detensorize(
-            setup.compute_metrics(EvalPrediction(_padded(predictions), _padded(references)))
-        )
-        if not isinstance(found, dict) or not all(
-            isinstance(value, int | float) for value in found.values()
-        ):
-            raise ConfigError(
-                f"compute_metrics must return a dict of names and numbers, got {found!r:.80}."
-            )
-        return found
+        return own_metrics(setup, EvalPrediction(_padded(predictions), _padded(references)))
 
     return Reader(compute_own, read, predicts_tokens=not setup.data.task.metrics)
+
+
+def own_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
+    """What the user's `compute_metrics` returns.
+
+    Raises:
+        ConfigError: If it is not a dict of numbers.
+    """
+    found = denumpify_detensorize(setup.compute_metrics(prediction))
+    if not isinstance(found, dict) or not all(
+        isinstance(value, int | float) for value in found.values()
+    ):
+        raise ConfigError(
+            f"compute_metrics must return a dict of names and numbers, got {found!r:.80}."
+        )
+    return found
 
 
 def _single(entries: list[Tensor]) -> Any:

@@ -63,10 +63,13 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
     """
     measured = [k.partition("_")[2] for k in results if k.startswith(("eval_", "test_"))]
     names = [name for name in dict.fromkeys(measured) if name != "num_targets"]
-    print_on_main(accelerator, f"{'results':<12}" + "".join(f"{name:>12}" for name in names))
+    widths = {name: max(12, len(name) + 2) for name in names}
+    print_on_main(
+        accelerator, f"{'results':<12}" + "".join(f"{name:>{widths[name]}}" for name in names)
+    )
     for split, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
         cells = [
-            f"{results[prefix + name]:>12.4f}"
+            f"{results[prefix + name]:>{widths[name]}.4f}"
             for name in names
             if results.get(prefix + name) is not None
         ]

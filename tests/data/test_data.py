@@ -22,6 +22,7 @@ from hf_ga.data.columns import choose_columns, rename_columns
 from hf_ga.data.data import prepare_data, prepare_unlabelled
 from hf_ga.data.sources import load_rows
 from hf_ga.data.tasks import TASKS
+from hf_ga.embedding.losses import InfoNCE
 from hf_ga.run.models import complete_config, load_model
 from hf_ga.run.run import Setup
 
@@ -85,6 +86,7 @@ def rows_for(task: str) -> list[dict]:
             "label": i % 3,
         },
         "seq2seq": lambda i, text: {"source": text, "target": text[::-1]},
+        "embedding": lambda i, text: {"anchor": text, "positive": text[::-1]},
     }
     make = makers.get(task, lambda i, text: {"text": text, "label": ("no", "yes")[i % 2]})
     return [make(i, text) for i, text in enumerate(TEXTS)]
@@ -919,13 +921,16 @@ def test_small_models_take_the_samples(name, tmp_path):
         # as a loader does: masks are drawn from it, and other states may leave these three samples
         # without a target
     )
-    loss = model(**data.collate([samples[i] for i in (0, 5, 9)])).loss
+    batch = data.collate([samples[i] for i in (0, 5, 9)])
+    outputs = model(**batch)
+    loss = InfoNCE()(outputs, batch) if name == "embedding" else outputs.loss
     loss.backward()
     assert loss.isfinite() and all(
         p.grad is None or p.grad.isfinite().all() for p in model.parameters()
     )
     longest = torch.full((1, 1, 300) if name == "multiple-choice" else (1, 300), 3)
-    model(input_ids=longest, **({"decoder_input_ids": longest} if name == "seq2seq" else {}))
+    encoder = model.encoder if name == "embedding" else model
+    encoder(input_ids=longest, **({"decoder_input_ids": longest} if name == "seq2seq" else {}))
 
 
 def test_only_the_first_rows(tmp_path):

@@ -49,6 +49,8 @@ def test_only_masks_of_zeros_and_ones_count_tokens():
     assert count_tokens(batch, 4) == real
     assert count_tokens({**batch, "attention_mask": batch["attention_mask"].float()}, 4) == real
     assert count_tokens(additive_masks(-torch.inf)(samples), 4) == batch["input_ids"].numel()
+    of_two_texts = {f"attention_mask_{name}": batch["attention_mask"] for name in ("a", "b")}
+    assert count_tokens(of_two_texts, 4) == 2 * real
 
 
 class TwoPasses(nn.Module):

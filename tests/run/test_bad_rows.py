@@ -50,6 +50,8 @@ def fitting(number: int) -> dict[str, dict]:
             "label": number % 2,
         },
         "seq2seq": {"source": WORDS, "target": f"some {number}"},
+        "embedding": {"query": WORDS, "document": f"some {number}", "negative": "a word"},
+        "embedding, scores": {"sentence1": WORDS, "sentence2": "more", "score": number / 2},
     }
 
 
@@ -126,6 +128,16 @@ BAD: dict[str, list[tuple]] = {
     ],  # it may be empty
     "seq2seq": [
         ("target", 5, ["target_column must name a column of strings", "1 of 11 train rows have 5"])
+    ],
+    "embedding": [
+        ("query", 5, STRINGS),
+        ("document", None, EMPTY),
+        ("negative", 5, ["negative must name a column of strings", "rename the column"]),
+        ("negative", None, ""),  # it has none
+    ],
+    "embedding, scores": [
+        ("score", None, ["must be a finite number", "1 of 11 train rows have None"]),
+        ("score", 1e39, ["must be a finite number", "1 of 11 train rows have 1e+39"]),
     ],
 }
 FLAGS = dict.fromkeys(("text-classification", "regression", "multi-label"), f"--{PAIR} second") | {

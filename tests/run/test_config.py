@@ -21,6 +21,7 @@ VALUES_OF = {
     list[str]: ("a.*", ["a.*"]),
 }
 VALUES_OF[list[float]] = ("2", [2.0])
+VALUES_OF[list[int]] = ("2", [2])
 HINTS = get_type_hints(FinetuneConfig)
 OTHER = {
     name: VALUES_OF[

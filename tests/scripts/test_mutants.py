@@ -19,6 +19,7 @@ ROOMS = {
     "recovery",
     "training",
     "data",
+    "embedding",
     "run",
     "check",
     "trainer",

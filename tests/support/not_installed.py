@@ -11,6 +11,7 @@ FINETUNE = (
     "matplotlib",
     "peft",
     "pyarrow",
+    "pytrec_eval",
     "rouge_score",
     "seqeval",
     "sklearn",
