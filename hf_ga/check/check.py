@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from hf_ga.check.diagnosis import explain
 from hf_ga.check.judging import Reference, compute_reference, judge
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
+from hf_ga.check.pipeline import pipeline_row
 from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, Row
@@ -55,6 +56,7 @@ def check_equivalence(
     max_grad_norm: float | None = None,
     allow_split_dependent_randomness: bool = False,
     same_bits: int | None = None,
+    pipeline_stages: int | None = None,
 ) -> EquivalenceReport:
     """Compare the gradient of every layout of one window with that of the full batch in float64
     (promise 1).
@@ -89,6 +91,8 @@ def check_equivalence(
             check switches them off.
         same_bits: also compare the bits of gradients that are computed in chunks of so many
             samples.
+        pipeline_stages: on several processes, also compare the gradient that so many pipeline
+            stages compute together (`hf_ga.prepare_pipeline`).
 
     Raises:
         ConfigError: bad arguments, or a full batch that cannot be computed in float64.
@@ -125,6 +129,8 @@ def check_equivalence(
         rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
         if same_bits is not None and not subject.refused:
             rows.insert(len(checked), bits_row(subject, same_bits))
+        if pipeline_stages is not None and not subject.refused:
+            rows.append(pipeline_row(subject, pipeline_stages))
     shown = {
         "precision": precision,
         "seed": seed,

@@ -12,6 +12,7 @@ from forked import on_two_ranks
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
+from hf_ga.check.pipeline import ARM
 from hf_ga.check.rows import OURS
 
 pytestmark = pytest.mark.slow("starts processes")
@@ -124,3 +125,17 @@ def test_processes_with_different_models_are_refused():
         "ConfigError: all processes must have the same samples and weights" in said
         for said in on_two_ranks(work)
     )
+
+
+def test_pipeline_stages_have_a_row():
+    """The stages pass; a model that cannot be cut, and stages without a process each, are refused."""
+    layouts = {"equal": [6, 6]}
+    more = {"layouts": layouts, "pipeline_stages": 2}
+    report = report_of("ddp", lambda: helpers.gpt2(0.1), helpers.token_samples(12), **more)
+    (row,) = report.arm(ARM).rows
+    assert row.passed and row.error < 1e-6, report
+    report = report_of("ddp", lambda: helpers.t5(0.1), helpers.token_samples(12), **more)
+    assert "pipeline" in report.arm(ARM).rows[0].refused
+    more["pipeline_stages"] = 3
+    report = report_of("ddp", helpers.gpt2, helpers.token_samples(12), **more)
+    assert report.arm(ARM).rows[0].refused
