@@ -42,7 +42,7 @@ from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow
+from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow, parameters_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import (
@@ -655,7 +655,7 @@ class Accelerator(accelerate.Accelerator):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._engine is not None and self._is_complete:
-            known = set(self._engine.parameters)
+            known = {*self._engine.parameters, *parameters_of(self.whole_batch)}
             if any(p.grad is not None and p not in known for p in parameters):
                 raise ConfigError(
                     "the optimizer has parameters with a gradient that are not in the prepared "
