@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from hf_ga.accelerator.across_samples import operation_across_samples
+from hf_ga.accelerator.across_samples import (
+    depends_across_samples,
+    operation_across_samples,
+)
 from hf_ga.accelerator.criteria import CriteriaWatch, Mean
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader, seed_of, windowed
@@ -33,6 +36,7 @@ from hf_ga.errors import (
     NoLoss,
     UnkeyedRandomness,
 )
+from hf_ga.exact.audit import is_small
 from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.engine import Engine
@@ -42,7 +46,7 @@ from hf_ga.exact.layout import Layout
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow
+from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow, parameters_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import (
@@ -655,7 +659,7 @@ class Accelerator(accelerate.Accelerator):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._engine is not None and self._is_complete:
-            known = set(self._engine.parameters)
+            known = {*self._engine.parameters, *parameters_of(self.whole_batch)}
             if any(p.grad is not None and p not in known for p in parameters):
                 raise ConfigError(
                     "the optimizer has parameters with a gradient that are not in the prepared "
@@ -722,14 +726,26 @@ class Accelerator(accelerate.Accelerator):
         if kind in self._sum_kinds and not self._is_due:
             return
         outputs = self._watch_of(self._engine.model).outputs
-        found = operation_across_samples(loss, tensors_of(outputs))
-        if found is not None and len(self._engine.call.micro_batch) > 1:
+        number = len(self._engine.call.micro_batch)
+        found = self._comparison_in(loss, outputs, number) if number > 1 else None
+        if found is not None:
             raise LossNotAdditive(
                 f"the sum that this loop passes compares the samples of a micro-batch ({found}), "
                 "so no number of targets makes it exact: pass it as Accelerator(whole_batch=...), "
                 "which gets all samples of a window."
             )
         self._sum_kinds.add(kind)
+
+    def _comparison_in(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
+        """What in a sum compares the samples of a micro-batch."""
+        tensors = tensors_of(outputs)
+        found = operation_across_samples(loss, tensors)
+        # FSDP takes a gradient of the outputs for the beginning of the backward.
+        can_differentiate = is_small(outputs) and not is_sharded(self)
+        if found is None and can_differentiate:
+            is_mixed = depends_across_samples(loss, tensors, num_samples)
+            found = "their gradients depend on each other" if is_mixed else None
+        return found
 
     def _is_head(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.

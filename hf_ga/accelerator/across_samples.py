@@ -5,8 +5,9 @@ them adds, so no number of targets makes it exact. The loop computes it, so it c
 again for other samples; but the graph of its backward shows the operations that made it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -27,7 +28,7 @@ OVER_AN_AXIS = (
     "Amin",
     "Cumsum",
 )
-PRODUCTS = ("Mm", "Addmm")
+PRODUCTS = ("Mm", "Addmm", "Cdist")
 
 
 def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | None:
@@ -44,11 +45,55 @@ def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | N
         name = node.name().rstrip("0123456789").removesuffix("Backward")
         if name in OVER_AN_AXIS and _is_over_rows(node):
             return name.lower()
-        if name in PRODUCTS:
+        if name in PRODUCTS and not _is_batched(node):
             factors = [n for n, _ in node.next_functions if n in of_outputs or n in ends]
             if len(factors) > 1:
-                return "a matrix product of outputs"
+                return "a product or distances of outputs"
     return None
+
+
+def depends_across_samples(loss: Tensor, outputs: Iterable[Tensor], num_samples: int) -> bool:
+    """Whether the gradient with respect to the outputs of half of the samples changes with the
+    outputs of the others, as no sum over samples has it. Similarities made by any operation show
+    in it; a choice of samples by a mask does not.
+
+    Args:
+        loss: What the loop passed to `backward`.
+        outputs: The tensors that the model returned. Those with one row per sample count.
+        num_samples: In the micro-batch.
+    """
+    rows = [t for t in outputs if t.dim() and len(t) == num_samples and t.requires_grad]
+    if not rows:
+        return False
+    try:
+        gradients = torch.autograd.grad(
+            loss, rows, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        changed = _change_of(gradients, rows, num_samples // 2)
+    except RuntimeError:  # an operation has no second derivative, or nothing a gradient
+        return False
+    return any(bool((c[num_samples // 2 :].abs() > 1e-6 * c.abs().max()).any()) for c in changed)
+
+
+def _change_of(
+    gradients: Sequence[Tensor], outputs: Sequence[Tensor], number: int
+) -> tuple[Tensor, ...]:
+    """The gradient with respect to the outputs of a fixed projection of the first rows of the
+    gradients.
+    """
+    projection = torch.zeros((), device=outputs[0].device)
+    for index, gradient in enumerate(gradients):
+        part = gradient[:number].flatten()
+        # Others for each tensor: of a difference, the gradients of both add up to 0.
+        numbers = (torch.arange(part.numel(), device=part.device) * (index + 1.5)).cos()
+        projection = projection + (part * numbers).sum()
+    return torch.autograd.grad(
+        projection,
+        outputs,
+        retain_graph=True,  # the loop's backward is still to come
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
 def _nodes_above(start: Node | None, ends: set[Node]) -> dict[Node, None]:
@@ -66,6 +111,12 @@ def _nodes_above(start: Node | None, ends: set[Node]) -> dict[Node, None]:
             waiting.append((node, True))
             waiting += [(n, False) for n, _ in node.next_functions]
     return above
+
+
+def _is_batched(node: Node) -> bool:
+    """Whether distances are those within each sample, as of sets of boxes."""
+    points = getattr(node, "_saved_x1", None)
+    return points is not None and points.dim() > 2
 
 
 def _is_over_rows(node: Node) -> bool:

@@ -106,6 +106,11 @@ class Backend:
         if self.can_sum_early and self.num_processes > 1 and has_gradient is not None:
             self._early = EarlySums(list(compress(parameters, has_gradient)))
 
+    @property
+    def sums_early(self) -> bool:
+        """Whether this window's gradients are summed during its last backward."""
+        return self._early is not None
+
     def finish_early_sums(self, status: RankStatus) -> None:
         """After the last backward of this rank, before the status of all ranks is known."""
         if self._early is not None:

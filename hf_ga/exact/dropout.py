@@ -18,6 +18,7 @@ from weakref import proxy
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
@@ -116,13 +117,13 @@ class SeenCall(NamedTuple):
 
     Attributes:
         key: Of its path.
-        inputs: Where its tensors lie in memory.
+        inputs: Which tensors it got, see `_identity`.
         parent: Key of the call that made it.
         index: Of this call among those that its parent made.
     """
 
     key: int
-    inputs: tuple[int, ...]
+    inputs: tuple[Any, ...]
     parent: int | None = None
     index: int = 0
 
@@ -284,7 +285,7 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        inputs = tuple(_identity(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
             parent = self._stack[-1]
             key = cached_key(parent.key, self._name_keys[module], parent.calls[module])
@@ -311,7 +312,7 @@ class KeyedDropout(Hook):
         if self._stack and self._stack[-1].module is module:  # else `_enter` raised for this call
             self._stack.pop()
 
-    def _key_of_recomputed(self, module: nn.Module, inputs: tuple[int, ...]) -> int:
+    def _key_of_recomputed(self, module: nn.Module, inputs: tuple[Any, ...]) -> int:
         """The path key of the call that checkpointing runs again.
 
         Where a forward called the module several times (an encoder of two texts): of the modules
@@ -337,6 +338,13 @@ class KeyedDropout(Hook):
             )
         self._run_again = matching[0], node
         return matching[0].key
+
+
+def _identity(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:
+    """Of a tensor's values. An address is none: memory is used again, by other tensors once it is
+    free, or for other values.
+    """
+    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
 
 
 def _follows(call: SeenCall, last: SeenCall) -> bool:

@@ -128,7 +128,8 @@ class Engine:
         with self.keeping_failures():
             self._plan(window, skip_empty, num_calls)
             self.audit = WindowAudit(self)
-        if self.status.failure is not None:
+        # Sums that are made during the backward are no place to learn that a rank has failed.
+        if self.status.failure is not None or self.backend.sums_early:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
             self.audit.run_together()

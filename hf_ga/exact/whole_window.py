@@ -180,7 +180,8 @@ class WholeWindow(Loss):
             for name, leaf, gradient in zip(names, leaves, found, strict=False)
         }
         self.own_gradients = [
-            (parameter, first_pass.from_first_rank(first_pass.scaled(gradient)))
+            # Autograd gives one tensor, or an expanded one, to several parameters.
+            (parameter, first_pass.from_first_rank(first_pass.scaled(gradient.clone())))
             for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True)
             if gradient is not None
         ]

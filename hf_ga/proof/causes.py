@@ -32,6 +32,18 @@ def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
     ]
 
 
+def changed_counters(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Names of the other buffers with other values than before, without those of norms."""
+    return [
+        name
+        for name, buffer in model.named_buffers()
+        if name in before
+        and not buffer.is_floating_point()
+        and not buffer.equal(before[name])
+        and not is_running_statistic(model, name)
+    ]
+
+
 def is_running_statistic(model: nn.Module, name: str) -> bool:
     """Whether a buffer belongs to a norm, which does not read it in training."""
     owner = model.get_submodule(name.rpartition(".")[0])

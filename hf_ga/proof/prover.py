@@ -54,6 +54,8 @@ TRIAL_ROWS = np.array(
     [0, 1, NUM_PROBE_SAMPLES - 1]
 )  # two short ones with few targets, and the longest
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
+# Other values of a buffer: one near it, and one beyond the steps at which a schedule may change.
+OTHER_VALUES = (lambda value: 2 * value + 1, lambda value: value + 10**6)
 # What to return where classes, samples or targets have weights.
 WEIGHTED_FORM = """
     losses = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="none")
@@ -406,17 +408,12 @@ class Prover(Prober):
             for name in causes.changed_buffers(self.model, self._buffers)
             if is_additive or not causes.is_running_statistic(self.model, name)
         ]
-        if changed:
-            ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
-            parts = [take_rows(batch, part, self.entries) for part in ends]
-            split = self._buffers_after(changed, parts, [rows[part] for part in ends])
-            whole = self._buffers_after(changed, [batch], [rows])
-            names += [
-                name
-                for name in changed
-                if name not in names
-                and not torch.allclose(split[name], whole[name], rtol=TOLERANCE, atol=TOLERANCE)
-            ]
+        names += [n for n in self._split_dependent(changed, batch, rows) if n not in names]
+        counters = causes.changed_counters(self.model, self._buffers) if is_additive else []
+        counters = self._split_dependent(counters, batch, rows)
+        if counters and self._depends_on(counters, batch, rows):
+            cause = causes.state(self.model, counters)
+            raise _not_additive(f"{cause}, which the loss depends on.", cause)
         if not names:
             return
         cause = causes.state(self.model, names)
@@ -433,18 +430,43 @@ class Prover(Prober):
                 cause,
             )
 
+    def _split_dependent(self, names: list[str], batch: Batch, rows: np.ndarray) -> list[str]:
+        """Those of the named buffers that have other values after a batch in two parts."""
+        if not names:
+            return []
+        ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
+        parts = [take_rows(batch, part, self.entries) for part in ends]
+        split = self._buffers_after(names, parts, [rows[part] for part in ends])
+        whole = self._buffers_after(names, [batch], [rows])
+        return [
+            name
+            for name in names
+            if not torch.allclose(
+                split[name].cpu().double(),
+                whole[name].cpu().double(),
+                rtol=TOLERANCE,
+                atol=TOLERANCE,
+            )
+        ]
+
     def _depends_on(self, names: list[str], batch: Batch, rows: np.ndarray) -> bool:
         """Whether the loss of a batch depends on the values of buffers, in training or in
         evaluation mode. Observers that only record (I-BERT's) change nothing.
         """
         before = self._losses_in_both_modes(batch, rows)
-        with restored_buffers(self.model):
-            for name in names:
-                buffer = self.model.get_buffer(name)
-                buffer.copy_(2 * buffer + 1)
-            after = self._losses_in_both_modes(batch, rows)
-        is_same = [abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(before, after, strict=True)]
-        return not all(is_same)
+        for other in OTHER_VALUES:
+            with restored_buffers(self.model):
+                for name in names:
+                    buffer = self.model.get_buffer(name)
+                    buffer.copy_(other(buffer))
+                try:
+                    after = self._losses_in_both_modes(batch, rows)
+                except (IndexError, RuntimeError):  # it is an index
+                    return True
+            is_same = [abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(before, after, strict=True)]
+            if not all(is_same):
+                return True
+        return False
 
     @torch.no_grad()
     def _losses_in_both_modes(self, batch: Batch, rows: np.ndarray) -> list[float]:

@@ -67,6 +67,8 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
                 "Let whole_batch compute what compares samples (a matrix of similarities)."
             )
     others = of_samples - set(used)
+    # Another window may take a branch of the loss in which these have a gradient.
+    may_be_used = others & set(differentiable)
     is_enough = _is_same_loss(loss_with, set(used), loss)
     if not is_enough and not _is_same_loss(loss_with, set(used) | of_samples, loss):
         raise LossNotAdditive(
@@ -74,9 +76,9 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
             "compute them from those that have."
         )
     return UsedOutputs(
-        of_samples=frozenset(of_samples & set(used)),
+        of_samples=frozenset(of_samples & set(used) | (set() if is_enough else may_be_used)),
         shared=frozenset(shared),
-        read=frozenset() if is_enough else frozenset(others),
+        read=frozenset() if is_enough else frozenset(others - may_be_used),
         parameters=any(gradient is not None for gradient in found[len(leaves) :]),
     )
 

@@ -160,7 +160,45 @@ def sum_of_in_batch_negatives(accelerator, model, x, y):
     accelerator.backward(losses, num_targets=len(x))
 
 
-@pytest.mark.parametrize("step", [hardest_half, above_the_median, sum_of_in_batch_negatives])
+def sum_of(losses_of):
+    """A step that passes a loss of the model's outputs."""
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(losses_of(model(x)), num_targets=len(x))
+
+    return step
+
+
+def similarities_by_einsum(outputs):
+    similarities = torch.einsum("id,jd->ij", outputs, outputs)
+    return F.cross_entropy(similarities, torch.arange(len(outputs)), reduction="sum")
+
+
+def similarities_by_cosine(outputs):
+    similarities = F.cosine_similarity(outputs[:, None], outputs[None], dim=-1)
+    return F.cross_entropy(similarities, torch.arange(len(outputs)), reduction="sum")
+
+
+def distances(outputs):
+    return torch.cdist(outputs, outputs.roll(1, 0)).exp().sum()
+
+
+def spread(outputs):
+    return (outputs - outputs.mean(0)).square().sum()
+
+
+def log_of_a_sum(outputs):
+    return (outputs[:, 0] - outputs[:, 1]).square().exp().sum().log()
+
+
+OF_OUTPUTS = map(
+    sum_of, (similarities_by_einsum, similarities_by_cosine, distances, spread, log_of_a_sum)
+)
+
+
+@pytest.mark.parametrize(
+    "step", [hardest_half, above_the_median, sum_of_in_batch_negatives, *OF_OUTPUTS]
+)
 def test_a_sum_that_compares_samples_is_refused(step):
     with pytest.raises(hf_ga.LossNotAdditive, match=r"compares the samples.*whole_batch"):
         gradient(hf_ga.Accelerator, step)

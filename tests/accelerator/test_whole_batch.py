@@ -159,3 +159,38 @@ def test_token_outputs_are_padded_to_the_window():
     whole = train(of_tokens, FULL_BATCH, case, NUM_SAMPLES)
     split = train(of_tokens, UNEVEN, case, NUM_SAMPLES)
     assert distance(split.weights, whole.weights) < CLOSE
+
+
+class LearnedScale(torch.nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, outputs, batch):
+        return pairs.contrast(outputs["anchor"], outputs["positive"], self.scale)
+
+
+def learned_scale(batch_size):
+    loss = LearnedScale()
+    accelerator = Accelerator(cpu=True, whole_batch=loss, global_batch_size=16)
+    model = pairs.embedder().train()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    loader = torch.utils.data.DataLoader(
+        pairs.pair_samples(32), batch_size, shuffle=True, collate_fn=pairs.collate_pairs
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(outputs_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    reset_states()
+    return loss.scale.item()
+
+
+def test_a_parameter_of_the_loss_is_trained():
+    whole = learned_scale(16)
+    assert abs(whole - 3.0) > 1e-3
+    assert learned_scale(4) == pytest.approx(whole, abs=1e-6)

@@ -361,6 +361,39 @@ def test_what_cannot_be_identified_is_refused_when_run_again(use_reentrant):
         assert relative(repeated_gradient("functional", use_reentrant), reference) <= SAME
 
 
+class InAWorkspace(nn.Module):
+    """Two texts by one block, whose input is written into memory that calls share in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.memory = [torch.empty(6, 5, 16) for _ in range(2)]
+        self.num_calls = 0
+
+    def encode(self, x):
+        self.num_calls += 1
+        memory = self.memory[self.num_calls % 2]
+        return self.block(torch.mul(x, 2.0, out=memory[: len(x)]))
+
+    def forward(self, x):
+        first, second = (checkpoint(self.encode, y, use_reentrant=False) for y in (x, -x))
+        return (first * second).mean()
+
+
+def test_a_call_is_not_known_by_the_address_of_its_input():
+    """Run again, the second call writes to where the first one had its input, and must not get the
+    first one's masks.
+    """
+    torch.manual_seed(0)
+    model = InAWorkspace()
+    dropout, run = keyed(model, torch.randn(6, 5, 16))
+    with (
+        dropout.scope(model),
+        pytest.raises(UnkeyedRandomness, match="0 of these calls had the same inputs"),
+    ):
+        run().backward()
+
+
 def test_inplace_dropout_is_as_precise_as_its_input():
     """Catches a scale in float32 for float64 activations (the float64 reference of promise 1)."""
     model = nn.Sequential(nn.Tanh(), nn.Dropout(0.1, inplace=True))

@@ -386,3 +386,68 @@ def test_an_audit_stops_a_model_that_compares_samples_later(is_switched):
         assert "not those of two parts" in str(error)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert done == (3 if is_switched else 4)
+
+
+def test_an_output_that_only_later_windows_train_has_its_gradient():
+    """The proof sees a branch of the loss in which this output is compared with a number only."""
+    far = []
+
+    def with_a_branch(model):
+        def whole_batch(outputs, batch):
+            loss = contrast_of(outputs)
+            is_far = outputs["anchor"].norm(dim=1) > (far[0] if far else 1e9)
+            return loss + outputs["anchor"][is_far].square().sum() if is_far.any() else loss
+
+        return whole_batch
+
+    def contrast_of(outputs):
+        return pairs.contrast(outputs["positive"], outputs["positive"].flip(0), 1.0)
+
+    accelerator = Accelerator(cpu=True)
+    model = pairs.embedder()
+    windows = hf_ga.WindowLoader(
+        pairs.pair_samples(16),
+        pairs.collate_pairs,
+        accelerator=accelerator,
+        per_device_batch_size=4,
+        global_batch_size=16,
+        seed=pairs.SEED,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = with_a_branch(model)
+    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows, whole_batch=loss)
+    far.append(0.0)
+    (window,) = windows
+    hf_ga.backward_window(accelerator, prepared, window)
+    truth = pairs.full_batch_gradient(model, windows.state.rules[model], window, with_a_branch)
+    assert h.relative_error(h.gradients(model), truth) < 2e-6
+
+
+class Offsets(nn.Module):
+    """Parameters of a loss for which autograd makes one tensor, and an expanded one."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(()))
+        self.other = nn.Parameter(torch.zeros(()))
+        self.several = nn.Parameter(torch.zeros(3))
+
+    def forward(self, outputs, batch):
+        error = outputs["anchor"].mean() + (self.one + self.other) - 1
+        return error.square() + self.several.sum()
+
+
+def test_gradients_of_the_loss_are_tensors_of_their_own():
+    """So that clipping scales each of them once."""
+    loss = Offsets()
+    gradient(16, lambda model: copy.deepcopy(loss).double() if is_double(model) else loss)
+    found = [parameter.grad for parameter in loss.parameters()]
+    before = [value.clone() for value in found]
+    torch.nn.utils.clip_grad_norm_(loss.parameters(), 0.1)
+    norm = torch.cat([value.reshape(-1) for value in before]).norm()
+    for value, whole in zip(found, before, strict=True):
+        assert torch.allclose(value, whole * 0.1 / norm, rtol=1e-4)
+
+
+def is_double(model):
+    return next(model.parameters()).dtype == torch.float64

@@ -186,3 +186,42 @@ def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):
         assert not sums.must_repeat
         second.sum().backward()
     assert sums.must_repeat
+
+
+def test_a_rank_that_fails_before_its_backward_ends_all_ranks():
+    """The others would send their sums while it tells that it failed."""
+
+    def work():
+        accelerator = make_accelerator("ddp")
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        failing = []
+
+        def collate(rows):
+            return {"input": torch.stack([row["input"] for row in rows])}
+
+        def spread(outputs, batch):
+            if failing and accelerator.process_index == 1:
+                raise ValueError("only here")
+            return outputs.std()
+
+        windows = hf_ga.WindowLoader(
+            [{"input": torch.randn(4)} for _ in range(24)],
+            collate,
+            accelerator=accelerator,
+            per_device_batch_size=2,
+            global_batch_size=8,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared, optimizer = hf_ga.prepare(
+            accelerator, model, optimizer, windows, whole_batch=spread
+        )
+        for window in windows:
+            try:
+                hf_ga.train_step(accelerator, prepared, optimizer, window)
+            except (ValueError, hf_ga.errors.ProcessFailed) as error:
+                return window.index, type(error).__name__
+            failing.append(True)
+        return None
+
+    assert on_ranks(work, 2) == [(1, "ProcessFailed"), (1, "ValueError")]

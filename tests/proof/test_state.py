@@ -55,6 +55,18 @@ class Counting(nn.Module):
         return x
 
 
+class Scheduled(nn.Module):
+    """Changes after a number of training forwards that a proof does not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.forwards += self.training
+        return x if int(self.forwards) < 1000 else 2 * x
+
+
 class Channels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +111,7 @@ CASES = {
         lambda: [nn.Linear(4, 8), FakeQuantize(MovingAverageMinMaxObserver)],
         r"layers.1.activation_post_process \(MovingAverageMinMaxObserver: min_val, max_val\)",
     ),
+    "schedule": (lambda: [nn.Linear(4, 8), Scheduled()], r"layers.1 \(Scheduled: forwards\)"),
     "instance norm": (
         lambda: [nn.Linear(4, 8), Channels()],
         r"layers.1.norm \(InstanceNorm1d: running_mean, running_var\)",
