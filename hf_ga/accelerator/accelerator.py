@@ -562,6 +562,7 @@ class Accelerator(accelerate.Accelerator):
                 is_open=lambda: self._is_waiting,
                 criteria=self._criteria,
                 give_up=self.leave_micro_batch,
+                notes_tensors=self.whole_batch is not None,
             )
         return self._watches[model]
 
@@ -707,7 +708,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _backward_of_outputs(self, outputs: Any, num_targets: float | Tensor | None) -> None:
         """Backward through the model's outputs, of which `whole_batch` is the loss."""
-        if num_targets is not None or outputs is not self._watch_of(self._engine.model).outputs:
+        watch = self._watch_of(self._engine.model)
+        if num_targets is not None or not watch.returned(outputs):
             raise ConfigError(
                 "with whole_batch, accelerator.backward takes what the model returned for this "
                 "micro-batch, unchanged and alone: outputs = model(**batch); "

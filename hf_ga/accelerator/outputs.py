@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_ga.accelerator.criteria import CriteriaWatch
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.exact.forward import output_of, unwrapped
+from hf_ga.exact.outputs import named_tensors
 from hf_ga.speed.lazy_logits import LazyLogits
 
 # Where outputs keep (logits, hidden states that they were computed from).
@@ -35,6 +36,7 @@ class ForwardWatch:
         is_open: Whether a micro-batch was handed out and its backward is still to come.
         criteria: Notes the loss functions that the loop calls outside of the model.
         give_up: Called before an error of a forward: leaves the micro-batch.
+        notes_tensors: Note the tensors in the outputs, to see whether the loop changes them.
 
     Attributes:
         outputs: What the last watched forward returned. None: there was none in this micro-batch.
@@ -46,11 +48,15 @@ class ForwardWatch:
         is_open: Callable[[], bool],
         criteria: CriteriaWatch,
         give_up: Callable[[], None],
+        *,
+        notes_tensors: bool = False,
     ) -> None:
         self.model = model
         self.is_open = is_open
         self.criteria = criteria
         self.give_up = give_up
+        self._notes_tensors = notes_tensors
+        self._noted: dict[str, tuple[Tensor, int]] = {}
         self._given: tuple[tuple, dict[str, Any]] = (), {}
         self.outputs: Any = None
         # Called once with the arguments of the next training forward, before it runs.
@@ -158,13 +164,29 @@ class ForwardWatch:
             return None
         output = readable(output)
         if self._is_watched(model):
-            self.outputs = output
+            self._keep(output)
             self.criteria.turn_on()
         return output
 
     def _note(self, model: nn.Module, args: tuple, output: Any) -> None:
         if self._is_watched(model):
-            self.outputs = output
+            self._keep(output)
+
+    def _keep(self, outputs: Any) -> None:
+        self.outputs = outputs
+        if self._notes_tensors:
+            tensors = named_tensors(outputs)
+            self._noted = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
+
+    def returned(self, outputs: Any) -> bool:
+        """Whether outputs are what the last watched forward returned, with unchanged tensors."""
+        if outputs is not self.outputs:
+            return False
+        tensors = named_tensors(outputs)
+        return tensors.keys() == self._noted.keys() and all(
+            tensor is self._noted[name][0] and tensor._version == self._noted[name][1]
+            for name, tensor in tensors.items()
+        )
 
 
 def loss_of(outputs: Any) -> Tensor | None:

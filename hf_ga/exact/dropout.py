@@ -340,10 +340,12 @@ class KeyedDropout(Hook):
         return matching[0].key
 
 
-def _identity(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:
+def _identity(tensor: Tensor) -> tuple[Any, int, int]:
     """Of a tensor's values. An address is none: memory is used again, by other tensors once it is
     free, or for other values.
     """
+    if tensor.layout != torch.strided:  # a sparse tensor has no storage of its own
+        return proxy(tensor), 0, tensor._version
     return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor._version
 
 

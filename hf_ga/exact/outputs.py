@@ -24,6 +24,22 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
     return found
 
 
+def plain_values(outputs: Any) -> list[Any]:
+    """What is no tensor in outputs, such as numbers.
+
+    Args:
+        outputs: See `named_tensors`.
+
+    >>> plain_values({"a": Tensor([1.0]), "b": (2.0, None)})
+    [2.0, None]
+    """
+    if isinstance(outputs, Tensor):
+        return []
+    if isinstance(outputs, Mapping | list | tuple):
+        return [plain for _, value in _items(outputs) for plain in plain_values(value)]
+    return [outputs]
+
+
 def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
     """Outputs of the same kind with other tensors.
 

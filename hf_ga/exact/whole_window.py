@@ -24,7 +24,7 @@ from hf_ga.exact.batches import Batch
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import FirstPass, Loss, OwnSum, Sums
-from hf_ga.exact.outputs import named_tensors, with_tensors
+from hf_ga.exact.outputs import named_tensors, plain_values, with_tensors
 from hf_ga.exact.precision import at_least_float32, not_autocast
 from hf_ga.exact.window import Window
 
@@ -194,8 +194,16 @@ class WholeWindow(Loss):
         """
         window = first_pass.window
         tensors: dict[str, Tensor] = {}
+        plain: list[Any] | None = None
         for call in first_pass.calls:
             outputs = first_pass.forward(call)
+            if plain is not None and plain != plain_values(outputs):
+                raise LossNotAdditive(
+                    "the model returns numbers that are not the same for all micro-batches "
+                    f"({plain[:4]} and {plain_values(outputs)[:4]}), which the loss of the whole "
+                    "window would take from one of them: return tensors with one row per sample."
+                )
+            plain = plain_values(outputs)
             offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
             found = named_tensors(outputs)
             for name in self.used.kept:

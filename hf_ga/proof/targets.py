@@ -11,11 +11,12 @@ balancing loss of a mixture of experts is computed over the whole window (`exact
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
-from hf_ga.exact.forward import LossFunction, module_modes
+from hf_ga.exact.forward import LossFunction, module_modes, restored_buffers
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.whole_window import Projection, WholeBatchLoss
@@ -41,7 +42,8 @@ def prove(
     the model.
     """
     prover = Prover(model, samples, collate_fn, loss_fn)
-    with prover.untouched():
+    has_buffers = isinstance(whole_batch, nn.Module)
+    with prover.untouched(), restored_buffers(whole_batch) if has_buffers else nullcontext():
         modes = module_modes(prover.model)
         if whole_batch is not None:
             used = find_used_outputs(prover, whole_batch)

@@ -113,6 +113,8 @@ def prove_whole_batch(
     """
 
     def own(outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+        tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
+        outputs = with_tensors(outputs, tensors)
         return loss_of_all(whole_batch, outputs, batch, prover.device), 1.0
 
     whole = prover.probe_batch()

@@ -90,6 +90,12 @@ def test_ranks_end_with_the_same_weights(full_batch, num_processes):
             assert distance(trained.weights, full_batch.weights) < CLOSE
 
 
+def changed(model, batch):
+    outputs = outputs_of(model, batch)
+    outputs["anchor"] = 2 * outputs["anchor"]
+    return outputs
+
+
 def loop(compute, collate=pairs.collate_pairs):
     accelerator = TWO_STEPS.make(exact)
     model = build()
@@ -124,6 +130,7 @@ def test_backward_returns_the_loss_of_the_window():
             pairs.collate_pairs,
             "takes what the model returned",
         ),
+        (changed, pairs.collate_pairs, "takes what the model returned"),
         (
             lambda model, batch: model(*[v.clone() for n, v in batch.items() if n != "label"]),
             pairs.collate_pairs,
@@ -135,7 +142,7 @@ def test_backward_returns_the_loss_of_the_window():
             "by name",
         ),
     ],
-    ids=["a loss", "changed outputs", "changed inputs", "a tuple"],
+    ids=["a loss", "other outputs", "changed outputs", "changed inputs", "a tuple"],
 )
 def test_misuse_is_refused(compute, collate, words):
     with pytest.raises(ConfigError, match=words):

@@ -348,6 +348,39 @@ def test_two_forwards_that_would_differ_are_refused():
             )
 
 
+class WithANumber(pairs.Embedder):
+    """Returns a number that depends on the samples, which the probes do not show."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask, label):
+        outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
+        return {**outputs, "largest": max(4, int(label.max()))}
+
+
+def test_numbers_that_differ_between_micro_batches_are_refused():
+    model = WithANumber(0.0, returns_scale=True).train()
+    samples = pairs.pair_samples(32)
+    accelerator = Accelerator(cpu=True)
+    windows = hf_ga.WindowLoader(
+        samples,
+        pairs.collate_pairs,
+        accelerator=accelerator,
+        per_device_batch_size=4,
+        global_batch_size=16,
+        shuffle=False,
+    )
+
+    def whole_batch(outputs, batch):
+        return pairs.info_nce(model)(outputs, batch) * outputs["largest"]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows, whole_batch=whole_batch)
+    samples[20]["label"] = 9
+    first, second = windows
+    hf_ga.backward_window(accelerator, prepared, first)
+    with pytest.raises(LossNotAdditive, match="not the same for all micro-batches"):
+        hf_ga.backward_window(accelerator, prepared, second)
+
+
 class Switching(pairs.Embedder):
     """Subtracts the mean of its batch where a sample has label 9, which the proof does not see."""
 
