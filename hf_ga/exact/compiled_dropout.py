@@ -121,8 +121,17 @@ class Running:
         self.modules.pop()
         self.draws.pop()
 
+    def enter_root(self, module: nn.Module, args: tuple) -> None:
+        self.clear()
+        self.enter(module, args)
+
+    def leave_root(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.clear()
+
     def clear(self) -> None:
-        """Forget the calls that an error ended."""
+        """Nothing is running: also after an error, or where checkpointing stopped a forward that it
+        ran again as soon as it had what it needed.
+        """
         self.modules.clear()
         self.draws.clear()
 
@@ -205,7 +214,9 @@ class CompiledDropout:
         for site in sites:
             if site.module in self.modules:
                 self._sites.setdefault(site.module, []).append(site)
-        self.problem = next(filter(None, map(_problem_of, self._sites.values())), None)
+        problems = [_checkpointing_in(self.modules) if self._sites else None]
+        problems += map(_problem_of, self._sites.values())
+        self.problem = next(filter(None, problems), None)
         self._calls = Running()
         self._masks = CompiledMasks(self._calls)
         self._inputs: dict[nn.Module, tuple[SiteInput, ...]] = {}
@@ -249,16 +260,27 @@ class CompiledDropout:
         with ExitStack() as stack:
             for module, inputs in self._inputs_on(device).items():
                 stack.enter_context(override(module, **{SITES: inputs}))
-            for module in {*self.roots, *self._sites}:
-                stack.callback(module.register_forward_pre_hook(self._calls.enter).remove)
-                stack.callback(module.register_forward_hook(self._calls.leave).remove)
+            for root in self.roots:
+                enter = root.register_forward_pre_hook(self._calls.enter_root, prepend=True)
+                leave = root.register_forward_hook(self._calls.leave_root, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            for module in self._sites.keys() - set(self.roots):
+                enter = module.register_forward_pre_hook(self._calls.enter, prepend=True)
+                leave = module.register_forward_hook(self._calls.leave)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
             stack.callback(self._calls.clear)
             yield
 
     def join_forward(self, model: nn.Module) -> None:
         """For a scope that is entered while the model's forward begins."""
         if model in self.roots:
-            self._calls.enter(model, ())
+            self._calls.enter_root(model, ())
+
+    def leave_all(self) -> None:
+        """A module that is not compiled starts its forward."""
+        self._calls.clear()
 
     def _inputs_on(self, device: torch.device) -> dict[nn.Module, tuple[SiteInput, ...]]:
         """Of each module that draws, its sites as inputs of graphs."""
@@ -273,6 +295,16 @@ class CompiledDropout:
                 for module, sites in self._sites.items()
             }
         return self._inputs
+
+
+def _checkpointing_in(modules: Iterable[nn.Module]) -> str | None:
+    """Whether activation checkpointing runs within compiled code: torch.compile leaves such code as
+    it is, because it tracks which module is running.
+    """
+    for module in modules:
+        if getattr(module, "gradient_checkpointing", False):
+            return f"gradient checkpointing runs within a compiled {type(module).__name__}"
+    return None
 
 
 def _problem_of(sites: list[DropoutSite]) -> str | None:

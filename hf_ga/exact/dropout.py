@@ -326,6 +326,8 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._compiled is not None:
+            self._compiled.leave_all()
         inputs = tuple(v.data_ptr() for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
             parent = self._stack[-1]
