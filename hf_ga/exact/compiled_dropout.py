@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout_functions import Masks, dropped_attention
-from hf_ga.exact.hashing import signed
 from hf_ga.exact.dropout_site import DropoutSite
+from hf_ga.exact.hashing import signed
 from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
 from hf_ga.exact.override import override
 

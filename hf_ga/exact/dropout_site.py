@@ -11,11 +11,11 @@ class DropoutSite:
     """Where a model draws a mask, as two probing forwards with 2 and 3 samples found it.
 
     Attributes:
-        name, module: of the innermost module. key: 64 bits, of the path and the draw. path: 64 bits,
-            of the call of the module: the draws of one call share it.
+        name, module: of the innermost module. key: 64 bits, of the path and the draw.
         shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the
             mask.
         is_keyed: False where no sample axis was found and the user allowed that.
+        path: 64 bits, of the call of the module: the draws of one call share it.
     """
 
     name: str
