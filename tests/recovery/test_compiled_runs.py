@@ -10,6 +10,9 @@ STOP = 3  # windows before the run is stopped: one checkpoint
 
 
 @pytest.mark.slow("compiles C++")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's tracing looks at it
 def test_a_stopped_run_with_compiled_layers_goes_on(place, undisturbed, tmp_path):
     """The undisturbed run is not compiled. Control: another seed is another run."""
     torch._dynamo.reset()

@@ -102,6 +102,9 @@ def compile_in_place(model, backend):
     model.compile(backend=backend)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 @pytest.mark.parametrize("how", [compile_in_place, compile_forward])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_model_that_was_compiled_before_its_proof(how, dropout):
