@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout_functions import Masks, dropped_attention
@@ -204,7 +205,6 @@ class CompiledDropout:
     Attributes:
         roots: As given.
         modules: All modules of compiled code.
-        problem: Why their dropout cannot be keyed. None if it can.
     """
 
     def __init__(self, roots: list[nn.Module], sites: Iterable[DropoutSite]) -> None:
@@ -214,15 +214,20 @@ class CompiledDropout:
         for site in sites:
             if site.module in self.modules:
                 self._sites.setdefault(site.module, []).append(site)
-        problems = [_checkpointing_in(self.modules) if self._sites else None]
-        problems += map(_problem_of, self._sites.values())
-        self.problem = next(filter(None, problems), None)
         self._calls = Running()
         self._masks = CompiledMasks(self._calls)
         self._inputs: dict[nn.Module, tuple[SiteInput, ...]] = {}
         # Kept, because torch.compile guards on the identity of functions: other ones in the next
         # window would be compiled again.
         self._functions: dict[Callable, Callable] = {}
+
+    @property
+    def problem(self) -> str | None:
+        """Why the dropout of the compiled modules cannot be keyed; None if it can."""
+        if not self._sites:
+            return None
+        problems = map(_problem_of, self._sites.values())
+        return _checkpointing_in(self.modules) or next(filter(None, problems), None)
 
     def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
         """Whose masks the next forward draws. Arguments as in `KeyedDropout.set_keys`."""
@@ -258,6 +263,9 @@ class CompiledDropout:
             device: Where the model is.
         """
         with ExitStack() as stack:
+            # Sizes that are equal in the first micro-batch only, as a length and the size of a
+            # head, must not become one: longer micro-batches would be compiled again.
+            stack.enter_context(_config.patch(use_duck_shape=False))
             for module, inputs in self._inputs_on(device).items():
                 stack.enter_context(override(module, **{SITES: inputs}))
             for root in self.roots:
@@ -298,8 +306,9 @@ class CompiledDropout:
 
 
 def _checkpointing_in(modules: Iterable[nn.Module]) -> str | None:
-    """Whether activation checkpointing runs within compiled code: torch.compile leaves such code as
-    it is, because it tracks which module is running.
+    """Which module runs activation checkpointing within compiled code; None if none does.
+
+    torch.compile would leave it uncompiled, because it changes the list of running modules.
     """
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
