@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_ga.parallel.pipeline import prepare_pipeline as prepare_pipeline
     from hf_ga.run.config import FinetuneConfig as FinetuneConfig
     from hf_ga.run.finetune import finetune as finetune
+    from hf_ga.speed.compiling import compile_layers as compile_layers
     from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
     from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
     from hf_ga.training import backward_window as backward_window
@@ -78,6 +79,7 @@ _MODULES = {
     "backward": "hf_ga.batch.call",
     "backward_window": "hf_ga.training",
     "check_equivalence": "hf_ga.check.check",
+    "compile_layers": "hf_ga.speed.compiling",
     "finetune": "hf_ga.run.finetune",
     "plan_batch": "hf_ga.exact.plan_batch",
     "prepare": "hf_ga.training",

@@ -8,9 +8,9 @@ running.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,37 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ga.errors import UnkeyedRandomness
+from hf_ga.errors import ConfigError, UnkeyedRandomness
+from hf_ga.exact.compiled_dropout import CompiledDropout
 from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
+from hf_ga.exact.dropout_site import DropoutSite
+from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
 
 cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
-
-
-@dataclass
-class DropoutSite:
-    """Where a model draws a mask, as two probing forwards with 2 and 3 samples found it.
-
-    Attributes:
-        name, module: of the innermost module. key: 64 bits, of the path.
-        shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the
-            mask.
-        is_keyed: False where no sample axis was found and the user allowed that.
-    """
-
-    name: str
-    module: nn.Module
-    key: int
-    shapes: list[torch.Size] = field(default_factory=list)
-    axis: int | None = None
-    is_keyed: bool = True
-
-    @property
-    def rows_per_sample(self) -> int:
-        """Of its masks along the sample axis; 1 where the window shares the mask."""
-        return 1 if self.axis is None else self.shapes[0][self.axis] // 2
 
 
 @dataclass(frozen=True)
@@ -162,26 +141,89 @@ class KeyedDropout(Hook):
         # What checkpointing ran again last, and the node of the graph whose backward needed it.
         self._run_again: tuple[SeenCall, Any] | None = None
         self.source: Any = None
+        self._compiled: CompiledDropout | None = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
         """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
         model's device.
         """
         self.source = SampleMasks(keys, shared)
+        if self._compiled is not None:
+            self._compiled.set_keys(keys, shared)
 
     def before(self, call: Call) -> None:
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
-        return (
-            self._patched() if self.sites else nullcontext()
-        )  # without patches a compiled model stays compiled
+        if not self.sites:
+            return nullcontext()  # without patches a compiled model stays compiled
+        compiled = self._find_compiled()
+        if compiled is None or compiled.problem is not None:
+            return self._patched()
+        return self._patched_around(compiled)
+
+    def check_compiled(self, model: nn.Module) -> None:
+        """Check that the masks of compiled modules can be drawn.
+
+        Args:
+            model: As it was prepared.
+
+        Raises:
+            ConfigError: If compiled modules draw dropout in a way that cannot be keyed.
+        """
+        if not self.sites:
+            return
+        compiled = self._find_compiled()
+        known = frozenset() if compiled is None else compiled.modules
+        problem = None if compiled is None else compiled.problem
+        if not known.issuperset(compiled_modules(model)):
+            problem = "a wrapper around the model is compiled"
+        if problem is not None:
+            raise ConfigError(
+                "the model is compiled and draws dropout that compiled code cannot key: "
+                f"{problem}. Set its dropout to 0, or do not compile it."
+            )
+
+    def _find_compiled(self) -> CompiledDropout | None:
+        """The keyed dropout of the modules that are compiled now; None if none is."""
+        roots = compiled_modules(self.model)
+        if not roots:
+            self._compiled = None
+        elif self._compiled is None or self._compiled.roots != roots:
+            self._compiled = CompiledDropout(roots, self.sites.values())
+        return self._compiled
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
+    def _patched_around(self, compiled: CompiledDropout) -> Iterator[None]:
+        """Hooks keep the path outside of compiled modules; these resolved it before."""
+        outside = proxy(self)  # torch.compile keeps the functions for ever
+
+        def replacement(owner: object, name: str, keyed: Callable) -> Callable:
+            return compiled.replacement(getattr(owner, name), keyed, outside)
+
+        hooked = [module for module in self.hooked if module not in compiled.modules]
+        device = next(self.model.parameters(), torch.empty(0)).device
+        with compiled.scope(device), self._replaced(hooked, replacement):
+            yield
+
+    def _patched(self) -> AbstractContextManager[None]:
+        """Hooks on all modules keep the path."""
+        return self._replaced(self.hooked, self._replacement)
+
+    @contextmanager
+    def _replaced(
+        self, hooked: Iterable[nn.Module], replacement: Callable[..., Callable]
+    ) -> Iterator[None]:
+        """The dropout functions of torch are replaced, and hooks of modules keep the path.
+
+        Args:
+            hooked: These modules.
+            replacement: From the owner and the name of a function and its keyed one to what is
+                called.
+        """
         with ExitStack() as stack:
-            for module in self.hooked:
+            for module in hooked:
                 stack.callback(
                     module.register_forward_pre_hook(
                         self._enter, with_kwargs=True, prepend=True
@@ -189,9 +231,7 @@ class KeyedDropout(Hook):
                 )
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                stack.enter_context(
-                    patch.object(owner, name, self._replacement(owner, name, keyed))
-                )
+                stack.enter_context(patch.object(owner, name, replacement(owner, name, keyed)))
             stack.callback(self._stack.clear)
             stack.callback(self._forget_calls)
             yield
@@ -209,7 +249,9 @@ class KeyedDropout(Hook):
         """For a scope that is entered while the model's forward begins: the hook that starts a
         forward was not registered yet.
         """
-        if self.model in self.hooked and self.sites:
+        if self._compiled is not None and self.model in self._compiled.modules:
+            self._compiled.join_forward(self.model)
+        elif self.model in self.hooked and self.sites:
             self._enter(self.model, args, kwargs)
 
     @property
@@ -285,6 +327,8 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._compiled is not None:
+            self._compiled.leave_all()
         inputs = tuple(_identity(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
             parent = self._stack[-1]

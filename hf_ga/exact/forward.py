@@ -123,15 +123,22 @@ def run_forward(
     return (head_loss(outputs), None) if loss_fn is None else own_loss(loss_fn, outputs, batch)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `Module.compile` was called for anything in it, or a forward was given to
-    `torch.compile`. (A module that `torch.compile` wrapped is refused: `check_not_wrapped`.)
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of a model for which `Module.compile` was called, or whose forward was
+    given to `torch.compile`. (A module that `torch.compile` wrapped is refused:
+    `check_not_wrapped`.)
     """
-    return any(
-        module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
+    is_compiled_itself = model._compiled_call_impl is not None or hasattr(
+        model.forward, "_torchdynamo_orig_callable"
     )
+    if is_compiled_itself:
+        return [model]
+    return [found for child in model.children() for found in compiled_modules(child)]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a module in it is compiled."""
+    return bool(compiled_modules(model))
 
 
 def check_not_wrapped(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.forward import is_compiled, module_modes
+from hf_ga.exact.forward import module_modes
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import Loss
 
@@ -87,7 +87,7 @@ class Rule:
 
         Raises:
             ConfigError: If the model is in evaluation mode or in other training modes than in the
-                proof, or if compiled layers draw dropout.
+                proof, or if compiled layers draw dropout that cannot be keyed.
         """
         if not model.training:
             raise ConfigError(
@@ -99,11 +99,7 @@ class Rule:
                 "a frozen BatchNorm may be in training mode now. Call hf_ga.prepare (or "
                 "prove_targets) in the mode of training."
             )
-        if self.dropout.sites and is_compiled(model):
-            raise ConfigError(
-                "the model is compiled and draws dropout: compiled code cannot draw keyed dropout "
-                "masks. Set its dropout to 0, or do not compile it."
-            )
+        self.dropout.check_compiled(model)
 
     def __str__(self) -> str:
         width = {

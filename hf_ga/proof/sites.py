@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.dropout import DropoutSite, KeyedDropout
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.exact.masks import keyed_dropout
@@ -142,10 +143,9 @@ class _SiteFinder(KeyedDropout):
         )
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
-        module = self._stack[-1].module
-        self.sites.setdefault(key, DropoutSite(self.names[module], module, key)).shapes.append(
-            shape
-        )
+        frame = self._stack[-1]
+        site = DropoutSite(self.names[frame.module], frame.module, key, path=frame.key)
+        self.sites.setdefault(key, site).shapes.append(shape)
         self.on_the_way.update(frame.module for frame in self._stack)
         return torch.ones(
             shape, dtype=torch.bool, device=next(self.model.parameters(), torch.empty(0)).device

@@ -135,8 +135,7 @@ REFUSED = {  # remedy: flags
     "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval fp16_opt_level",
     "use gradient_checkpointing alone": "gradient_checkpointing_kwargs "
     "activation_checkpointing_kwargs",
-    "omit it: hf_ga does not compile the model": "torch_compile torch_compile_backend "
-    "torch_compile_mode",
+    "use torch_compile alone": "torch_compile_backend torch_compile_mode",
     "omit it: its noise depends on the padding": "neftune_noise_alpha",
     "omit it: the upload is to the branch main": "hub_revision",
     "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id "

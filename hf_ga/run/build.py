@@ -40,6 +40,7 @@ from hf_ga.run.readers import make_reader
 from hf_ga.run.report import print_fact
 from hf_ga.run.run import Run, Setup
 from hf_ga.run.train_windows import train_windows
+from hf_ga.speed.compiling import compile_layers
 from hf_ga.training import NUM_PROOF_SAMPLES, prepare, prove_targets
 
 # Flags of which only the last part of a path must be equal on resume.
@@ -58,7 +59,7 @@ FREE_TO_CHANGE = {
     "num_beams early_stopping_patience",
     "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",
     "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing "
-    "fsdp_reduce_each_micro_batch",
+    "torch_compile fsdp_reduce_each_micro_batch",
     "checked as `window_size` and `chunks`": """per_device_train_batch_size
         gradient_accumulation_steps global_batch_size max_tokens_per_micro_batch same_bits""",
 }
@@ -133,6 +134,8 @@ def build_run(setup: Setup) -> Run:
     eval_loss = evaluation_loss(setup)
     windows = train_windows(setup)  # checks sizes before the model is built
     model = build_model(setup)
+    if config.torch_compile:
+        compile_layers(model)
     _print_size(setup, model)
     allowed = config.allow_split_dependent_randomness
     prove = partial(

@@ -82,6 +82,9 @@ class FinetuneConfig(DataOptions):
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward: less memory, more time."
     )
+    torch_compile: bool = option(
+        False, "Compile the repeated layers of the model: two or three graphs a run."
+    )
     freeze: list[str] | None = option(
         None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'."
     )

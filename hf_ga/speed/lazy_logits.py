@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ga.exact.batches import Batch
+from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
@@ -60,7 +61,8 @@ class ChunkedLoss(SpeedUp):
 
     @property
     def layer(self) -> nn.Linear | None:
-        """The output layer, if it is a plain linear layer without wrappers or hooks.
+        """The output layer, if it is a plain linear layer without wrappers or hooks, and not part
+        of compiled code, whose graph it would break.
 
         Adapters and quantised layers have other types. An FSDP unit below the model reshards its
         layer before the loss.
@@ -70,7 +72,7 @@ class ChunkedLoss(SpeedUp):
         plain = (
             type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks
         )
-        if not plain:
+        if not plain or any(layer in root.modules() for root in compiled_modules(self._model)):
             return None
         units = (
             unit

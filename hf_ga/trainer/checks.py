@@ -91,7 +91,10 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "per_device_train_batch_size yourself"
         )
     if args.torch_compile:
-        yield "torch_compile hides the model's dropout sites: omit it"
+        yield (
+            "torch_compile wraps the model and hides its dropout sites: omit it, and call "
+            "hf_ga.compile_layers(model) before"
+        )
     if args.use_liger_kernel:
         yield (
             "use_liger_kernel replaces the loss by an unproven one that computes gradients in the "

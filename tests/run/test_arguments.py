@@ -107,7 +107,7 @@ def test_converted(line):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--torch_compile", "torch_compile true is not supported: omit it"),
+        ("--torch_compile_mode max-autotune", "use torch_compile alone"),
         ("--neftune_noise_alpha 5", "neftune_noise_alpha 5 is not supported"),
         ("--deepspeed ds.json", "use `accelerate launch` with a profile"),
         ("--average_tokens_across_devices False", "every update averages over all targets"),
@@ -197,6 +197,6 @@ def test_a_file_takes_the_same_names(tmp_path):
         parse_config([str(path), "--task", "run_ner", "--do_train=False"]).task
         == "token-classification"
     )
-    path.write_text(json.dumps({"torch_compile": True}))
-    with pytest.raises(hf_ga.ConfigError, match="torch_compile True is not supported"):
+    path.write_text(json.dumps({"torch_compile_backend": "inductor"}))
+    with pytest.raises(hf_ga.ConfigError, match="torch_compile_backend inductor is not supported"):
         parse_config([str(path)])

@@ -455,6 +455,7 @@ def test_bad_input(name, files, tmp_path, capsys):
 CANNOT_BE_WRONG = {
     "trust_remote_code": "says nothing where no model is named",
     "gradient_checkpointing": "only the class of the built model knows whether it can",
+    "torch_compile": "only the built model knows whether it has repeated layers",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
     "run_name": "any name",

@@ -246,7 +246,7 @@ REFUSED_ARGUMENTS = {
     "train_sampling_strategy 'group_by_length'": {"train_sampling_strategy": "group_by_length"},
     "train_sampling_strategy 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
     "auto_find_batch_size changes the window": {"auto_find_batch_size": True},
-    "torch_compile hides": {"torch_compile": True},
+    "torch_compile wraps": {"torch_compile": True},
     "use_liger_kernel replaces the loss": {"use_liger_kernel": True},
     "neftune_noise_alpha draws noise": {"neftune_noise_alpha": 5.0},
     "'lomo' updates inside each backward": {"optim": tf.training_args.OptimizerNames.LOMO},

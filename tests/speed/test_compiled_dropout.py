@@ -1,0 +1,320 @@
+"""Keyed dropout in compiled layers: the masks of the uncompiled model, and few graphs."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import helpers as h
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from steps import backward_window
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import hf_ga
+from hf_ga.exact.compiled_dropout import draw_and_drop, draw_mask
+from hf_ga.exact.forward import compiled_modules
+from hf_ga.exact.hashing import signed
+from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys, window_key
+
+SITE = 0x9E3779B97F4A7C15
+ROUNDING = 5e-6  # of float32: compiled and uncompiled code add in other orders
+MOST_GRAPHS = 3  # of a layer class: with padding, without, single samples
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's tracing looks at it
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# -- the operators
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((6, 5), 0), ((2, 9, 4), 1), ((4, 3), None)])
+def test_the_operators_are_the_masks(shape, axis):
+    keys = window_key(0, 0, 0) if axis is None else sample_keys(0, 0, np.arange(3))
+    seeds = keys ^ signed(SITE)
+    expected = keep_mask(keys, SITE, shape, axis, 0.3)
+    assert torch.equal(draw_mask(seeds, shape, axis, 0.3), expected)
+    assert not torch.equal(draw_mask(seeds + 1, shape, axis, 0.3), expected)
+    x = torch.randn(shape, requires_grad=True)
+    by_operator = draw_and_drop(x, seeds, axis, 0.3)
+    by_mask = keyed_dropout(x, 0.3, expected)
+    assert torch.equal(by_operator, by_mask)
+    gradient = torch.randn(shape)
+    found, of_mask = (torch.autograd.grad(y, x, gradient)[0] for y in (by_operator, by_mask))
+    assert torch.equal(found, of_mask)
+    assert torch.equal(found, gradient * expected * (1 / 0.7)), "the same mask in the backward"
+
+
+def test_the_operators_can_be_traced():
+    """torch's own test: schema, autograd, shapes without data, symbolic sizes."""
+    seeds = sample_keys(0, 0, np.arange(3))
+    x = torch.randn(6, 4, requires_grad=True)
+    torch.library.opcheck(draw_and_drop, (x, seeds, 0, 0.3))
+    torch.library.opcheck(draw_and_drop, (x.detach().T, seeds, 1, 0.3))
+    torch.library.opcheck(draw_mask, (seeds, (2, 6), 1, 0.3))
+
+
+def test_packed_tokens_are_refused_by_the_operators():
+    seeds = sample_keys(0, 0, np.arange(3))
+    for draw in (
+        lambda: draw_mask(seeds, (7, 2), 0, 0.3),
+        lambda: draw_and_drop(torch.ones(7, 2), seeds, 0, 0.3),
+    ):
+        with pytest.raises(hf_ga.UnkeyedRandomness, match="does not contain whole samples"):
+            draw()
+
+
+# -- small layers that draw in every way
+
+
+class Layer(nn.Module):
+    """Draws by modules, by functions (twice in one call), in attention, and for whole samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(h.WIDTH, h.WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.last = nn.Dropout(0.1)
+
+    def forward(self, x):
+        if x.shape[1] == 13:  # an error in compiled code
+            raise ValueError("thirteen")
+        heads = self.linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        p = 0.1 if self.training else 0.0
+        attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p, is_causal=True)
+        x = x + self.dropout(attended.transpose(1, 2).flatten(2))
+        x = F.dropout(x.tanh(), 0.1, self.training)
+        return self.last(F.dropout(x * 2, 0.1, self.training))
+
+
+class Layers(nn.Module):
+    """Two layers in a list, one more that no `compile_layers` finds."""
+
+    def __init__(self, run=lambda layer, x: layer(x)):
+        super().__init__()
+        self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Sequential(Layer(), nn.Linear(h.WIDTH, h.VOCABULARY))
+        self.run = run
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for layer in [*self.layers, self.head[0]]:
+            x = self.run(layer, x)
+        logits = self.head[1](x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=h.IGNORED)
+
+
+layers = h.seeded(Layers)
+
+
+def windows_of(data, seed=0, size=3):
+    return hf_ga.WindowLoader(
+        data,
+        h.pad_right,
+        accelerator=Accelerator(cpu=True),
+        per_device_batch_size=size,
+        global_batch_size=8,
+        lengths=[len(sample["input_ids"]) for sample in data],
+        seed=seed,
+    )
+
+
+def gradients_of(model, data, **options):
+    """Of each window, weights unchanged."""
+    found = []
+    for window in windows_of(data, **options):
+        model.zero_grad()
+        backward_window(Accelerator(cpu=True), model, window)
+        found.append(h.gradients(model))
+    return found
+
+
+def compiled(model, backend="eager"):
+    """By default as traced by torch.compile: what "aot_eager" and "inductor" make of it takes
+    longer.
+    """
+    hf_ga.compile_layers(model, backend=backend)
+    return model
+
+
+def assert_same(found, expected):
+    errors = [h.relative_error(*pair) for pair in zip(found, expected, strict=True)]
+    assert max(errors) < ROUNDING, errors
+
+
+@pytest.mark.slow("compiles layers")
+def test_the_gradients_of_ragged_windows_and_the_graphs():
+    data = h.plain_samples(48)
+    expected = gradients_of(layers(), data)
+    model = compiled(layers(), "aot_eager")
+    assert_same(gradients_of(model, data), expected)
+    first = counters["stats"]["unique_graphs"]
+    assert 1 <= first <= MOST_GRAPHS
+    assert not counters["graph_break"]
+    assert_same(gradients_of(model, data), expected)
+    assert counters["stats"]["unique_graphs"] == first, "another epoch compiles nothing"
+    other_seed = gradients_of(model, data, seed=1)[0]
+    window = next(iter(windows_of(data, seed=1)))
+    assert h.relative_error(other_seed, full_gradient(layers(), data, window, seed=0)) > 1e-2
+    assert h.relative_error(other_seed, full_gradient(layers(), data, window, seed=1)) < ROUNDING
+
+
+def full_gradient(model, data, window, seed, dtype=torch.float64):
+    """The whole window as one batch of an uncompiled model, with dropout keyed by the seed."""
+    dropout = hf_ga.prove_targets(model, data[:12], h.pad_right, speed_ups=[]).dropout
+    model = model.to(dtype)
+    model.zero_grad()
+    batch = {}
+    for micro_batch in window.split([np.arange(window.num_samples)]).micro_batches:
+        batch = micro_batch.batch
+    with dropout.scope(model):
+        keys = sample_keys(seed, window.epoch, window.request.positions)
+        dropout.set_keys(keys, window_key(seed, window.epoch, window.index))
+        h.mean_loss(model, batch).backward()
+    return h.gradients(model)
+
+
+def test_layers_that_were_compiled_with_dropout_of_torch():
+    """Before and after the window they draw torch's own, in the window keyed masks."""
+    data = h.plain_samples(8)
+    batch = h.pad_right(data[:3])
+    expected = gradients_of(layers(), data)
+    model = compiled(layers())
+    model(**batch).backward()
+    assert_same(gradients_of(model, data), expected)
+    native = []
+    for _ in range(2):
+        model.zero_grad()
+        model(**batch).backward()
+        native.append(h.gradients(model))
+    assert h.relative_error(*native) > 1e-2
+    model.eval()
+    assert torch.equal(model(**batch), layers().eval()(**batch))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_around_compiled_layers(use_reentrant):
+    """The layer that is not compiled runs again, too, after forwards that end early."""
+    data = h.plain_samples(16)
+    expected = gradients_of(layers(), data)
+    again = partial(checkpoint, use_reentrant=use_reentrant)
+    assert_same(gradients_of(compiled(layers(again)), data), expected)
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_whole_compiled_model():
+    data = h.plain_samples(16)
+    expected = gradients_of(layers(), data)
+    model = layers()
+    model.compile(backend="eager", dynamic=True)
+    assert_same(gradients_of(model, data), expected)
+    assert 1 <= counters["stats"]["unique_graphs"] <= MOST_GRAPHS
+
+
+def test_uncompiled_forwards_of_compiled_layers():
+    """The proof and audits compile nothing and draw the same masks."""
+    data = h.plain_samples(8)
+    expected = gradients_of(layers(), data)
+    model = compiled(layers())
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(gradients_of(model, data), expected)
+    assert not counters["stats"]["unique_graphs"]
+
+
+def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
+    data = h.plain_samples(16)
+    expected = gradients_of(layers(), data)
+    model = compiled(layers())
+    long = {"input_ids": [1] * 13, "labels": [1] * 13}
+    before = h.everything(model)
+    rule = hf_ga.prove_targets(model, data, h.pad_right)
+    with pytest.raises(ValueError, match="thirteen"), rule.dropout.scope(model):
+        rule.dropout.set_keys(sample_keys(0, 0, np.arange(2)), window_key(0, 0, 0))
+        model(**h.pad_right([long, long]))
+    after = h.everything(model)
+    assert {**before, "random": None} == {**after, "random": None}
+    assert_same(gradients_of(model, data), expected)
+
+
+def test_a_trained_model_is_freed():
+    model = compiled(layers())
+    gradients_of(model, h.plain_samples(8))
+    freed = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert freed() is None
+
+
+def refusal(model):
+    with pytest.raises(hf_ga.ConfigError, match="dropout that compiled code cannot key") as error:
+        gradients_of(model, h.plain_samples(8))
+    assert not counters["stats"]["unique_graphs"]
+    return str(error.value)
+
+
+def test_what_cannot_be_keyed_is_refused():
+    """A module that one forward calls twice: its sites depend on the call."""
+    model = layers(lambda layer, x: layer(layer(x)))
+    expected = refusal(compiled(model))
+    assert "one forward calls layers.0" in expected
+    assert "several times" in expected
+
+    model = compiled(layers())
+    model.layers[1].gradient_checkpointing = True
+    assert "gradient checkpointing runs within a compiled Layer" in refusal(model)
+
+
+def test_a_model_without_repeated_layers_is_refused():
+    with pytest.raises(hf_ga.ConfigError, match="PlainTagger has no list of equal layers"):
+        hf_ga.compile_layers(h.plain_tagger())
+
+
+# -- models of transformers
+
+
+MODELS = {
+    "gpt2": (partial(h.gpt2, 0.1, num_hidden_layers=3), h.token_samples),
+    "bert": (partial(h.bert_masked_lm, 0.1, num_hidden_layers=3), h.token_samples),
+    "llama": (partial(h.llama, 0.1), h.token_samples),
+    "t5": (partial(h.t5, 0.1), h.token_samples),
+}
+
+
+@pytest.mark.slow("compiles C++")
+@pytest.mark.parametrize("name", MODELS)
+def test_sixty_windows(name):
+    """Every tenth one is compared with one float64 batch, all with the uncompiled run."""
+    build, samples = MODELS[name]
+    data = samples(480)
+    model = compiled(build(), "inductor")
+    plain = build()
+    found = gradients_of(model, data)
+    num_classes = len({type(layer) for layer in compiled_modules(model)})
+    assert 1 <= counters["stats"]["unique_graphs"] <= MOST_GRAPHS * num_classes
+    assert not counters["graph_break"]
+    assert_same(found, gradients_of(plain, data))
+    for index, window in enumerate(windows_of(data)):
+        if index % 10 == 0:
+            full, exact, other = (
+                full_gradient(copy.deepcopy(plain), data, window, seed, dtype)
+                for seed, dtype in ((0, torch.float32), (0, torch.float64), (1, torch.float64))
+            )
+            h.assert_promise_1(found[index], full, exact)
+            assert h.relative_error(found[index], other) > 1e-2
+    assert len(found) == 60
