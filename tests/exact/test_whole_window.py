@@ -348,6 +348,18 @@ def test_two_forwards_that_would_differ_are_refused():
             )
 
 
+def windows_of_16(samples, accelerator):
+    """In micro-batches of 4 and in their own order."""
+    return hf_ga.WindowLoader(
+        samples,
+        pairs.collate_pairs,
+        accelerator=accelerator,
+        per_device_batch_size=4,
+        global_batch_size=16,
+        shuffle=False,
+    )
+
+
 class WithANumber(pairs.Embedder):
     """Returns a number that depends on the samples, which the probes do not show."""
 
@@ -360,14 +372,7 @@ def test_numbers_that_differ_between_micro_batches_are_refused():
     model = WithANumber(0.0, returns_scale=True).train()
     samples = pairs.pair_samples(32)
     accelerator = Accelerator(cpu=True)
-    windows = hf_ga.WindowLoader(
-        samples,
-        pairs.collate_pairs,
-        accelerator=accelerator,
-        per_device_batch_size=4,
-        global_batch_size=16,
-        shuffle=False,
-    )
+    windows = windows_of_16(samples, accelerator)
 
     def whole_batch(outputs, batch):
         return pairs.info_nce(model)(outputs, batch) * outputs["largest"]
@@ -396,14 +401,7 @@ def test_an_audit_stops_a_model_that_compares_samples_later(is_switched):
     model = Switching(0.1, returns_scale=False).train()
     samples = pairs.pair_samples(64)
     accelerator = Accelerator(cpu=True)
-    windows = hf_ga.WindowLoader(
-        samples,
-        pairs.collate_pairs,
-        accelerator=accelerator,
-        per_device_batch_size=4,
-        global_batch_size=16,
-        shuffle=False,
-    )
+    windows = windows_of_16(samples, accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, optimizer = hf_ga.prepare(
         accelerator, model, optimizer, windows, whole_batch=pairs.info_nce(model)
