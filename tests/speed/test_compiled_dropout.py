@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ga
 from hf_ga.exact.compiled_dropout import draw_and_drop, draw_mask
-from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hashing import signed
 from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys, window_key
 
 SITE = 0x9E3779B97F4A7C15
 ROUNDING = 5e-6  # of float32: compiled and uncompiled code add in other orders
-MOST_GRAPHS = 3  # of a layer class: with padding, without, single samples
+MOST_GRAPHS = 3  # of a stack of layers: with padding, without, single samples
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -289,10 +288,9 @@ def test_a_model_without_repeated_layers_is_refused():
 
 
 MODELS = {
-    "gpt2": (partial(h.gpt2, 0.1, num_hidden_layers=3), h.token_samples),
-    "bert": (partial(h.bert_masked_lm, 0.1, num_hidden_layers=3), h.token_samples),
-    "llama": (partial(h.llama, 0.1), h.token_samples),
-    "t5": (partial(h.t5, 0.1), h.token_samples),
+    "gpt2": partial(h.gpt2, 0.1, num_hidden_layers=3),
+    "bert": partial(h.bert_masked_lm, 0.1, num_hidden_layers=3),
+    "llama": partial(h.llama, 0.1),
 }
 
 
@@ -300,13 +298,12 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_sixty_windows(name):
     """Every tenth one is compared with one float64 batch, all with the uncompiled run."""
-    build, samples = MODELS[name]
-    data = samples(480)
+    build = MODELS[name]
+    data = h.token_samples(480)
     model = compiled(build(), "inductor")
     plain = build()
     found = gradients_of(model, data)
-    num_classes = len({type(layer) for layer in compiled_modules(model)})
-    assert 1 <= counters["stats"]["unique_graphs"] <= MOST_GRAPHS * num_classes
+    assert 1 <= counters["stats"]["unique_graphs"] <= MOST_GRAPHS
     assert not counters["graph_break"]
     assert_same(found, gradients_of(plain, data))
     for index, window in enumerate(windows_of(data)):
