@@ -498,6 +498,7 @@ NO_VALUES = {
     str: ([("", "is an empty string")], [5, True, ["a", 1], {}, []]),
     list[str]: ([("", "is an empty string")], [5, "a", [1], {}, [""]]),
     list[float]: ([("much", "invalid float value")], [5, "a", ["1"], {}, [True]]),
+    list[int]: ([("1.5", "invalid int value")], [5, "a", ["1"], {}, [True], [1.5]]),
 }
 TYPED = {
     name: next(kind for kind in NO_VALUES if kind in (hint if isinstance(hint, tuple) else (hint,)))
