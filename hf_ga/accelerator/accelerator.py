@@ -1,6 +1,7 @@
 """`hf_ga.Accelerator`: Accelerate's own loop, in which any split of a window is the full batch."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -161,6 +162,7 @@ class Accelerator(accelerate.Accelerator):
         self._epochs: dict[int, int] = {}  # id of a dataset -> the epoch that was begun last
         self._heads: dict[tuple, bool] = {}  # kind of a loss -> it is the model's own
         self._criterion_kinds: set[tuple] = set()  # of losses that are means of torch
+        self._warned_of_number = False
         self._sum_kinds: set[tuple] = set()  # of sums that do not compare samples
         self._passes_own_loss = False  # the very tensor that the model returned
         self._criteria = CriteriaWatch()  # of the micro-batch
@@ -696,9 +698,11 @@ class Accelerator(accelerate.Accelerator):
         self._check_unpacked(loss)
         loss = loss.reshape(()) if loss.dim() else loss
         if num_targets is not None:
+            number = float(num_targets)
             self._check_sum(loss)
+            self._check_number(loss, number)
             self._count_in_forward("num_targets")
-            engine.backward((loss, float(num_targets)))
+            engine.backward((loss, number))
         elif self._is_head(loss):
             self._backward_of_head(loss)
         else:
@@ -748,6 +752,31 @@ class Accelerator(accelerate.Accelerator):
             is_mixed = depends_across_samples(loss, tensors, num_samples)
             found = "their gradients depend on each other" if is_mixed else None
         return found
+
+    def _check_number(self, loss: Tensor, number: float) -> None:
+        """Check that a number of targets was not raised to 1 for a micro-batch without any. Where
+        the sum is not 0, that cannot be told from one target: then warn once.
+
+        Raises:
+            LossNotAdditive: If the sum is 0: the window would be divided by too many.
+        """
+        num_samples = len(self._engine.call.micro_batch)
+        if number != 1 or num_samples == 1:
+            return
+        if not self._warned_of_number:
+            self._warned_of_number = True
+            warnings.warn(
+                f"hf_ga: num_targets is 1 for a micro-batch of {num_samples} samples. If that is "
+                "max(number, 1), the window is divided by too many: pass the plain number, which "
+                "may be 0.",
+                stacklevel=4,
+            )
+        if bool(loss == 0):
+            raise LossNotAdditive(
+                f"the sum is 0 and num_targets is 1 for a micro-batch of {num_samples} samples, as "
+                "with max(number, 1): such micro-batches would count as targets of the window. "
+                "Pass the plain number; it may be 0."
+            )
 
     def _is_head(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.

@@ -146,7 +146,8 @@ class TrainerWindow:
             self.rule,
             module=self.module,
             is_audited=trainer.audit,
-            audits_together=True,  # a user's loss may be a collective (TRL's gathers metrics)
+            # A user's compute_loss may be a collective (TRL's gathers metrics).
+            audits_together=trainer.loss_sums is None,
         )
         trainer.model.train()  # for a first pass; Trainer calls it in each training step only
         gather = partial(gather_uneven, accelerator.gather)

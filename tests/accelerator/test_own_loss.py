@@ -132,6 +132,7 @@ def focal(outputs: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
+@pytest.mark.filterwarnings("ignore:hf_ga. num_targets is 1")
 def test_any_sum_with_its_number_of_targets_is_exact():
     """Here the focal loss over positives: most micro-batches have none."""
 
@@ -219,6 +220,20 @@ def test_a_sum_that_compares_the_outputs_of_one_sample_is_exact():
         accelerator.backward(losses(model, x, y).sum(), num_targets=len(y))
 
     assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
+
+
+def test_a_number_that_was_raised_to_1_is_refused():
+    """Most micro-batches have no positive sample."""
+
+    def step(accelerator, model, x, y):
+        number = (y > 0).sum().clamp(min=1)
+        accelerator.backward((focal(model(x), y) * (y > 0)).sum(), num_targets=number)
+
+    with (
+        pytest.warns(UserWarning, match=r"If that is max\(number, 1\)"),
+        pytest.raises(hf_ga.LossNotAdditive, match="Pass the plain number"),
+    ):
+        gradient(hf_ga.Accelerator, step)
 
 
 def two_terms(accelerator, model, x, y):
