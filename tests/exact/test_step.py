@@ -428,7 +428,7 @@ def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     with pytest.raises(
         hf_ga.ConfigError,
-        match=r"loss_fn differs from the one of the proof.* pass it to prove_targets",
+        match=r"the loss differs from the one of the proof.* pass it to prove_targets",
     ):
         backward_window(Accelerator(), model, window, rule=rule, loss_fn=h.weighted_token_loss)
     with pytest.raises(hf_ga.ConfigError, match="got a dict: iterate over a WindowLoader"):

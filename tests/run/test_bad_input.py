@@ -70,6 +70,23 @@ CASES = {
         "--lr_scheduler_type step",
         ["unknown lr_scheduler_type 'step'", "cosine", "linear"],
     ),
+    "unknown pooling": ("--task embedding --pooling max", ["unknown pooling 'max'", "lasttoken"]),
+    "a temperature of 0": (
+        "--task embedding --temperature 0",
+        ["temperature must be greater than 0"],
+    ),
+    "vectors of 0 numbers": (
+        "--task embedding --matryoshka_dims 0",
+        ["matryoshka_dims must be at least 1"],
+    ),
+    "a temperature without embeddings": (
+        "--learn_temperature",
+        ["learn_temperature applies to the task embedding"],
+    ),
+    "two directions without embeddings": (
+        "--symmetric_loss",
+        ["symmetric_loss applies to the task embedding"],
+    ),
     "unknown precision": ("--mixed_precision fp8", ["unknown mixed_precision 'fp8'", "bf16"]),
     "betas of another optimizer": (
         "--optim sgd --adam_beta2 0.98",
@@ -458,6 +475,7 @@ CANNOT_BE_WRONG = {
     "torch_compile": "only the built model knows whether it has repeated layers",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
+    "tf32": "only allows, on a GPU",
     "run_name": "any name",
     "project": "any name",
 }
