@@ -74,12 +74,16 @@ class WindowAudit:
         if not self.is_on:
             return
         call = self.engine.call
+        is_chosen = any(chosen.call.index == call.index for chosen in self._chosen)
+        is_kept = isinstance(self.engine.loss, OwnSum) and call.weight and is_small(outputs)
+        if not is_chosen and not is_kept:
+            return
         additive = self.engine.loss.additive
         if additive is not self.engine.loss:
             sums, counts = additive.sums(outputs, call)
         numbers = numbers_of(sums, counts)
         self._numbers[call.index] = numbers
-        if isinstance(self.engine.loss, OwnSum) and call.weight and is_small(outputs):
+        if is_kept:
             self._outputs.append(Outputs(outputs, call.batch, len(call.micro_batch), numbers))
 
     def run(self) -> None:
@@ -90,7 +94,8 @@ class WindowAudit:
             UnkeyedRandomness: If a forward drew from a random generator.
         """
         engine = self.engine
-        if not self.is_on or engine.status.failure is not None:
+        has_work = self._chosen or len(self._outputs) > 1
+        if not has_work or not self.is_on or engine.status.failure is not None:
             return
         call = engine.call
         # Compiled layers would be compiled again for forwards without gradients.
