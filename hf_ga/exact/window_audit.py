@@ -58,7 +58,7 @@ class WindowAudit:
         """Whether this window is audited: not where it is one micro-batch, as nothing is split, nor
         where the loop computes the loss."""
         engine = self.engine
-        is_whole = engine.backend.num_processes == 1 and len(engine.window.micro_batches) == 1
+        is_whole = engine.backend.num_processes == 1 and len(engine.window.batches) == 1
         is_wanted = engine.is_audited and engine.is_training and engine.loss.is_audited
         return is_wanted and not is_whole
 
