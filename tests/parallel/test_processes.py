@@ -299,13 +299,13 @@ def test_other_dropout_masks_fail_the_same_test(steps):
 
 
 def test_ddp_sums_gradients_once_a_window(found):
-    """One all-reduce of exactly the gradients' bytes and two small ones (targets, status), however
-    many micro-batches.
+    """One all-reduce of exactly the gradients' bytes and three small ones, however many
+    micro-batches: targets, the agreement to sum during the last backward, status.
     """
     for micro_batches in MICRO_BATCHES:
         for fact in facts(found(2), f"counted ddp {micro_batches} once"):
             assert fact["micro_batches"] == micro_batches
-            assert fact["calls"] == {"allreduce": 1} and fact["small"] == 2
+            assert fact["calls"] == {"allreduce": 1} and fact["small"] == 3
             assert fact["bytes"]["allreduce"] == fact["gradient_bytes"]
 
 
